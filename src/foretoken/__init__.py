@@ -1,0 +1,96 @@
+"""Foretoken: speculative decoding for Hugging Face models; the same bits, sooner.
+
+    from foretoken import LLM, SamplingParams
+
+    llm = LLM("smollm2-135m", speculative_config={"method": "ngram"})
+    print(llm.generate("Hello", SamplingParams(temperature=0, max_tokens=64))[0].text)
+
+The public names are loaded when they are first used, so that `foretoken --help` does not wait for
+PyTorch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from foretoken.acceptance.base import Origin
+    from foretoken.config import SamplingParams
+    from foretoken.errors import (
+        CompatibilityError,
+        ConfigError,
+        ForetokenError,
+        ModelError,
+        PromptError,
+    )
+    from foretoken.llm import LLM
+    from foretoken.outputs import (
+        CompletionOutput,
+        Metrics,
+        RequestOutput,
+        StreamChunk,
+        StreamedToken,
+        TokenLogprobs,
+    )
+    from foretoken.speculative import SpeculativeConfig
+    from foretoken.trace import StepTrace, Trace
+
+__version__ = "0.1.0"
+
+_MODULES = {
+    "foretoken.acceptance.base": ["Origin"],
+    "foretoken.config": ["SamplingParams"],
+    "foretoken.errors": [
+        "CompatibilityError",
+        "ConfigError",
+        "ForetokenError",
+        "ModelError",
+        "PromptError",
+    ],
+    "foretoken.llm": ["LLM"],
+    "foretoken.outputs": [
+        "CompletionOutput",
+        "Metrics",
+        "RequestOutput",
+        "StreamChunk",
+        "StreamedToken",
+        "TokenLogprobs",
+    ],
+    "foretoken.speculative": ["SpeculativeConfig"],
+    "foretoken.trace": ["StepTrace", "Trace"],
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "LLM",
+    "CompatibilityError",
+    "CompletionOutput",
+    "ConfigError",
+    "ForetokenError",
+    "Metrics",
+    "ModelError",
+    "Origin",
+    "PromptError",
+    "RequestOutput",
+    "SamplingParams",
+    "SpeculativeConfig",
+    "StepTrace",
+    "StreamChunk",
+    "StreamedToken",
+    "TokenLogprobs",
+    "Trace",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'foretoken' has no attribute '{name}'")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,103 @@
+"""The seam between the loop and the acceptance rules.
+
+A rule is a pure function of (draft, p, noise): it walks down the tree and returns the accepted
+path and one more token. It never sees logits, models, caches or global randomness.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import ClassVar, Protocol
+
+from foretoken.config import Config
+from foretoken.law import Law
+from foretoken.noise import StepNoise
+from foretoken.tree import Draft
+
+__all__ = ["AcceptanceRule", "Accepted", "Origin", "TargetLaws"]
+
+
+class Origin(StrEnum):
+    """Where a committed token came from."""
+
+    DRAFT = "draft"
+    """Drafted and accepted."""
+    CORRECTION = "correction"
+    """Drawn from the residual after a rejected draft."""
+    BONUS = "bonus"
+    """Drawn from p after everything drafted on the path was accepted."""
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What a rule decided.
+
+    Args:
+        path: accepted nodes from the root's child downwards; empty if none.
+        token: the one more token that every step yields.
+        rejected: nodes that were tried and turned down.
+        reason: why what was drafted below the path was turned down; empty if nothing was drafted.
+    """
+
+    path: tuple[int, ...]
+    token: int
+    rejected: tuple[int, ...] = ()
+    reason: str = ""
+
+    @property
+    def last(self) -> int:
+        """The node below which `token` stands."""
+        return self.path[-1] if self.path else 0
+
+    @property
+    def origin(self) -> Origin:
+        """Where `token` came from."""
+        return Origin.CORRECTION if self.reason else Origin.BONUS
+
+
+class TargetLaws(Protocol):
+    """p at every node."""
+
+    def __getitem__(self, node: int) -> Law:
+        """P after `node`: the law of the token that follows it."""
+        ...
+
+    def untempered(self, node: int) -> Law:
+        """The same at temperature 1, for rules that judge likelihoods in greedy decoding."""
+        ...
+
+
+class AcceptanceRule(ABC):
+    """Decides which drafted tokens are kept.
+
+    Class attributes say what a rule needs and promises; they are checked against the drafter when
+    a model is constructed (law 5).
+    """
+
+    class Options(Config):
+        """The rule's own options."""
+
+    name: ClassVar[str]
+    lossless: ClassVar[bool]
+    """Whether the output law is exactly p."""
+    needs_q: ClassVar[bool]
+    """Whether q is read; a rule that does not accepts drafts from any source."""
+    takes_branches: ClassVar[bool]
+    """Whether a node may have several children."""
+    couples_draft: ClassVar[bool] = False
+    """Whether a sampling drafter should draw with the target's own noise."""
+
+    def __init__(self, options: Config | None = None) -> None:
+        self.options = self.Options() if options is None else options
+
+    @abstractmethod
+    def accept(self, draft: Draft, p: TargetLaws, noise: StepNoise) -> Accepted:
+        """Walk down the tree.
+
+        Args:
+            draft: the verified draft with its q.
+            p: the target's law after every node.
+            noise: chance, with depths counted from the root.
+        """

@@ -1,0 +1,43 @@
+"""The coupled rule: seeded sampling that does not depend on the drafter (law 7).
+
+The target's token at position t is `argmax(log p + noise)`, with noise that is a function of
+(seed, t) alone; a drafted token is accepted when it is that token. Every committed token is thus
+the one plain decoding would have drawn, so that changing the drafter, the draft length or the
+batch changes no bit. For a one-hot q the acceptance rate is that of speculative sampling; for a
+sampled q it is a little lower (Gumbel coupling against the maximal one: at least
+(1 - D) / (1 + D) where speculative sampling has 1 - D, D the total variation distance of p and q;
+Daliri et al., "Coupling without Communication and Drafter-Invariant Speculative Decoding").
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from foretoken.acceptance.base import AcceptanceRule, Accepted, TargetLaws
+from foretoken.noise import StepNoise
+from foretoken.tree import Draft
+
+__all__ = ["Coupled"]
+
+
+class Coupled(AcceptanceRule):
+    """Lossless, for any draft from any source; the default."""
+
+    name: ClassVar[str] = "coupled"
+    lossless: ClassVar[bool] = True
+    needs_q: ClassVar[bool] = False
+    takes_branches: ClassVar[bool] = True
+    couples_draft: ClassVar[bool] = True
+
+    def accept(self, draft: Draft, p: TargetLaws, noise: StepNoise) -> Accepted:
+        """See `AcceptanceRule.accept`."""
+        node, depth, path = 0, 0, []
+        while True:
+            token = noise.draw(p[node], depth)
+            children = draft.tree.children[node]
+            match = next((c for c in children if draft.tree.tokens[c] == token), None)
+            if match is None:
+                reason = "the target drew another token" if children else ""
+                return Accepted(tuple(path), token, children, reason)
+            path.append(match)
+            node, depth = match, depth + 1

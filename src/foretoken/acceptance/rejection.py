@@ -1,0 +1,52 @@
+"""Speculative sampling: accept with probability min(1, p/q), else draw from the residual.
+
+Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", algorithm 1; over
+a tree the multi-round form of SpecInfer (Miao et al., algorithm 2): siblings are tried in turn,
+each against the residual the last one left. By law 2 this is lossless for independent siblings,
+for siblings drawn without replacement and for deterministic ones alike.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from foretoken.acceptance.base import AcceptanceRule, Accepted, TargetLaws
+from foretoken.noise import StepNoise
+from foretoken.tree import Draft
+
+__all__ = ["Rejection", "accept_by_ratio"]
+
+
+class Rejection(AcceptanceRule):
+    """Lossless for every drafter and tree; greedy decoding is the case of a one-hot p."""
+
+    name: ClassVar[str] = "rejection"
+    lossless: ClassVar[bool] = True
+    needs_q: ClassVar[bool] = True
+    takes_branches: ClassVar[bool] = True
+
+    def accept(self, draft: Draft, p: TargetLaws, noise: StepNoise) -> Accepted:
+        """See `AcceptanceRule.accept`."""
+        return accept_by_ratio(draft, p, noise, lenience=1.0)
+
+
+def accept_by_ratio(draft: Draft, p: TargetLaws, noise: StepNoise, lenience: float) -> Accepted:
+    """The accept loop; a drafted x passes if r < p(x) / (lenience * q(x))."""
+    node, depth, path = 0, 0, []
+    rejected: list[int] = []
+    while True:
+        law = p[node]
+        reason = ""
+        for trial, child in enumerate(draft.tree.children[node]):
+            token, q = draft.tree.tokens[child], draft.law(child)
+            p_token, q_token = law.prob(token), q.prob(token)
+            assert q_token > 0, "a drafted token has been drawn from its law"
+            if noise.accepts(p_token / (lenience * q_token), depth, trial):
+                path.append(child)
+                break
+            rejected.append(child)
+            reason = f"p={p_token:.3g} against q={q_token:.3g}"
+            law = law.residual(q, scale=lenience)
+        else:
+            return Accepted(tuple(path), noise.draw(law, depth), tuple(rejected), reason)
+        node, depth = path[-1], depth + 1

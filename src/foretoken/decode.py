@@ -1,0 +1,90 @@
+"""The loop: draft, verify, accept, roll back. Every method of this library goes through `step`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from foretoken.acceptance.base import AcceptanceRule, Accepted
+from foretoken.control import Controller
+from foretoken.drafters.base import Drafter
+from foretoken.outputs import StreamedToken
+from foretoken.request import Request
+from foretoken.sampling import Laws
+from foretoken.trace import record
+from foretoken.tree import Draft, TokenTree
+
+__all__ = ["Outcome", "Verifier", "step"]
+
+
+class Verifier(Protocol):
+    """What the loop needs of a target: score trees, keep paths."""
+
+    def verify(self, keys: Sequence[int], trees: Sequence[TokenTree]) -> list[Tensor]:
+        """Logits [n+1, V] after every node of each tree, in one forward pass."""
+        ...
+
+    def commit(self, key: int, nodes: Sequence[int]) -> None:
+        """Keep the KV of these nodes, root included; discard the rest."""
+        ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one step did to one request: for drafters and controllers to learn from."""
+
+    request: Request
+    draft: Draft
+    accepted: Accepted
+    committed: tuple[StreamedToken, ...]
+    logits: Tensor
+    """[n+1, V] of the target, valid until the next pass."""
+
+
+def step(
+    target: Verifier,
+    drafter: Drafter,
+    rule: AcceptanceRule,
+    controller: Controller,
+    batch: Sequence[Request],
+) -> list[Outcome]:
+    """Advance every request of the batch by at least one token, with one target pass.
+
+    Args:
+        target: holds the KV of every request: all tokens but the last (law 1).
+        drafter: proposes a tree per request.
+        rule: decides what is kept.
+        controller: says how much to draft.
+        batch: requests that have not finished.
+    """
+    began = time.perf_counter()
+    drafts = drafter.propose(batch, controller.budgets(batch))
+    drafted = time.perf_counter()
+    scores = target.verify([r.key for r in batch], [draft.tree for draft in drafts])
+    verified = time.perf_counter()
+    outcomes = [
+        _accept(target, rule, request, draft, logits)
+        for request, draft, logits in zip(batch, drafts, scores, strict=True)
+    ]
+    drafter.observe(outcomes)
+    controller.observe(outcomes)
+    ended = time.perf_counter()
+    for request in batch:
+        request.record_times(drafted - began, verified - drafted, ended - verified)
+    return outcomes
+
+
+def _accept(
+    target: Verifier, rule: AcceptanceRule, request: Request, draft: Draft, logits: Tensor
+) -> Outcome:
+    p = Laws(logits, draft.tree, request.sampler, request.output_ids)
+    noise = request.noise.at(len(request.token_ids))
+    accepted = rule.accept(draft, p, noise)
+    target.commit(request.key, (0, *accepted.path))
+    trace = record(draft, p, accepted, everything=request.trace_all)
+    committed = request.extend(draft, p, accepted, trace)
+    return Outcome(request, draft, accepted, tuple(committed), logits)

@@ -1,0 +1,110 @@
+"""Text as tokens are committed: incremental, and aware of stop strings across token borders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Detokenizer"]
+
+_INCOMPLETE = "\ufffd"
+
+
+class Detokenizer:
+    """Turns the tokens of one output into text, piece by piece.
+
+    A piece is held back while it ends in an unfinished character. Text that may be the beginning
+    of a stop string is held back too, so that what has been given out is never taken back.
+
+    Args:
+        tokenizer: None gives empty text.
+        stop: stop strings.
+        include_stop: whether a stop string stays in the text.
+        skip_special_tokens: whether special tokens are left out of the text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        stop: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._include_stop = include_stop
+        self._skip_special_tokens = skip_special_tokens
+        self._token_ids: list[int] = []
+        self._start = 0  # tokens before this one no longer influence what follows
+        self._read = 0  # tokens before this one have been turned into text
+        self._text = ""  # everything decoded so far
+        self._given = 0  # how much of it has been given out
+        self.stopped_at: str | None = None
+
+    @property
+    def text(self) -> str:
+        """All text so far, held-back parts included."""
+        return self._text
+
+    def add(self, token: int) -> str:
+        """Append a token; the text that is now certain. Sets `stopped_at` if a stop string is met."""
+        if self._tokenizer is None:
+            return ""
+        self._token_ids.append(token)
+        before = self._decode(self._token_ids[self._start : self._read])
+        after = self._decode(self._token_ids[self._start :])
+        if not after.endswith(_INCOMPLETE):
+            self._extend(after[len(before) :])
+            self._start, self._read = self._read, len(self._token_ids)
+        return self._give(self._held_back())
+
+    def finish(self) -> str:
+        """The rest of the text, unfinished characters included."""
+        if self.stopped_at is None and self._tokenizer is not None:
+            before = self._decode(self._token_ids[self._start : self._read])
+            self._extend(self._decode(self._token_ids[self._start :])[len(before) :])
+            self._start = self._read = len(self._token_ids)
+        return self._give(0)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        assert self._tokenizer is not None
+        text = self._tokenizer.decode(
+            list(token_ids),
+            skip_special_tokens=self._skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+        assert isinstance(text, str)
+        return text
+
+    def _extend(self, piece: str) -> None:
+        searched_from = len(self._text)
+        self._text += piece
+        hits = []
+        for stop in self._stop:
+            position = self._text.find(stop, max(0, searched_from - len(stop) + 1))
+            if position >= 0:
+                hits.append((position, stop))
+        if hits:
+            position, self.stopped_at = min(hits, key=lambda hit: (hit[0], -len(hit[1])))
+            end = position + len(self.stopped_at) if self._include_stop else position
+            self._text = self._text[:end]
+
+    def _held_back(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        if self.stopped_at is not None:
+            return 0
+        longest = 0
+        for stop in self._stop:
+            for size in range(min(len(stop) - 1, len(self._text)), longest, -1):
+                if self._text.endswith(stop[:size]):
+                    longest = size
+                    break
+        return longest
+
+    def _give(self, held_back: int) -> str:
+        end = max(self._given, len(self._text) - held_back)
+        piece = self._text[self._given : end]
+        self._given = end
+        return piece

@@ -1,0 +1,1 @@
+"""Drafters: what guesses the next tokens. One family a file; `registry.py` names them."""

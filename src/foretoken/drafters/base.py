@@ -1,0 +1,41 @@
+"""The seam between the loop and the drafters."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from foretoken.control import Budget
+from foretoken.request import Request
+from foretoken.tree import Draft
+
+if TYPE_CHECKING:
+    from foretoken.decode import Outcome
+
+__all__ = ["Drafter"]
+
+
+class Drafter(ABC):
+    """Guesses what comes next.
+
+    A drafter owns its state and catches up from the committed tokens of each request (law 4): it is
+    told nothing about what was accepted except through them, and "all accepted" is no special case.
+    It may not look at the target.
+    """
+
+    makes_branches: ClassVar[bool] = False
+    """Whether a node of its drafts may have several children."""
+
+    @abstractmethod
+    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
+        """One draft per request, within its budget; an empty one where there is nothing to say.
+
+        A node's q is the law it was drawn from (law 2), and no node is dropped for its value.
+        """
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:  # noqa: B027 - most learn nothing
+        """See what the step brought, the target's logits included."""
+
+    def release(self, request: Request) -> None:  # noqa: B027 - most keep nothing
+        """Forget a request that has ended."""

@@ -1,0 +1,156 @@
+"""`ngram_table`: frequency tables of short contexts, with back-off, over a sliding window.
+
+The n-gram drafter of the akunu engine: tables of orders 2 to 4 are seeded by the prompt and
+updated by every token, tokens that leave the window are forgotten, and the successor is read from
+the longest context that has one. A draft chains on its own predictions. Greedy requests get the
+most frequent successor (the latest on a tie); sampled ones a token drawn from the counts, with
+that law as q, so that speculative sampling stays exact.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Annotated
+
+import torch
+from annotated_types import Ge, Le
+from pydantic import Field
+
+from foretoken.config import Config
+from foretoken.control import Budget
+from foretoken.drafters.base import Drafter
+from foretoken.law import Law
+from foretoken.request import Request
+from foretoken.tree import Draft, chain
+
+__all__ = ["NgramTable", "NgramTableDrafter", "NgramTableOptions"]
+
+ORDERS = (2, 3, 4)
+"""An n-gram of order n is a context of n - 1 tokens and its successor."""
+
+
+class NgramTableOptions(Config):
+    """Options of `ngram_table`.
+
+    Args:
+        window: tokens of history that are counted.
+        draft_temperature: counts are raised to the power of its inverse; 0 drafts the most
+            frequent successor also for sampled requests; None takes 0 for greedy requests and 1
+            (q is the relative frequency) for sampled ones.
+    """
+
+    window: Annotated[int, Ge(2), Le(1_000_000)] = 512
+    draft_temperature: Annotated[float, Ge(0), Field(allow_inf_nan=False)] | None = None
+
+
+class NgramTable:
+    """Successor counts of every context in the last `window` tokens of one text."""
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        # context -> successor -> count; successors in order of their last occurrence
+        self._counts: dict[tuple[int, ...], dict[int, int]] = {}
+        self._history: deque[int] = deque()
+        self._seen = 0
+
+    def catch_up(self, tokens: Sequence[int]) -> None:
+        """Count the committed tokens that are new, forget those that left the window."""
+        start = max(self._seen, len(tokens) - self._window)
+        if start > self._seen:  # what was counted before would not adjoin what comes now
+            self._counts.clear()
+            self._history.clear()
+        for token in tokens[start:]:
+            self._append(token)
+        self._seen = len(tokens)
+
+    def _append(self, token: int) -> None:
+        history = self._history
+        history.append(token)
+        recent = [history[i] for i in range(-min(len(history), max(ORDERS)), 0)]
+        for order in ORDERS:
+            if order <= len(recent):
+                *context, successor = recent[-order:]
+                counts = self._counts.setdefault(tuple(context), {})
+                counts[successor] = counts.pop(successor, 0) + 1
+        if len(history) > self._window:
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        history = self._history
+        oldest = [history[i] for i in range(min(len(history), max(ORDERS)))]
+        for order in ORDERS:
+            if order <= len(oldest):
+                *context, successor = oldest[:order]
+                counts = self._counts[tuple(context)]
+                counts[successor] -= 1
+                if not counts[successor]:
+                    del counts[successor]
+                if not counts:
+                    del self._counts[tuple(context)]
+        history.popleft()
+
+    def successors(self, tokens: Sequence[int]) -> dict[int, int]:
+        """Counts after the longest known context at the end of `tokens`; empty if none is known."""
+        for order in reversed(ORDERS):
+            if order <= len(tokens) + 1:
+                counts = self._counts.get(tuple(tokens[len(tokens) - order + 1 :]))
+                if counts:
+                    return counts
+        return {}
+
+
+class NgramTableDrafter(Drafter):
+    """Chains from the tables of each request's own text.
+
+    Args:
+        options: see `NgramTableOptions`.
+        coupled: whether to draw with the target's own noise.
+    """
+
+    def __init__(self, options: NgramTableOptions, *, coupled: bool) -> None:
+        self._options = options
+        self._coupled = coupled
+        self._tables: dict[int, NgramTable] = {}
+
+    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
+        """Chains that end where no context is known."""
+        return [
+            self._propose(request, budget.chain)
+            for request, budget in zip(batch, budgets, strict=True)
+        ]
+
+    def _propose(self, request: Request, length: int) -> Draft:
+        table = self._tables.setdefault(request.key, NgramTable(self._options.window))
+        table.catch_up(request.token_ids)
+        temperature = self._temperature(request)
+        noise = request.noise.at(len(request.token_ids)).drafting(coupled=self._coupled)
+        context = request.token_ids[-max(ORDERS) :]
+        tokens, laws = [request.root], []
+        for depth in range(length):
+            counts = table.successors(context)
+            if not counts:
+                break
+            laws.append(law_of_counts(counts, temperature))
+            tokens.append(noise.draw(laws[-1], depth))
+            context = [*context[1 - max(ORDERS) :], tokens[-1]]
+        return Draft(chain(tokens), tuple(laws))
+
+    def _temperature(self, request: Request) -> float:
+        if self._options.draft_temperature is None:
+            return 0.0 if request.params.greedy else 1.0
+        return self._options.draft_temperature
+
+    def release(self, request: Request) -> None:
+        """Drop the request's tables."""
+        self._tables.pop(request.key, None)
+
+
+def law_of_counts(counts: dict[int, int], temperature: float) -> Law:
+    """Q proportional to count^(1/temperature); at 0 the most frequent, the latest on a tie."""
+    if temperature == 0:
+        best = max(counts.values())
+        return Law.one_hot(next(t for t in reversed(counts) if counts[t] == best))
+    tokens, order = torch.tensor(list(counts)).sort()
+    numbers = torch.tensor(list(counts.values()), dtype=torch.float32)[order]
+    return Law((numbers.log() / temperature).softmax(-1), tokens)

@@ -1,0 +1,20 @@
+"""`none`: no speculation. The baseline is the same loop with an empty draft (law 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from foretoken.control import Budget
+from foretoken.drafters.base import Drafter
+from foretoken.request import Request
+from foretoken.tree import Draft
+
+__all__ = ["NoDrafter"]
+
+
+class NoDrafter(Drafter):
+    """Proposes nothing."""
+
+    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
+        """Empty drafts."""
+        return [Draft.empty(request.root) for request in batch]

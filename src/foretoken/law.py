@@ -1,0 +1,105 @@
+"""A probability law over the vocabulary, kept on its support.
+
+Both p (target) and q (drafter) are `Law`s. Greedy decoding is a law with one token in its
+support, top-k a law with k; only unrestricted sampling carries the whole vocabulary. Acceptance
+rules, drafters and noise see nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+__all__ = ["Law"]
+
+
+@dataclass(frozen=True)
+class Law:
+    """Probabilities over tokens.
+
+    Args:
+        probs: [S] probabilities, float32 or float64; sums to 1.
+        support: [S] token ids in ascending order, or None where S is the whole vocabulary.
+    """
+
+    probs: Tensor
+    support: Tensor | None = None
+
+    @staticmethod
+    def one_hot(token: int) -> Law:
+        """All mass on one token: a greedy target, or a drafter that does not sample."""
+        return Law(torch.ones(1), torch.tensor([token]))
+
+    @staticmethod
+    def of(probs: Tensor) -> Law:
+        """From dense [V] probabilities; tokens of probability 0 leave the support."""
+        (support,) = probs.nonzero(as_tuple=True)  # [S]
+        if len(support) == len(probs):
+            return Law(probs)
+        return Law(probs[support], support)
+
+    @cached_property
+    def certain(self) -> int | None:
+        """The only possible token, or None where there are several."""
+        if len(self.probs) > 1:
+            return None
+        return 0 if self.support is None else int(self.support[0])
+
+    def prob(self, token: int) -> float:
+        """Probability of `token`; 0 outside the support."""
+        if self.certain is not None:
+            return float(token == self.certain)
+        if self.support is None:
+            return float(self.probs[token])
+        return float(self.at(torch.tensor([token]))[0])
+
+    def at(self, tokens: Tensor) -> Tensor:
+        """Probabilities of `tokens` [K] -> [K], on this law's device; 0 outside the support."""
+        tokens = tokens.to(self.probs.device)
+        if self.support is None:
+            return self.probs[tokens]
+        index = torch.searchsorted(self.support, tokens).clamp(max=len(self.support) - 1)  # [K]
+        found = self.support[index] == tokens
+        return torch.where(found, self.probs[index], 0.0)
+
+    @property
+    def tokens(self) -> Tensor:
+        """[S] the tokens of the support."""
+        if self.support is not None:
+            return self.support
+        return torch.arange(len(self.probs), device=self.probs.device)
+
+    def dense(self, vocab_size: int) -> Tensor:
+        """[V] probabilities over the whole vocabulary."""
+        if self.support is None:
+            return self.probs
+        return self.probs.new_zeros(vocab_size).index_put((self.support,), self.probs)
+
+    def excess(self, other: Law, scale: float = 1.0, weight: float = 1.0) -> Tensor:
+        """[S] `max(weight * self - scale * other, 0)` on this law's support.
+
+        `scale` is the lenience of Leviathan et al., A.5; `weight` the running ratio of block
+        verification (Sun et al.). Both are 1 in plain speculative sampling.
+        """
+        other_probs = other.at(self.tokens).to(self.probs)
+        return (weight * self.probs - scale * other_probs).clamp(min=0)
+
+    def residual(self, other: Law, scale: float = 1.0, weight: float = 1.0) -> Law:
+        """`norm(max(weight * self - scale * other, 0))`: the law after a rejection.
+
+        Where nothing is left, `self` equals `other` up to rounding, so a rejection could not have
+        happened by the mathematics; `self` is then the right answer and not 0/0.
+        """
+        excess = self.excess(other, scale, weight)
+        total = excess.sum()
+        if not float(total) > 0:
+            return self
+        return self.normalised(excess / total)
+
+    def normalised(self, probs: Tensor) -> Law:
+        """The law with these [S] probabilities on this law's support, zeros dropped."""
+        keep = probs > 0
+        return Law(probs[keep], self.tokens[keep])

@@ -1,0 +1,184 @@
+"""What a user gets back: outputs, metrics, stream chunks. Plain data; JSON through `as_dict`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from foretoken.acceptance.base import Origin
+from foretoken.trace import Trace
+
+__all__ = [
+    "CompletionOutput",
+    "Metrics",
+    "RequestOutput",
+    "StreamChunk",
+    "StreamedToken",
+    "TokenLogprobs",
+]
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one generated position, under the model itself.
+
+    Args:
+        token_id: the generated token.
+        logprob: its log-probability.
+        top: the most likely tokens and their log-probabilities, best first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass
+class Metrics:
+    """Counts and times of one output. Times are wall-clock seconds.
+
+    A draft is a step in which at least one token was drafted. In a batch, the time of a step counts
+    in full for every request that took part in it.
+    """
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    target_passes: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_rejected_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+    """How often the drafted token at each depth was accepted."""
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    accept_seconds: float = 0.0
+    seconds: float = 0.0
+    """From admission to the last token, prefill included."""
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per drafting target pass, bonus included: 1 + accepted / drafts."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Measured alpha: accepted / (accepted + rejected); tokens never reached do not count."""
+        tried = self.num_accepted_tokens + self.num_rejected_tokens
+        return self.num_accepted_tokens / tried if tried else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens over all seconds, prefill included."""
+        return self.generated_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Generated tokens over the seconds after prefill."""
+        seconds = self.seconds - self.prefill_seconds
+        return self.generated_tokens / seconds if seconds > 0 else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Fields and derived figures."""
+        return {
+            **asdict(self),
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "acceptance_rate": self.acceptance_rate,
+            "tokens_per_second": self.tokens_per_second,
+            "decode_tokens_per_second": self.decode_tokens_per_second,
+        }
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One output of one prompt.
+
+    `finish_reason` is "stop" (end-of-sequence, stop token or stop string), "length" (max_tokens or
+    the context limit) or "abort" (given up before its end); `stop_reason` is the stop string or
+    stop token id, None for the end-of-sequence token.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    origins: tuple[Origin, ...]
+    finish_reason: str
+    stop_reason: int | str | None
+    logprobs: tuple[TokenLogprobs, ...] | None
+    metrics: Metrics
+    trace: Trace
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, without the trace."""
+        return {
+            "index": self.index,
+            "text": self.text,
+            "token_ids": list(self.token_ids),
+            "finish_reason": self.finish_reason,
+            "stop_reason": self.stop_reason,
+            "logprobs": None if self.logprobs is None else [asdict(x) for x in self.logprobs],
+            "metrics": self.metrics.as_dict(),
+        }
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """All outputs of one prompt; the attributes of the first one directly, as most ask for one."""
+
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: Sequence[CompletionOutput]
+
+    @property
+    def text(self) -> str:
+        """Text of the first output."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Token ids of the first output."""
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        """Why the first output ended."""
+        return self.outputs[0].finish_reason
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """Log-probabilities of the first output."""
+        return self.outputs[0].logprobs
+
+    @property
+    def metrics(self) -> Metrics:
+        """Metrics of the first output."""
+        return self.outputs[0].metrics
+
+    @property
+    def trace(self) -> Trace:
+        """Trace of the first output."""
+        return self.outputs[0].trace
+
+
+@dataclass(frozen=True)
+class StreamedToken:
+    """A committed token; `text` is empty where a character or a stop string is not complete yet."""
+
+    token_id: int
+    text: str
+    origin: Origin
+
+
+@dataclass(frozen=True)
+class StreamChunk:
+    """What one step committed; `output` is the whole result in the last chunk, else None."""
+
+    tokens: tuple[StreamedToken, ...]
+    output: CompletionOutput | None = None
+
+    @property
+    def text(self) -> str:
+        """Text of all tokens of the chunk."""
+        return "".join(token.text for token in self.tokens)

@@ -1,0 +1,213 @@
+"""One sequence being generated: its tokens, its sampler, its noise, and when it ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
+
+from transformers import PreTrainedTokenizerBase
+
+from foretoken.acceptance.base import Accepted, Origin
+from foretoken.config import SamplingParams
+from foretoken.detokenize import Detokenizer
+from foretoken.noise import Noise, fresh_seed
+from foretoken.outputs import CompletionOutput, Metrics, StreamedToken, TokenLogprobs
+from foretoken.sampling import Laws, Sampler
+from foretoken.trace import StepTrace, Trace
+from foretoken.tree import Draft
+
+__all__ = ["Request"]
+
+_keys = count()
+
+
+class Request:
+    """State of one output from its prompt to its end.
+
+    Args:
+        prompt_ids: the prompt, at least one token.
+        params: sampling parameters; `n` is the caller's business, `index` says which of n this is.
+        vocab_size: width of the target's logits.
+        eos_token_ids: tokens that end the output.
+        max_model_len: most tokens, prompt included.
+        tokenizer: for text and stop strings; None leaves the text empty.
+        index: which of the n outputs of its prompt this is.
+        trace_all: record p of every drafted token, also where no rule looked.
+    """
+
+    def __init__(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        vocab_size: int,
+        eos_token_ids: Sequence[int] = (),
+        max_model_len: int,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        index: int = 0,
+        trace_all: bool = False,
+    ) -> None:
+        assert prompt_ids, "the caller refuses empty prompts"
+        self.key = next(_keys)
+        self.index = index
+        self.params = params
+        self.prompt_ids = tuple(prompt_ids)
+        self.token_ids = list(prompt_ids)
+        self.trace_all = trace_all
+        self.sampler = Sampler(params, vocab_size, prompt_ids, eos_token_ids)
+        seed = fresh_seed() if params.seed is None else params.seed
+        self.noise = Noise(seed + index)
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.metrics = Metrics(prompt_tokens=len(prompt_ids))
+        self.admitted_at = 0.0
+        self._eos = frozenset(() if params.ignore_eos else eos_token_ids)
+        room = max_model_len - len(prompt_ids)
+        self._max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        self._detokenizer = Detokenizer(
+            tokenizer,
+            params.stop,
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+        )
+        self._tokenizer = tokenizer
+        self._origins: list[Origin] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._trace = Trace()
+
+    # What drafters and the loop ask
+
+    @property
+    def output_ids(self) -> list[int]:
+        """Tokens generated so far."""
+        return self.token_ids[len(self.prompt_ids) :]
+
+    @property
+    def root(self) -> int:
+        """The last committed token: the root of the next tree."""
+        return self.token_ids[-1]
+
+    @property
+    def finished(self) -> bool:
+        """Whether the output has ended."""
+        return self.finish_reason is not None
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be generated; a draft deeper than this less one is wasted."""
+        return self._max_tokens - len(self._origins)
+
+    # What the loop tells
+
+    def extend(
+        self, draft: Draft, p: Laws, accepted: Accepted, step: StepTrace
+    ) -> list[StreamedToken]:
+        """Commit the accepted tokens one by one, up to a stop.
+
+        Args:
+            draft: the verified draft.
+            p: the target's laws at its nodes.
+            accepted: the rule's decision.
+            step: its trace, to which the number of committed tokens is added.
+
+        Returns:
+            The committed tokens with the text that became certain.
+        """
+        parents = (0, *accepted.path)
+        tokens = [*(draft.tree.tokens[node] for node in accepted.path), accepted.token]
+        origins = [*(Origin.DRAFT for _ in accepted.path), accepted.origin]
+        streamed: list[StreamedToken] = []
+        for parent, token, origin in zip(parents, tokens, origins, strict=True):
+            if self.params.logprobs is not None:
+                self._logprobs.append(_logprobs(p, parent, token, self.params.logprobs))
+            streamed.append(self._append(token, origin))
+            if self.finished:
+                break
+        self._count(draft, accepted, len(streamed))
+        self._trace.steps.append(replace(step, committed=len(streamed)))
+        return streamed
+
+    def _append(self, token: int, origin: Origin) -> StreamedToken:
+        self.token_ids.append(token)
+        self._origins.append(origin)
+        text = self._detokenizer.add(token)
+        self._check_end(token)
+        if self.finished:
+            text += self._detokenizer.finish()
+        return StreamedToken(token, text, origin)
+
+    def _check_end(self, token: int) -> None:
+        long_enough = len(self._origins) >= self.params.min_tokens
+        if long_enough and token in self._eos:
+            self._finish("stop", None)
+        elif long_enough and token in self.params.stop_token_ids:
+            self._finish("stop", token)
+        elif long_enough and self._detokenizer.stopped_at is not None:
+            self._finish("stop", self._detokenizer.stopped_at)
+        elif self.remaining <= 0:
+            self._finish("length", None)
+
+    def _count(self, draft: Draft, accepted: Accepted, committed: int) -> None:
+        metrics = self.metrics
+        metrics.generated_tokens = len(self._origins)
+        metrics.target_passes += 1
+        if not draft.tree.num_drafted:
+            return
+        kept = min(len(accepted.path), committed)
+        metrics.num_drafts += 1
+        metrics.num_draft_tokens += draft.tree.num_drafted
+        metrics.num_accepted_tokens += kept
+        metrics.num_rejected_tokens += len(accepted.rejected)
+        deepest = max(draft.tree.depths)
+        missing = deepest - len(metrics.accepted_per_position)
+        metrics.accepted_per_position.extend([0] * missing)
+        for depth in range(kept):
+            metrics.accepted_per_position[depth] += 1
+
+    def record_times(self, draft: float, verify: float, accept: float) -> None:
+        """Add a step's times (seconds, of the whole batch) to the metrics and the trace."""
+        self.metrics.draft_seconds += draft
+        self.metrics.verify_seconds += verify
+        self.metrics.accept_seconds += accept
+        last = self._trace.steps[-1]
+        self._trace.steps[-1] = replace(
+            last, draft_seconds=draft, verify_seconds=verify, accept_seconds=accept
+        )
+
+    def _finish(self, reason: str, stop_reason: int | str | None) -> None:
+        self.finish_reason, self.stop_reason = reason, stop_reason
+        self.metrics.seconds = time.perf_counter() - self.admitted_at
+
+    def abort(self) -> None:
+        """End the output where it is."""
+        if not self.finished:
+            self._detokenizer.finish()
+            self._finish("abort", None)
+
+    def output(self) -> CompletionOutput:
+        """The finished output."""
+        assert self.finish_reason is not None
+        if self._tokenizer is not None:
+            self._trace.pieces = {
+                token: str(self._tokenizer.decode([token])) for token in self._trace.tokens()
+            }
+        return CompletionOutput(
+            index=self.index,
+            text=self._detokenizer.text,
+            token_ids=tuple(self.output_ids),
+            origins=tuple(self._origins),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=tuple(self._logprobs) if self.params.logprobs is not None else None,
+            metrics=self.metrics,
+            trace=self._trace,
+        )
+
+
+def _logprobs(p: Laws, node: int, token: int, num_top: int) -> TokenLogprobs:
+    log_probs = p.log_probs(node)  # [V]
+    best = log_probs.topk(min(num_top, len(log_probs)))
+    top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return TokenLogprobs(token, float(log_probs[token]), tuple(top))

@@ -1,0 +1,215 @@
+"""The sampler's law (law 6): logits become p per node, over that node's own path.
+
+A `Sampler` belongs to one request. The order of its operations is vLLM's: allowed tokens, bias,
+the minimum length, penalties; then temperature, min-p, top-k, top-p. Every operation works on one
+[V] row, so that a law has the same bits however many nodes are verified beside it (law 7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from foretoken.config import SamplingParams
+from foretoken.errors import ConfigError
+from foretoken.law import Law
+from foretoken.tree import TokenTree
+
+__all__ = ["Laws", "Sampler", "truncate"]
+
+
+class Sampler:
+    """Turns one position's logits into p under a request's parameters.
+
+    Args:
+        params: the sampling parameters.
+        vocab_size: V, the width of the logits.
+        prompt_ids: tokens that the repetition penalty counts besides the output.
+        eos_token_ids: end-of-sequence tokens, forbidden before `min_tokens`.
+
+    Raises:
+        ConfigError: a parameter names a token outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        prompt_ids: Sequence[int],
+        eos_token_ids: Sequence[int] = (),
+    ) -> None:
+        self.params = params
+        self.vocab_size = vocab_size
+        self.stop_ids = () if params.ignore_eos else tuple(eos_token_ids)
+        self.stop_ids = (*self.stop_ids, *params.stop_token_ids)
+        for field in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+            check_token_ids(field, getattr(params, field) or (), vocab_size)
+        self._prompt_tokens = torch.tensor(sorted(set(prompt_ids)), dtype=torch.long)
+
+    @cached_property
+    def plain_greedy(self) -> bool:
+        """Whether the law is the argmax of the raw logits, so that all nodes go in one call."""
+        return self.params.greedy and not self._reshapes
+
+    @cached_property
+    def _penalises(self) -> bool:
+        params = self.params
+        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        return penalties != (1.0, 0.0, 0.0)
+
+    @cached_property
+    def _reshapes(self) -> bool:
+        params = self.params
+        masks = params.logit_bias or params.allowed_token_ids is not None or params.min_tokens
+        return bool(masks) or self._penalises
+
+    @cached_property
+    def _bias(self) -> Tensor | None:
+        """[V] what allowed_token_ids and logit_bias add, or None."""
+        params = self.params
+        if params.allowed_token_ids is None and not params.logit_bias:
+            return None
+        bias = torch.zeros(self.vocab_size)
+        if params.allowed_token_ids is not None:
+            bias.fill_(-torch.inf)
+            bias[list(params.allowed_token_ids)] = 0
+        for token, value in (params.logit_bias or {}).items():
+            bias[token] += value
+        return bias
+
+    def shaped(self, logits: Tensor, output_ids: Sequence[int]) -> Tensor:
+        """Logits after masks, bias and penalties, before temperature.
+
+        Args:
+            logits: [V] of one position.
+            output_ids: every token generated before that position, drafted ones included.
+
+        Returns:
+            [V], float32 (float64 if the logits are).
+        """
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        if not self._reshapes:
+            return logits
+        logits = logits.clone()
+        if self._bias is not None:
+            logits += self._bias.to(logits)
+        if len(output_ids) < self.params.min_tokens and self.stop_ids:
+            logits[list(self.stop_ids)] = -torch.inf
+        return self._penalise(logits, output_ids) if self._penalises else logits
+
+    def _penalise(self, logits: Tensor, output_ids: Sequence[int]) -> Tensor:
+        params, device = self.params, logits.device
+        output = torch.tensor(output_ids, dtype=torch.long, device=device)
+        if params.repetition_penalty != 1:
+            seen = torch.cat([self._prompt_tokens.to(device), output]).unique()
+            values = logits[seen]
+            factor = params.repetition_penalty
+            logits[seen] = torch.where(values > 0, values / factor, values * factor)
+        if len(output_ids):
+            tokens, counts = output.unique(return_counts=True)
+            logits[tokens] -= params.presence_penalty + params.frequency_penalty * counts
+        return logits
+
+    def law(
+        self, logits: Tensor, output_ids: Sequence[int], temperature: float | None = None
+    ) -> Law:
+        """P at one position; arguments as in `shaped`.
+
+        `temperature` overrides the request's (a drafter may draw hotter or colder).
+        """
+        temperature = self.params.temperature if temperature is None else temperature
+        logits = self.shaped(logits, output_ids)
+        if temperature == 0:
+            return Law.one_hot(int(logits.argmax()))
+        return truncate(logits / temperature, self.params)
+
+    def untempered(self, logits: Tensor, output_ids: Sequence[int]) -> Law:
+        """The law at temperature 1 before truncation: what lossy rules compare in greedy mode."""
+        return Law.of(self.shaped(logits, output_ids).softmax(-1))
+
+
+def truncate(logits: Tensor, params: SamplingParams) -> Law:
+    """The law left by min-p, top-k and top-p, in this order, as in vLLM.
+
+    Args:
+        logits: [V], already divided by the temperature.
+        params: only min_p, top_k and top_p are read.
+    """
+    vocab_size = len(logits)
+    top_k = vocab_size if params.top_k < 1 else min(params.top_k, vocab_size)
+    if params.min_p > 0:
+        probs = logits.softmax(-1)
+        logits = logits.masked_fill(probs < params.min_p * probs.max(), -torch.inf)
+    if top_k == vocab_size and params.top_p == 1:
+        return Law.of(logits.softmax(-1))
+    # Sorting is stable so that equal logits fall on the same side of the cut every time.
+    values, tokens = logits.sort(descending=True, stable=True)
+    values, tokens = values[:top_k], tokens[:top_k]  # [k]
+    probs = values.softmax(-1)
+    if params.top_p < 1:
+        before = probs.cumsum(-1) - probs  # mass of the tokens ahead of each
+        probs = probs[before < params.top_p]
+        probs = probs / probs.sum()
+    tokens, order = tokens[: len(probs)].sort()
+    probs = probs[order]
+    return Law(probs[probs > 0], tokens[probs > 0])
+
+
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise ConfigError if a token id lies outside the vocabulary."""
+    for token in token_ids:
+        if token >= vocab_size:
+            raise ConfigError(
+                f"{field}: token id {token} is outside the vocabulary (0 to {vocab_size - 1})."
+            )
+
+
+class Laws:
+    """p at every node of one row's tree, computed only where an acceptance rule looks.
+
+    A rule walks down one path, so most laws of a tree are never needed; each that is costs a few
+    [V] operations. Plain greedy rows are the exception: one argmax serves all nodes.
+
+    Args:
+        logits: [n+1, V] after every node of the tree, root first.
+        tree: the verified tree.
+        sampler: the request's sampler.
+        output_ids: tokens generated so far, the root included if it was generated.
+    """
+
+    def __init__(
+        self, logits: Tensor, tree: TokenTree, sampler: Sampler, output_ids: Sequence[int]
+    ) -> None:
+        assert len(logits) == len(tree)
+        self._logits = logits
+        self._tree = tree
+        self._sampler = sampler
+        self._output_ids = output_ids
+        self._laws: dict[int, Law] = {}
+        if sampler.plain_greedy:
+            tokens = logits.argmax(-1).tolist()  # [n+1]
+            self._laws = {node: Law.one_hot(token) for node, token in enumerate(tokens)}
+
+    def __getitem__(self, node: int) -> Law:
+        if node not in self._laws:
+            self._laws[node] = self._sampler.law(self._logits[node], self._output(node))
+        return self._laws[node]
+
+    def untempered(self, node: int) -> Law:
+        """The law of a node at temperature 1, without truncation (for lossy rules)."""
+        return self._sampler.untempered(self._logits[node], self._output(node))
+
+    def _output(self, node: int) -> list[int]:
+        return [*self._output_ids, *self._tree.path_tokens(node)]
+
+    def reached(self, node: int) -> bool:
+        """Whether the law of this node was computed."""
+        return node in self._laws
+
+    def log_probs(self, node: int) -> Tensor:
+        """[V] log-probabilities under the model itself, for `SamplingParams.logprobs`."""
+        logits = self._logits[node]
+        return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)

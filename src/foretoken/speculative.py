@@ -1,0 +1,131 @@
+"""`SpeculativeConfig`: how to guess and how to check, in one validated object.
+
+The options that belong to one drafter or one acceptance rule are declared beside that drafter or
+rule and found through the registries; this file knows none of them by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from annotated_types import Ge, Le
+from pydantic import ConfigDict, model_validator
+
+from foretoken.acceptance import rule_class
+from foretoken.config import Config, nearest
+from foretoken.drafters.registry import DrafterSpec, drafter_spec
+from foretoken.errors import ConfigError
+
+__all__ = ["SpeculativeConfig"]
+
+
+class SpeculativeConfig(Config):
+    """How to guess and how to check.
+
+    Args:
+        method: a name from `foretoken.drafters.registry`; with only `model` given,
+            `draft_model`.
+        num_speculative_tokens: most tokens drafted per step (gamma); None takes the method's
+            default.
+        model: the draft model for methods that use one: a path, an alias or a loaded
+            `PreTrainedModel`.
+        acceptance: a rule's name, or a dict of its name (`rule`) and its options.
+
+    Every method's own fields (`prompt_lookup_max`, `draft_temperature`, ...) may be given
+    alongside; they are validated by the method's options class and kept in `options`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow", arbitrary_types_allowed=True)
+
+    method: str = "none"
+    num_speculative_tokens: Annotated[int, Ge(0), Le(256)] | None = None
+    model: Any = None
+    acceptance: str | dict[str, Any] = "coupled"
+
+    @classmethod
+    def parse(cls, value: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig:
+        """From what `LLM(speculative_config=...)` takes; None means no speculation."""
+        if isinstance(value, SpeculativeConfig):
+            return value
+        if value is not None and not isinstance(value, Mapping):
+            raise ConfigError(
+                "speculative_config must be a dict or a SpeculativeConfig, "
+                f"got {type(value).__name__}."
+            )
+        return cls(**dict(value or {}))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _infer_method(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("model") is not None and "method" not in value:
+            return {**value, "method": "draft_model"}
+        return value
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> Self:
+        _ = self.options, self.rule_options
+        takes_model = self.drafter_spec.takes_model
+        if takes_model and self.model is None:
+            raise ConfigError(f"method '{self.method}' needs a draft model: set 'model'.")
+        if self.model is not None and not takes_model:
+            raise ConfigError(f"method '{self.method}' takes no draft model: remove 'model'.")
+        return self
+
+    @property
+    def drafter_spec(self) -> DrafterSpec:
+        """The registry's entry for `method`."""
+        return drafter_spec(self.method)
+
+    @property
+    def options(self) -> Config:
+        """The method's own fields, validated."""
+        options_class = self.drafter_spec.options
+        extra = self.model_extra or {}
+        for name in extra:
+            known = [*self.field_names(), *options_class.field_names()]
+            if name not in known:
+                raise ConfigError(
+                    f"speculative_config for method '{self.method}' has no field '{name}': "
+                    f"{nearest(name, known)}"
+                )
+        return options_class(**extra)
+
+    @property
+    def gamma(self) -> int:
+        """`num_speculative_tokens`, or the method's default."""
+        if self.num_speculative_tokens is None:
+            return self.drafter_spec.default_num_speculative_tokens
+        return self.num_speculative_tokens
+
+    @property
+    def rule_name(self) -> str:
+        """Name of the acceptance rule."""
+        if isinstance(self.acceptance, str):
+            return self.acceptance
+        name = self.acceptance.get("rule")
+        if not isinstance(name, str):
+            raise ConfigError("acceptance given as a dict needs the rule's name under 'rule'.")
+        return name
+
+    @property
+    def rule_options(self) -> Config:
+        """The acceptance rule's own options, validated."""
+        options_class = rule_class(self.rule_name).Options
+        if isinstance(self.acceptance, str):
+            return options_class()
+        return options_class(**{k: v for k, v in self.acceptance.items() if k != "rule"})
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: every field as it takes effect; a loaded draft model by its class name."""
+        model = self.model
+        if model is not None and not isinstance(model, str | Path):
+            model = type(model).__name__
+        return {
+            "method": self.method,
+            "num_speculative_tokens": self.gamma,
+            "model": None if model is None else str(model),
+            "acceptance": {"rule": self.rule_name, **self.rule_options.model_dump()},
+            **self.options.model_dump(),
+        }

@@ -1,0 +1,112 @@
+"""What can be served here: architectures, devices, dtypes, and the sentences that say why not.
+
+These are the refusals that can be read off a configuration; `Target` also checks the behaviour of
+every model it takes.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from foretoken.errors import CompatibilityError, ConfigError
+
+__all__ = ["check_supported", "context_length", "default_device", "default_dtype"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+def context_length(config: PreTrainedConfig, max_model_len: int | None) -> int:
+    """Most tokens of a row: the model's own limit, or less if the user says so.
+
+    Raises:
+        ConfigError: `max_model_len` is below 2 or above the model's limit.
+    """
+    own: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if max_model_len is None:
+        return own or 2**31 - 1
+    if max_model_len < 2 or (own is not None and max_model_len > own):
+        limit = f"2 to {own}" if own is not None else "at least 2"
+        raise ConfigError(f"max_model_len: must be {limit} for this model, got {max_model_len}.")
+    return max_model_len
+
+
+def check_supported(model: PreTrainedModel, max_model_len: int) -> None:
+    """Refuse architectures that cannot verify trees or roll back.
+
+    Raises:
+        CompatibilityError: with a sentence that says why.
+    """
+    name, config = type(model).__name__, model.config.get_text_config()
+    if model.config.is_encoder_decoder:
+        raise CompatibilityError(f"{name} is an encoder-decoder; only decoder-only models work.")
+    layers = set(getattr(config, "layer_types", None) or ())
+    if getattr(model, "_is_stateful", False) or layers - ATTENTION_LAYERS:
+        raise CompatibilityError(
+            f"{name} keeps recurrent state, which cannot be rolled back after a rejected draft."
+        )
+    _check_window(name, config, layers, max_model_len)
+    if not model.can_generate():
+        raise CompatibilityError(f"{name} has no language-model head; load a causal LM.")
+    if not getattr(model, "_supports_attention_backend", False):
+        raise CompatibilityError(
+            f"{name} does not use Transformers' attention interface, so that a token tree's mask "
+            "cannot be applied."
+        )
+
+
+def _check_window(
+    name: str, config: PreTrainedConfig, layers: set[str], max_model_len: int
+) -> None:
+    windows = {
+        "sliding_attention": getattr(config, "sliding_window", None),
+        "chunked_attention": getattr(config, "attention_chunk_size", None),
+    }
+    for kind, window in windows.items():
+        used = kind in layers if layers else window is not None
+        if used and window is not None and window < max_model_len:
+            raise CompatibilityError(
+                f"{name} attends to a window of {window} tokens, less than its context of "
+                f"{max_model_len}; set max_model_len={window} or less to use it."
+            )
+
+
+def default_device(device: str | torch.device) -> torch.device:
+    """The device of this name; "auto" is a GPU if there is one.
+
+    Raises:
+        ConfigError: no such device here.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise ConfigError(f"device: unknown device '{device}'; try 'cpu' or 'cuda'.") from None
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: no CUDA device is available here; use device='cpu'.")
+    return place
+
+
+def default_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of this name; "auto" is bfloat16 where the processor computes in it.
+
+    Raises:
+        ConfigError: not one of float32, bfloat16, float16; or float16 on a CPU.
+    """
+    if dtype == "auto":
+        return torch.bfloat16 if _has_bfloat16(device) else torch.float32
+    chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if chosen not in DTYPES.values():
+        raise ConfigError(f"dtype: must be auto, {', '.join(DTYPES)}, got '{dtype}'.")
+    if chosen == torch.float16 and device.type == "cpu":
+        raise ConfigError("dtype: float16 is for GPUs; on a CPU use bfloat16 or float32.")
+    return chosen
+
+
+def _has_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported()
+    return device.type == "cpu" and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

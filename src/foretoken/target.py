@@ -1,0 +1,232 @@
+"""Target: one Transformers causal LM with its KV slab, verifying trees of many rows in one pass.
+
+The loop knows it as prefill, verify, commit, rollback. A draft model is a second `Target`: what
+differs is who calls it. This file does not know about sampling, acceptance or drafting.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from foretoken.cache import KVSlab
+from foretoken.errors import CompatibilityError
+from foretoken.runtime import cpu
+from foretoken.runtime.attention import IMPLEMENTATION, ROW_MULTIPLE, padded_rows
+from foretoken.runtime.share import share
+from foretoken.support import check_supported, context_length
+from foretoken.tree import TokenTree, chain
+
+__all__ = ["Target"]
+
+PREFILL_CHUNK = 256
+"""Prompt tokens per pass: enough to keep the kernels busy, little enough for the mask."""
+
+_PROBE_TOLERANCE = {True: 1e-3, False: 0.25}
+"""Mean error over the logits' spread, in float32 and in 16 bits: rounding stays below, ignoring a
+mask or a position does not."""
+
+
+class Target:
+    """A model that scores token trees.
+
+    Rows are named by the caller's keys (request ids) and may join and leave between passes.
+
+    Args:
+        model: a loaded causal LM; it is left as it is and may be used elsewhere.
+        max_model_len: most tokens of a row, prompt included; None takes the model's own limit.
+
+    Raises:
+        CompatibilityError: the architecture cannot be served; the message says why.
+    """
+
+    def __init__(self, model: PreTrainedModel, max_model_len: int | None = None) -> None:
+        self.max_model_len = context_length(model.config, max_model_len)
+        check_supported(model, self.max_model_len)
+        self.device = model.device
+        self.dtype = model.dtype
+        self.vocab_size = int(model.config.get_text_config().vocab_size)
+        self.packed = cpu.can_pack(self.dtype, self.device)
+        self._model = self._prepare(model)
+        self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._slab = KVSlab()
+        self._keys: list[int] = []  # key of each slab row
+        self.num_passes = 0
+        self.bit_exact = self._probe(model)
+
+    def _prepare(self, model: PreTrainedModel) -> PreTrainedModel:
+        prepared = cpu.pack(model) if self.packed else share(model)
+        prepared.eval()
+        prepared.set_attn_implementation(IMPLEMENTATION)
+        return prepared
+
+    # Rows
+
+    def add(self, key: int) -> None:
+        """Open an empty row."""
+        assert key not in self._keys
+        self._slab.add_row()
+        self._keys.append(key)
+
+    def remove(self, key: int) -> None:
+        """Close a row and free its slot."""
+        row = self._keys.index(key)
+        moved = self._slab.remove_row(row)
+        self._keys[row] = self._keys[moved]
+        self._keys.pop()
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._keys
+
+    def cached(self, key: int) -> int:
+        """Number of tokens whose KV is committed."""
+        return self._slab.lengths[self._keys.index(key)]
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory held by the KV slab."""
+        return self._slab.num_bytes
+
+    # Passes
+
+    @torch.inference_mode()
+    def prefill(self, key: int, tokens: Sequence[int]) -> None:
+        """Compute and commit the KV of these tokens, in chunks; no logits."""
+        for start in range(0, len(tokens), PREFILL_CHUNK):
+            part = tokens[start : start + PREFILL_CHUNK]
+            self._forward([key], [chain(part)], logits_of_all=False)
+            self.commit(key, range(len(part)))
+
+    @torch.inference_mode()
+    def verify(self, keys: Sequence[int], trees: Sequence[TokenTree]) -> list[Tensor]:
+        """One forward pass over one tree per row.
+
+        The KV of all nodes is written behind the committed tokens; `commit` says what stays.
+
+        Args:
+            keys: rows, in any order.
+            trees: what follows each row's committed tokens.
+
+        Returns:
+            Per row the logits after every node, [n+1, V].
+        """
+        logits = self._forward(keys, trees, logits_of_all=True)
+        first = min(self._keys.index(key) for key in keys)
+        return [
+            logits[self._keys.index(key) - first, : len(tree)]
+            for key, tree in zip(keys, trees, strict=True)
+        ]
+
+    def commit(self, key: int, nodes: Sequence[int]) -> None:
+        """Keep the KV of these nodes of the last pass, root included, in this order."""
+        self._slab.commit(self._keys.index(key), nodes)
+
+    def rollback(self, key: int, length: int) -> None:
+        """Forget the KV behind the first `length` tokens."""
+        self._slab.rollback(self._keys.index(key), length)
+
+    def _forward(
+        self, keys: Sequence[int], trees: Sequence[TokenTree], *, logits_of_all: bool
+    ) -> Tensor:
+        """Logits [B, N or 1, V] of the rows from the first to the last one named.
+
+        The slab serves adjacent rows without copying, so rows in between that have no tree ride
+        along with padding, whose KV is never committed.
+        """
+        tree_of = {self._keys.index(key): tree for key, tree in zip(keys, trees, strict=True)}
+        rows = range(min(tree_of), max(tree_of) + 1)
+        num_nodes = max(len(tree) for tree in trees)
+        if self.packed and len(rows) == 1:
+            num_nodes = max(num_nodes, ROW_MULTIPLE)  # free, and never a single row (cpu.MIN_ROWS)
+        span = self._slab.begin(rows, num_nodes)
+        tokens, positions, mask = self._inputs(rows, tree_of, num_nodes, span)
+        keep = {} if logits_of_all or not self._takes_logits_to_keep else {"logits_to_keep": 1}
+        self.num_passes += 1
+        output = self._model(
+            input_ids=tokens.to(self.device),
+            position_ids=positions.to(self.device),
+            attention_mask=mask.to(self.device),
+            past_key_values=self._slab,
+            use_cache=True,
+            **keep,
+        )
+        logits: Tensor = output.logits
+        return logits
+
+    def _inputs(
+        self, rows: range, tree_of: dict[int, TokenTree], num_nodes: int, span: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens [B, N], positions [B, N] and the additive mask [B, 1, padded_rows(N), S].
+
+        A node sees the committed tokens, its ancestors and itself. Padding sees the committed
+        tokens and the root's slot, so that no softmax is empty.
+        """
+        tokens = torch.zeros(len(rows), num_nodes, dtype=torch.long)
+        lengths = torch.tensor([self._slab.lengths[row] for row in rows])
+        positions = lengths[:, None].repeat(1, num_nodes)
+        mask = torch.full(
+            (len(rows), 1, padded_rows(num_nodes), span), -torch.inf, dtype=self.dtype
+        )
+        for index, row in enumerate(rows):
+            length = self._slab.lengths[row]
+            mask[index, 0, :, : length + 1] = 0
+            if row in tree_of:
+                tree = tree_of[row]
+                size = len(tree)
+                tokens[index, :size] = torch.tensor(tree.tokens)
+                positions[index, :size] += torch.tensor(tree.depths)
+                below = mask[index, 0, :size, length : length + size]
+                below.masked_fill_(tree.ancestor_mask, 0)
+        return tokens, positions, mask
+
+    # Construction-time check
+
+    @torch.inference_mode()
+    def _probe(self, model: PreTrainedModel) -> bool:
+        """Check trees against the model's own forward pass, and whether law 7 holds here.
+
+        Returns:
+            Whether logits had the same bits for every number of nodes tried.
+
+        Raises:
+            CompatibilityError: a branch of a tree is not scored like the same tokens in a row.
+        """
+        stride = max(1, self.vocab_size // 7)
+        a, b, c, d, e = (i * stride % self.vocab_size for i in range(5))
+        tree = TokenTree((b, c, d, e), (-1, 0, 0, 2))  # a b c  and  a b d e
+        try:
+            scored = self._score([a], tree)
+            own = model(input_ids=torch.tensor([[a, b, d, e]], device=self.device)).logits[0]
+        except (RuntimeError, TypeError, IndexError, AttributeError) as error:
+            raise CompatibilityError(
+                f"{type(model).__name__} cannot be run with a 4-D mask, position ids and an "
+                f"external KV cache: {str(error).splitlines()[0]}"
+            ) from error
+        error = (scored[[0, 2, 3]].float() - own[1:].float()).abs().mean()
+        if not error <= _PROBE_TOLERANCE[self.dtype == torch.float32] * own.float().std():
+            raise CompatibilityError(
+                f"{type(model).__name__} does not score a branch of a token tree as it scores the "
+                "same tokens in a row: it ignores the 4-D mask or the position ids."
+            )
+        self.num_passes = 0
+        return self._same_bits([a, b, c, d, e] * 4)
+
+    def _score(self, context: Sequence[int], tree: TokenTree) -> Tensor:
+        """[n+1, V] of a tree after a context, in a row of its own."""
+        key = -1
+        self.add(key)
+        try:
+            self.prefill(key, context)
+            return self.verify([key], [tree])[0].clone()
+        finally:
+            self.remove(key)
+
+    def _same_bits(self, tokens: Sequence[int]) -> bool:
+        wide = self._score(tokens[:2], chain(tokens[2:]))
+        narrow = self._score(tokens[:2], chain(tokens[2:3]))
+        middle = self._score(tokens[:5], chain(tokens[5:11]))
+        return torch.equal(wide[:1], narrow) and torch.equal(wide[3:9], middle)

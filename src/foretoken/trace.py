@@ -1,0 +1,147 @@
+"""What happened at every step, for people and for JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from foretoken.acceptance.base import Accepted, Origin
+from foretoken.errors import ForetokenError
+from foretoken.sampling import Laws
+from foretoken.tree import Draft
+
+__all__ = ["StepTrace", "Trace", "record"]
+
+FORMAT = "foretoken-trace-1"
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """One step of one request.
+
+    Args:
+        parents: parent of each drafted token, as an index into the drafted ones; -1 is the root.
+        drafted: drafted tokens.
+        q: probability of each under the drafter.
+        p: probability of each under the target; None where the rule never looked, because
+            something above the token had been turned down (all are there with `trace=True`).
+        accepted: indices of the drafted tokens that were kept.
+        rejected: indices of those that were tried and turned down.
+        reason: why what was drafted below the kept path was turned down.
+        token: the token added after the path.
+        origin: where `token` came from.
+        committed: tokens of this step that are part of the output (a stop may cut some off).
+        draft_seconds, verify_seconds, accept_seconds: wall-clock times of the whole batch's step.
+    """
+
+    parents: tuple[int, ...]
+    drafted: tuple[int, ...]
+    q: tuple[float, ...]
+    p: tuple[float | None, ...]
+    accepted: tuple[int, ...]
+    rejected: tuple[int, ...]
+    reason: str
+    token: int
+    origin: Origin
+    committed: int = 0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    accept_seconds: float = 0.0
+
+
+@dataclass
+class Trace:
+    """All steps of one output; `pieces` has the text of every token that occurs, if known."""
+
+    steps: list[StepTrace] = field(default_factory=list)
+    pieces: dict[int, str] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator[StepTrace]:
+        return iter(self.steps)
+
+    def tokens(self) -> set[int]:
+        """Every token that occurs."""
+        return {token for step in self.steps for token in (*step.drafted, step.token)}
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "format": FORMAT,
+            "pieces": {str(token): piece for token, piece in sorted(self.pieces.items())},
+            "steps": [asdict(step) for step in self.steps],
+        }
+
+    @staticmethod
+    def from_dict(value: Any) -> Trace:
+        """The inverse of `as_dict`.
+
+        Raises:
+            ForetokenError: this is not a trace.
+        """
+        if not isinstance(value, dict) or value.get("format") != FORMAT:
+            raise ForetokenError(f"not a trace: expected an object with format '{FORMAT}'.")
+        try:
+            steps = [_step(step) for step in value["steps"]]
+            pieces = {int(token): str(piece) for token, piece in value["pieces"].items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ForetokenError(f"damaged trace: {error!r}.") from error
+        return Trace(steps, pieces)
+
+    @staticmethod
+    def load(path: Path) -> Trace:
+        """Read a trace written by `foretoken generate --trace FILE`.
+
+        Raises:
+            ForetokenError: the file cannot be read or is not a trace.
+        """
+        try:
+            return Trace.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ForetokenError(f"cannot read trace {path}: {error}.") from error
+        except ForetokenError as error:
+            raise ForetokenError(f"{path}: {error}") from error
+
+
+def _step(value: dict[str, Any]) -> StepTrace:
+    names = {item.name for item in fields(StepTrace)}
+    if unknown := set(value) - names:
+        raise ValueError(f"unknown fields {sorted(unknown)}")
+    tuples = {name: tuple(item) for name, item in value.items() if isinstance(item, list)}
+    return StepTrace(**{**value, **tuples, "origin": Origin(value["origin"])})
+
+
+def record(draft: Draft, p: Laws, accepted: Accepted, *, everything: bool) -> StepTrace:
+    """The trace of one row's step; times and `committed` are added by the loop.
+
+    Args:
+        draft: what was proposed.
+        p: the target's laws.
+        accepted: what the rule decided.
+        everything: compute p also where the rule never looked.
+    """
+    tree = draft.tree
+    nodes = range(1, len(tree))
+
+    def target_probability(node: int) -> float | None:
+        parent = tree.parents[node]
+        if everything or p.reached(parent):
+            return p[parent].prob(tree.tokens[node])
+        return None
+
+    return StepTrace(
+        parents=tuple(parent - 1 for parent in tree.parents[1:]),
+        drafted=tree.tokens[1:],
+        q=tuple(draft.law(node).prob(tree.tokens[node]) for node in nodes),
+        p=tuple(target_probability(node) for node in nodes),
+        accepted=tuple(node - 1 for node in accepted.path),
+        rejected=tuple(node - 1 for node in accepted.rejected),
+        reason=accepted.reason,
+        token=accepted.token,
+        origin=accepted.origin,
+    )

@@ -1,0 +1,131 @@
+"""The token tree: what a drafter proposes for one row, and what the target verifies.
+
+Node 0 is always the *root*: the last committed token, whose KV is not in the cache yet (law 1).
+Nodes 1 to n are drafted; a parent comes before its children. A chain is a tree of width 1, and a
+tree of the root alone is plain autoregressive decoding (law 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from foretoken.law import Law
+
+__all__ = ["Draft", "TokenTree", "chain"]
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """Tokens and the parent of each; immutable, so that everything derived is computed once.
+
+    Args:
+        tokens: token ids of all nodes, root first.
+        parents: index of each node's parent; -1 for the root, and `parents[i] < i` otherwise.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.tokens) == len(self.parents) > 0, "a tree has a root"
+        assert self.parents[0] == -1, "node 0 is the root"
+        assert all(0 <= p < i for i, p in enumerate(self.parents[1:], 1)), "parents come first"
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_drafted(self) -> int:
+        """Nodes without the root."""
+        return len(self.tokens) - 1
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether every node is the only child of the node before it."""
+        return all(parent == i - 1 for i, parent in enumerate(self.parents))
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Distance of each node from the root (root: 0)."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return tuple(depths)
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """Children of each node, in the order in which they were drafted."""
+        lists: list[list[int]] = [[] for _ in self.tokens]
+        for node, parent in enumerate(self.parents[1:], 1):
+            lists[parent].append(node)
+        return tuple(tuple(nodes) for nodes in lists)
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """Drafted nodes from below the root down to `node`, both ends included."""
+        nodes: list[int] = []
+        while node > 0:
+            nodes.append(node)
+            node = self.parents[node]
+        return tuple(reversed(nodes))
+
+    def path_tokens(self, node: int) -> list[int]:
+        """Tokens of `path(node)`: what stands between the root and the position after `node`."""
+        return [self.tokens[i] for i in self.path(node)]
+
+    @cached_property
+    def ancestor_mask(self) -> Tensor:
+        """Who sees whom: [n+1, n+1] bool, row i true at node i itself and at its ancestors."""
+        if self.is_chain:
+            return _causal_mask(len(self))
+        mask = torch.eye(len(self), dtype=torch.bool)
+        for node, parent in enumerate(self.parents[1:], 1):
+            mask[node] |= mask[parent]
+        return mask
+
+
+@lru_cache(maxsize=512)
+def _causal_mask(size: int) -> Tensor:
+    return torch.ones(size, size, dtype=torch.bool).tril()
+
+
+def chain(tokens: Sequence[int]) -> TokenTree:
+    """A tree of width 1: the root followed by the drafted tokens, each the child of the last."""
+    return TokenTree(tuple(tokens), tuple(range(-1, len(tokens) - 1)))
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A drafter's proposal for one row.
+
+    Args:
+        tree: the root and the drafted nodes.
+        q: the law each drafted node was drawn from, given its ancestors and its earlier
+            siblings (law 2): `q[i - 1]` belongs to node `i`. A node that was not drawn at random
+            has a one-hot law.
+    """
+
+    tree: TokenTree
+    q: tuple[Law, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.q) == self.tree.num_drafted, "every drafted node has a law"
+
+    @staticmethod
+    def empty(root: int) -> Draft:
+        """Nothing to say: the step becomes a plain one-token step."""
+        return Draft(chain([root]), ())
+
+    @staticmethod
+    def deterministic(tree: TokenTree) -> Draft:
+        """A draft that was not sampled: every law is one-hot at its token."""
+        return Draft(tree, tuple(Law.one_hot(token) for token in tree.tokens[1:]))
+
+    def law(self, node: int) -> Law:
+        """The law drafted node `node` (1 to n) was drawn from."""
+        assert 1 <= node <= self.tree.num_drafted
+        return self.q[node - 1]
