@@ -40,6 +40,7 @@ class KVSlab(Cache):
 
     # Rows
 
+    @torch.inference_mode()
     def add_row(self) -> int:
         """A fresh row behind the others; its index."""
         self.lengths.append(0)
@@ -47,6 +48,7 @@ class KVSlab(Cache):
             self._grow(2 * self._rows, self._positions)
         return len(self.lengths) - 1
 
+    @torch.inference_mode()
     def remove_row(self, row: int) -> int:
         """Free a row; the last row moves into its place.
 
@@ -62,6 +64,7 @@ class KVSlab(Cache):
         self.lengths.pop()
         return last
 
+    @torch.inference_mode()
     def commit(self, row: int, nodes: Sequence[int]) -> None:
         """Keep these nodes of the last pass, in this order; the others are discarded.
 

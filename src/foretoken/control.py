@@ -55,9 +55,8 @@ class Fixed:
         self.num_speculative_tokens = num_speculative_tokens
 
     def budgets(self, batch: Sequence[Request]) -> list[Budget]:
-        """See `Controller`. A path of depth d yields d + 1 tokens, so d is at most one less than
-        may still be generated.
-        """
+        """See `Controller`."""
+        # A path of depth d yields d + 1 tokens.
         return [
             Budget(self.num_speculative_tokens, min(self.num_speculative_tokens, r.remaining - 1))
             for r in batch

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from foretoken.acceptance.base import AcceptanceRule, Accepted
@@ -45,6 +46,7 @@ class Outcome:
     """[n+1, V] of the target, valid until the next pass."""
 
 
+@torch.inference_mode()
 def step(
     target: Verifier,
     drafter: Drafter,

@@ -49,7 +49,7 @@ class Detokenizer:
         return self._text
 
     def add(self, token: int) -> str:
-        """Append a token; the text that is now certain. Sets `stopped_at` if a stop string is met."""
+        """Append a token; the text now certain. Sets `stopped_at` if a stop string is met."""
         if self._tokenizer is None:
             return ""
         self._token_ids.append(token)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -83,8 +83,8 @@ class LLM:
             loaded = models.load_model(self.model_path, default_dtype(dtype, place), place)
             tokenizer = tokenizer or models.load_tokenizer(self.model_path)
         self.tokenizer = tokenizer
-        self.eos_token_ids = _eos_token_ids(loaded, tokenizer)
         self._target = Target(loaded, max_model_len)
+        self.eos_token_ids = _eos_token_ids(loaded, tokenizer)
         self._engine = Engine(
             self._target,
             self.speculative_config.drafter_spec.build(self._drafter_parts()),
@@ -143,7 +143,7 @@ class LLM:
         try:
             for request in requests:
                 self._engine.add(request)
-            while self._engine.busy:
+            while not all(request.finished for request in requests):
                 self._engine.step()
         finally:
             self._engine.abort(requests)
@@ -155,7 +155,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         trace: bool = False,
-    ) -> Iterator[StreamChunk]:
+    ) -> Generator[StreamChunk, None, None]:
         """Yield tokens as they are committed, one chunk per step; the last has the whole output.
 
         Closing the iterator, or an exception such as Ctrl-C inside it, ends the request cleanly.
@@ -171,14 +171,15 @@ class LLM:
         (request,) = self._requests(prompt, params, trace)
         return self._stream(request)
 
-    def _stream(self, request: Request) -> Iterator[StreamChunk]:
+    def _stream(self, request: Request) -> Generator[StreamChunk, None, None]:
         try:
             self._engine.add(request)
-            while not request.finished:
-                for outcome in self._engine.step():
-                    if outcome.request is request:
-                        output = request.output() if request.finished else None
-                        yield StreamChunk(outcome.committed, output)
+            # Another stream's step, or a call of `generate`, may have advanced this request.
+            while (tokens := request.take()) or not request.finished:
+                if tokens:
+                    yield StreamChunk(tokens, request.output() if request.finished else None)
+                else:
+                    self._engine.step()
         finally:
             self._engine.abort([request])
 
@@ -338,7 +339,7 @@ def _eos_token_ids(
 ) -> tuple[int, ...]:
     """End-of-sequence tokens of the model's generation settings, and the tokenizer's own."""
     ids: set[int] = set()
-    configured = getattr(model.generation_config, "eos_token_id", None)
+    configured = model.generation_config.eos_token_id if model.generation_config else None
     if configured is not None:
         ids.update([configured] if isinstance(configured, int) else configured)
     if tokenizer is not None and isinstance(tokenizer.eos_token_id, int):

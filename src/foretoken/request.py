@@ -73,6 +73,7 @@ class Request:
             skip_special_tokens=params.skip_special_tokens,
         )
         self._tokenizer = tokenizer
+        self._fresh: list[StreamedToken] = []
         self._origins: list[Origin] = []
         self._logprobs: list[TokenLogprobs] = []
         self._trace = Trace()
@@ -127,7 +128,13 @@ class Request:
                 break
         self._count(draft, accepted, len(streamed))
         self._trace.steps.append(replace(step, committed=len(streamed)))
+        self._fresh += streamed
         return streamed
+
+    def take(self) -> tuple[StreamedToken, ...]:
+        """Tokens committed since the last call: a stream gets them although others ran the step."""
+        fresh, self._fresh = tuple(self._fresh), []
+        return fresh
 
     def _append(self, token: int, origin: Origin) -> StreamedToken:
         self.token_ids.append(token)

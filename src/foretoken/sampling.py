@@ -104,12 +104,12 @@ class Sampler:
         params, device = self.params, logits.device
         output = torch.tensor(output_ids, dtype=torch.long, device=device)
         if params.repetition_penalty != 1:
-            seen = torch.cat([self._prompt_tokens.to(device), output]).unique()
+            seen = torch.unique(torch.cat([self._prompt_tokens.to(device), output]))
             values = logits[seen]
             factor = params.repetition_penalty
             logits[seen] = torch.where(values > 0, values / factor, values * factor)
         if len(output_ids):
-            tokens, counts = output.unique(return_counts=True)
+            tokens, counts = torch.unique(output, return_counts=True)
             logits[tokens] -= params.presence_penalty + params.frequency_penalty * counts
         return logits
 

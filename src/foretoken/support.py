@@ -99,7 +99,7 @@ def default_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
     if dtype == "auto":
         return torch.bfloat16 if _has_bfloat16(device) else torch.float32
     chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if chosen not in DTYPES.values():
+    if chosen is None or chosen not in DTYPES.values():
         raise ConfigError(f"dtype: must be auto, {', '.join(DTYPES)}, got '{dtype}'.")
     if chosen == torch.float16 and device.type == "cpu":
         raise ConfigError("dtype: float16 is for GPUs; on a CPU use bfloat16 or float32.")
@@ -108,5 +108,5 @@ def default_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
 
 def _has_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported()
+        return bool(torch.cuda.is_bf16_supported())
     return device.type == "cpu" and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

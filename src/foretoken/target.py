@@ -60,7 +60,7 @@ class Target:
 
     def _prepare(self, model: PreTrainedModel) -> PreTrainedModel:
         prepared = cpu.pack(model) if self.packed else share(model)
-        prepared.eval()
+        prepared.train(False)
         prepared.set_attn_implementation(IMPLEMENTATION)
         return prepared
 
@@ -206,8 +206,8 @@ class Target:
                 f"{type(model).__name__} cannot be run with a 4-D mask, position ids and an "
                 f"external KV cache: {str(error).splitlines()[0]}"
             ) from error
-        error = (scored[[0, 2, 3]].float() - own[1:].float()).abs().mean()
-        if not error <= _PROBE_TOLERANCE[self.dtype == torch.float32] * own.float().std():
+        difference = (scored[[0, 2, 3]].float() - own[1:].float()).abs().mean()
+        if not difference <= _PROBE_TOLERANCE[self.dtype == torch.float32] * own.float().std():
             raise CompatibilityError(
                 f"{type(model).__name__} does not score a branch of a token tree as it scores the "
                 "same tokens in a row: it ignores the 4-D mask or the position ids."

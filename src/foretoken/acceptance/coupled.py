@@ -31,7 +31,8 @@ class Coupled(AcceptanceRule):
 
     def accept(self, draft: Draft, p: TargetLaws, noise: StepNoise) -> Accepted:
         """See `AcceptanceRule.accept`."""
-        node, depth, path = 0, 0, []
+        node, depth = 0, 0
+        path: list[int] = []
         while True:
             token = noise.draw(p[node], depth)
             children = draft.tree.children[node]

@@ -32,7 +32,8 @@ class Rejection(AcceptanceRule):
 
 def accept_by_ratio(draft: Draft, p: TargetLaws, noise: StepNoise, lenience: float) -> Accepted:
     """The accept loop; a drafted x passes if r < p(x) / (lenience * q(x))."""
-    node, depth, path = 0, 0, []
+    node, depth = 0, 0
+    path: list[int] = []
     rejected: list[int] = []
     while True:
         law = p[node]

@@ -55,7 +55,7 @@ class NgramIndex:
         self._indexed = len(tokens)
 
     def find(self, tokens: Sequence[int]) -> int | None:
-        """Position after the latest earlier occurrence of the longest suffix; None if there is none."""
+        """Position after the latest earlier occurrence of the longest known suffix, or None."""
         for order in self._orders:
             position = self._next.get(tuple(tokens[len(tokens) - order :]))
             if position is not None and order <= len(tokens):

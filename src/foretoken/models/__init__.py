@@ -1,0 +1,20 @@
+"""From what the user names to a model in memory: folders, GGUF files, aliases and their cache."""
+
+from __future__ import annotations
+
+from foretoken.models.alias import Alias, aliases
+from foretoken.models.load import load_model, load_tokenizer
+from foretoken.models.resolver import resolve
+from foretoken.models.store import CachedModel, cache_dir, cached, remove
+
+__all__ = [
+    "Alias",
+    "CachedModel",
+    "aliases",
+    "cache_dir",
+    "cached",
+    "load_model",
+    "load_tokenizer",
+    "remove",
+    "resolve",
+]

@@ -1,0 +1,211 @@
+"""GGUF file to Hugging Face folder: config, weights in float32, tokenizer.
+
+Transformers reads the config and the tokenizer out of a GGUF file. The weights are read here: its
+own reader needs another package, says nothing about tensors it drops, and fills parameters that
+the file lacks with random numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+from foretoken.errors import ModelError
+from foretoken.models.gguf_file import GgufFile
+from foretoken.models.gguf_tokenizer import convert_tokenizer
+from foretoken.models.guard import guarded
+from foretoken.models.progress import progress
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+__all__ = ["convert_gguf", "converted_bytes"]
+
+Array = npt.NDArray[np.float32]
+
+_FLOAT_BYTES = 4
+# Bounds the memory a conversion takes.
+_SHARD_BYTES = 2_000_000_000
+# Config and tokenizer: a few megabytes even with the largest vocabularies.
+_SMALL_FILES_BYTES = 32_000_000
+
+
+def converted_bytes(file: GgufFile) -> int:
+    """How many bytes the Hugging Face folder of a GGUF file takes, rounded up."""
+    return file.elements * _FLOAT_BYTES + _SMALL_FILES_BYTES
+
+
+def convert_gguf(file: GgufFile, scratch: Path, folder: Path) -> None:
+    """Convert a GGUF file to a Hugging Face folder with float32 safetensors.
+
+    The weights are the exact dequantised values: 16-bit formats would round most of them.
+
+    Args:
+        file: The GGUF file.
+        scratch: A folder for temporary files.
+        folder: An empty folder to fill.
+
+    Raises:
+        ModelError: If the file is damaged or holds something that would get lost.
+        OSError: If writing fails.
+    """
+    # Transformers would mix in the files it finds next to the GGUF file.
+    alone = scratch / "alone" / "model.gguf"
+    alone.parent.mkdir()
+    alone.symlink_to(file.path.absolute())
+    with (
+        progress(
+            f"Converting {file.path.name}", "half a minute per GB", file.elements * 4
+        ) as report,
+        guarded(f"cannot convert {file.path}"),
+    ):
+        model = _empty_model(file, alone)
+        _save_configs(file, model, folder)
+        _write_weights(file, model, folder, report)
+        convert_tokenizer(file, alone, folder)
+
+
+def _empty_model(file: GgufFile, alone: Path) -> PreTrainedModel:
+    """The file's model on the meta device, its config mended."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(
+        alone.parent, gguf_file=alone.name, local_files_only=True, trust_remote_code=False
+    )
+    _mend_config(file, config)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = torch.float32
+    return model
+
+
+def _mend_config(file: GgufFile, config: PretrainedConfig) -> None:
+    """Mend what Transformers 5.23 gets wrong in a config read from a GGUF file."""
+    # It saves the model's title as if it were a path,
+    vars(config).pop("_model_name_or_path", None)
+    # keeps float32 noise (1e-05 is read as 9.99999974e-06),
+    config.rms_norm_eps = float(str(np.float32(config.rms_norm_eps)))
+    # and drops the heads' size for some architectures.
+    sizes = {file.setting(name) for name in ("attention.key_length", "rope.dimension_count")}
+    sizes.discard(None)
+    if len(sizes) > 1:
+        raise ModelError(f"{file.path} rotates only a part of each head, which cannot be converted")
+    if sizes:
+        config.head_dim = sizes.pop()
+
+
+def _save_configs(file: GgufFile, model: PreTrainedModel, folder: Path) -> None:
+    from transformers import GenerationConfig
+
+    model.config.save_pretrained(folder)
+    # A chat model may end a turn with another token than a text.
+    ends = [file.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot")]
+    stops = list(dict.fromkeys(end for end in ends if end is not None))
+    generation = GenerationConfig(  # type: ignore[no-untyped-call]
+        bos_token_id=file.get("tokenizer.ggml.bos_token_id"),
+        eos_token_id=stops[0] if len(stops) == 1 else stops or None,
+        pad_token_id=file.get("tokenizer.ggml.padding_token_id"),
+    )
+    generation.save_pretrained(folder)
+
+
+def _write_weights(
+    file: GgufFile, model: PreTrainedModel, folder: Path, report: Callable[[int], None]
+) -> None:
+    """Dequantise every tensor and write it under its Hugging Face name."""
+    from safetensors.numpy import save_file
+
+    names = _tensor_names(file, model)
+    shards = list(_shards(file))
+    index: dict[str, str] = {}
+    done = 0
+    for number, shard in enumerate(shards, start=1):
+        weights: dict[str, Array] = {}
+        for tensor in shard:
+            weight = _weight(file, tensor, model, names[tensor.name])
+            weights[names[tensor.name]] = weight
+            done += weight.nbytes
+            report(done)
+        shard_name = "model.safetensors"
+        if len(shards) > 1:
+            shard_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(weights, folder / shard_name, metadata={"format": "pt"})
+        index |= dict.fromkeys(weights, shard_name)
+    if len(shards) > 1:
+        content = json.dumps({"metadata": {"total_size": done}, "weight_map": index}, indent=2)
+        (folder / "model.safetensors.index.json").write_text(content, encoding="utf-8")
+
+
+def _tensor_names(file: GgufFile, model: PreTrainedModel) -> dict[str, str]:
+    """Hugging Face names by GGUF name, for all of the file's tensors and all of the model's."""
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    layers = model.config.num_hidden_layers
+    gguf_names = gguf.get_tensor_name_map(kinds[file.architecture], layers)
+    names: dict[str, str] = {}
+    for name in model.state_dict():
+        stem, _, suffix = name.rpartition(".")
+        names[f"{gguf_names.get_name(stem)}.{suffix}"] = name
+    if model.config.tie_word_embeddings:
+        del names["output.weight"]
+    present = {tensor.name for tensor in file.reader.tensors}
+    if missing := sorted(names.keys() - present):
+        raise ModelError(
+            f"{file.path} lacks {len(missing)} weights of its model, {missing[0]} first; "
+            f"get the file again"
+        )
+    if unknown := sorted(present - names.keys()):
+        raise ModelError(
+            f"{file.path} has {len(unknown)} weights that cannot be converted, {unknown[0]} "
+            f"first; use the model's safetensors folder instead"
+        )
+    return names
+
+
+def _shards(file: GgufFile) -> Iterator[list[Any]]:
+    """The file's tensors in groups of at most `_SHARD_BYTES` dequantised bytes, or one tensor."""
+    shard: list[Any] = []
+    size = 0
+    for tensor in file.reader.tensors:
+        tensor_bytes = int(tensor.n_elements) * _FLOAT_BYTES
+        if shard and size + tensor_bytes > _SHARD_BYTES:
+            yield shard
+            shard, size = [], 0
+        shard.append(tensor)
+        size += tensor_bytes
+    yield shard
+
+
+def _weight(file: GgufFile, tensor: Any, model: PreTrainedModel, name: str) -> Array:
+    """One tensor's values, in the order the Hugging Face model has them."""
+    weight: Array = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+    expected = tuple(model.get_parameter(name).shape)
+    if weight.shape != expected:
+        raise ModelError(f"{file.path} has {tensor.name} as {weight.shape}, expected {expected}")
+    if file.architecture == "llama" and ".attn_q." in tensor.name:
+        weight = _rotary_halves(weight, model.config.num_attention_heads)
+    if file.architecture == "llama" and ".attn_k." in tensor.name:
+        weight = _rotary_halves(weight, model.config.num_key_value_heads)
+    return np.ascontiguousarray(weight)
+
+
+def _rotary_halves(weight: Array, heads: int) -> Array:
+    """Reorder each head's rows from GGUF's order to Hugging Face's.
+
+    GGUF has the two rows that rotate together side by side (a0 b0 a1 b1), Hugging Face half a head
+    apart (a0 a1 b0 b1).
+
+    Args:
+        weight: Query or key projection, [heads * head size, hidden size].
+        heads: How many heads the rows belong to.
+    """
+    rows, columns = weight.shape
+    pairs = weight.reshape(heads, rows // heads // 2, 2, columns)
+    return pairs.swapaxes(1, 2).reshape(rows, columns)

@@ -1,0 +1,46 @@
+"""The border to Transformers: its messages stay away, its exceptions become ours."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from foretoken.errors import ModelError
+from foretoken.models.disk import full_disk, tells_of_full_disk
+
+__all__ = ["guarded"]
+
+
+@contextmanager
+def guarded(failure: str) -> Iterator[None]:
+    """Run calls into Transformers in silence, and turn what they raise into a `ModelError`.
+
+    What Transformers would warn about while reading a model is either checked by the caller and
+    raised as an error, or would only confuse. Its settings are restored afterwards.
+
+    Args:
+        failure: What did not work, as the start of the error's message.
+
+    Raises:
+        ModelError: In place of any exception.
+        OSError: If the disk is full, whichever library noticed it.
+    """
+    from transformers.utils import logging as messages
+
+    verbosity, bars = messages.get_verbosity(), messages.is_progress_bar_enabled()
+    messages.set_verbosity(logging.ERROR)
+    messages.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    except (ModelError, AssertionError):
+        raise
+    except Exception as error:
+        if tells_of_full_disk(str(error)):
+            raise full_disk() from error
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ModelError(f"{failure}: {lines[0]}") from error
+    finally:
+        messages.set_verbosity(verbosity)
+        if bars:
+            messages.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,0 +1,155 @@
+"""From a Hugging Face folder to a model and a tokenizer in memory.
+
+Transformers is imported inside the functions: who only lists or removes cached models should not
+wait for it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foretoken.errors import ModelError
+from foretoken.models.folder import read_config, weight_files
+from foretoken.models.guard import guarded
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["load_model", "load_tokenizer"]
+
+# Any of these means that the folder is meant to have a tokenizer.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+)
+
+
+def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Load a decoder-only language model for inference.
+
+    Only safetensors are read, no code from the folder is run, and no network is used.
+
+    Args:
+        folder: A Hugging Face folder.
+        dtype: Floating-point type the weights are converted to.
+        device: Where the model goes.
+
+    Returns:
+        The model in evaluation mode, its parameters without gradients.
+
+    Raises:
+        ModelError: If the folder is incomplete or damaged, lacks weights of its model, needs code
+            of its own, or holds something else than a decoder-only language model; or if the
+            device is not there or too small.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = read_config(folder)
+    _check_weights_readable(folder)
+    with guarded(f"cannot load the model in {folder}"):
+        _check_kind(folder, config)
+        # With `output_loading_info` it returns a pair, which its types do not say.
+        load: Any = AutoModelForCausalLM.from_pretrained
+        model, report = load(
+            folder,
+            dtype=dtype,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            # Reported below, by name: Transformers' own error refers to a table it logs.
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+        _check_loaded(folder, model, config, report)
+    return _placed(folder, model.eval().requires_grad_(False), device)
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    """Load a folder's tokenizer.
+
+    Args:
+        folder: A Hugging Face folder.
+
+    Returns:
+        The tokenizer, or None if the folder has no tokenizer files.
+
+    Raises:
+        ModelError: If the tokenizer's files are damaged or need code of their own.
+    """
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    with guarded(f"cannot load the tokenizer in {folder}"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    return tokenizer
+
+
+def _check_weights_readable(folder: Path) -> None:
+    """Read the headers of the weight files: a truncated file shows in its header."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in weight_files(folder):
+        try:
+            with safe_open(file, "numpy"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{file} is truncated or damaged ({error}); get it again") from error
+
+
+def _check_kind(folder: Path, config: dict[str, Any]) -> None:
+    """Refuse what cannot be a target before any weight is read."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING:
+        raise ModelError(
+            f"the model in {folder} needs Python code of its own (auto_map in config.json), which "
+            f"is never run; use a model that Transformers knows"
+        )
+    parsed = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if parsed.is_encoder_decoder:
+        raise ModelError(
+            f"the model in {folder} is an encoder-decoder ({parsed.model_type}); only decoder-only "
+            f"language models can be loaded for now"
+        )
+
+
+def _placed(folder: Path, model: Any, device: torch.device) -> PreTrainedModel:
+    try:
+        moved: PreTrainedModel = model.to(device)
+    # torch asserts that it was built for the device; a full one is a RuntimeError.
+    except (AssertionError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ModelError(f"cannot put the model in {folder} on {device}: {reason}") from error
+    return moved
+
+
+def _check_loaded(
+    folder: Path, model: PreTrainedModel, config: dict[str, Any], report: dict[str, Any]
+) -> None:
+    """Check that every parameter came from the checkpoint, and into the model it was made for."""
+    # Transformers loads a BERT or a classifier as a language model, and fills the gaps at random.
+    architectures = config.get("architectures") or [type(model).__name__]
+    if type(model).__name__ not in architectures:
+        raise ModelError(
+            f"the model in {folder} is a {architectures[0]}, not a causal language model "
+            f"({type(model).__name__})"
+        )
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(
+            f"{folder} lacks {len(missing)} weights of its model, {missing[0]} first; get it again"
+        )
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, found, expected = mismatched[0]
+        raise ModelError(
+            f"the weights in {folder} do not fit its config.json: {name} is {tuple(found)}, "
+            f"expected {tuple(expected)}"
+        )

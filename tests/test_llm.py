@@ -1,0 +1,362 @@
+"""The face: prompts of every kind, endings of every kind, errors before any work."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from foretoken import LLM, ConfigError, Origin, PromptError, SamplingParams
+from foretoken.llm import Prompt
+from tests.matrix import PROMPTS, SPECULATIVE, tiny_llm
+from tests.test_detokenize import TOKENIZER
+from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20)
+BYTES = 256
+CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model(vocab_size=BYTES)
+
+
+@pytest.fixture
+def llm(model: PreTrainedModel) -> LLM:
+    tokenizer = TOKENIZER.__class__(tokenizer_object=TOKENIZER.backend_tokenizer)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    config = {"method": "ngram", "prompt_lookup_min": 1}
+    return LLM(model, tokenizer=tokenizer, speculative_config=config)
+
+
+def test_prompts_of_every_kind(llm: LLM) -> None:
+    ids = llm.encode("hello")
+    messages = [{"role": "user", "content": "hi"}]
+    assert llm.generate("hello", GREEDY)[0].prompt_token_ids == tuple(ids)
+    assert llm.generate(ids, GREEDY)[0].prompt_token_ids == tuple(ids)
+    assert llm.generate([ids], GREEDY)[0].prompt is None
+    assert llm.generate(["hello"], GREEDY)[0].prompt == "hello"
+    assert llm.generate(messages, GREEDY)[0].prompt_token_ids == tuple(llm.encode("user: hi\n"))
+    assert len(llm.generate(["a", ids, messages], GREEDY)) == 3
+    assert llm.generate([], GREEDY) == []
+    (chat,) = llm.chat(messages, GREEDY)
+    assert chat.token_ids == llm.generate("user: hi\n", GREEDY)[0].token_ids
+    assert len(llm.chat([messages, messages], GREEDY)) == 2
+
+
+def test_text_is_the_decoded_tokens(llm: LLM) -> None:
+    (output,) = llm.generate("hello", GREEDY)
+    assert output.text == TOKENIZER.decode(output.token_ids)
+    assert len(output.token_ids) == 20
+    assert output.finish_reason == "length"
+
+
+def test_one_params_per_prompt(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=n) for n in (1, 5, 9)]
+    outputs = llm.generate(["a", "b", "c"], params)
+    assert [len(o.token_ids) for o in outputs] == [1, 5, 9]
+    with pytest.raises(ConfigError, match="3 given for 1 prompts"):
+        llm.generate(["a"], params)
+
+
+def test_defaults_are_vllms(llm: LLM) -> None:
+    assert len(llm.generate("hello")[0].token_ids) == 16
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "the prompt is empty"),
+        ([[]], "the prompt is empty"),
+        ([BYTES], "token id 256 is outside the vocabulary (0 to 255)"),
+        ([-1], "token id -1 is outside"),
+        ([1] * CONTEXT, "leaves no room in the context of 256"),
+        (3, "expected text or a list, got int"),
+        ([3.5], "a prompt is text, a list of token ids, or a list of chat messages"),
+        ([{"content": "no role"}], "a prompt is text"),
+    ],
+)
+def test_bad_prompts(llm: LLM, prompt: Any, message: str) -> None:
+    with pytest.raises(PromptError) as caught:
+        llm.generate(prompt, GREEDY)
+    assert message in str(caught.value)
+    assert not llm._engine.busy
+
+
+def test_one_bad_prompt_among_good_ones_leaves_nothing_behind(llm: LLM) -> None:
+    with pytest.raises(PromptError):
+        llm.generate(["good", ""], GREEDY)
+    assert not llm._engine.busy
+    assert not llm._target._keys
+
+
+def test_without_a_tokenizer(model: PreTrainedModel) -> None:
+    llm = LLM(model)
+    (output,) = llm.generate([[1, 2, 3]], GREEDY)
+    assert output.text == ""
+    assert len(output.token_ids) == 20
+    with pytest.raises(PromptError, match="no tokenizer: pass token ids"):
+        llm.generate("text")
+    with pytest.raises(ConfigError, match="stop strings need a tokenizer"):
+        llm.generate([1], SamplingParams(stop="x"))
+
+
+def test_without_a_chat_template(model: PreTrainedModel) -> None:
+    llm = LLM(model, tokenizer=TOKENIZER)
+    with pytest.raises(PromptError, match="no chat template"):
+        llm.chat([{"role": "user", "content": "hi"}])
+    with pytest.raises(PromptError, match="a conversation is a list"):
+        llm.chat(["hi"])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"logit_bias": {BYTES: 1.0}}, {"allowed_token_ids": [999]}, {"stop_token_ids": [999]}]
+)
+def test_parameters_outside_the_vocabulary(llm: LLM, fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(fields))):
+        llm.generate("x", SamplingParams(**fields))
+
+
+# Endings, the same with and without speculation
+
+
+def ends(prompt: Prompt, **fields: Any) -> list[tuple[tuple[int, ...], str, Any, str]]:
+    """(tokens, finish reason, stop reason, text) under every method; all must agree."""
+    model = tiny_model(vocab_size=BYTES)
+    results = []
+    for method in ("none", *SPECULATIVE):
+        llm = tiny_llm(model, method)
+        llm.tokenizer = TOKENIZER
+        (output,) = llm.generate([prompt], SamplingParams(**{"temperature": 0, **fields}))
+        completion = output.outputs[0]
+        results.append(
+            (output.token_ids, output.finish_reason, completion.stop_reason, output.text)
+        )
+    assert all(result == results[0] for result in results)
+    return results
+
+
+PROMPT = [3, 5, 7, 3, 5, 7, 3, 5, 9, 1]
+
+
+def test_stop_token() -> None:
+    ((free, *_), *_) = ends(PROMPT, max_tokens=20)
+    stop = free[7]
+    ((tokens, reason, stop_reason, _), *_) = ends(PROMPT, max_tokens=20, stop_token_ids=[stop])
+    assert tokens == free[: free.index(stop) + 1]
+    assert (reason, stop_reason) == ("stop", stop)
+
+
+def test_stop_string() -> None:
+    ((_, _, _, text), *_) = ends(PROMPT, max_tokens=30)
+    stop = text[10:13]
+    ((_, reason, stop_reason, cut), *_) = ends(PROMPT, max_tokens=30, stop=[stop])
+    assert (reason, stop_reason) == ("stop", stop)
+    assert cut == text[: text.index(stop)]
+    ((_, _, _, kept), *_) = ends(
+        PROMPT, max_tokens=30, stop=[stop], include_stop_str_in_output=True
+    )
+    assert kept == cut + stop
+
+
+def test_end_of_sequence(model: PreTrainedModel) -> None:
+    free = LLM(model).generate([PROMPT], GREEDY)[0].token_ids
+    eos = free[6]
+    ending = tiny_model(vocab_size=BYTES)
+    assert ending.generation_config is not None
+    ending.generation_config.eos_token_id = eos
+    for method in ("none", *SPECULATIVE):
+        llm = tiny_llm(ending, method)
+        (output,) = llm.generate([PROMPT], GREEDY)
+        assert output.token_ids == free[: free.index(eos) + 1]
+        assert (output.finish_reason, output.outputs[0].stop_reason) == ("stop", None)
+        (ignoring,) = llm.generate(
+            [PROMPT], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        )
+        assert ignoring.token_ids == free
+        (late,) = llm.generate(
+            [PROMPT], SamplingParams(temperature=0, max_tokens=20, min_tokens=20)
+        )
+        assert eos not in late.token_ids[:-1]
+
+
+def test_logprobs_are_the_models_own(model: PreTrainedModel) -> None:
+    """log_softmax of the raw logits, whatever the sampling parameters."""
+    params = SamplingParams(temperature=0.7, top_k=3, seed=1, max_tokens=6, logprobs=2)
+    (output,) = LLM(model).generate([PROMPT], params)
+    assert output.logprobs is not None
+    tokens = [*PROMPT, *output.token_ids]
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
+    for i, (token, entry) in enumerate(zip(output.token_ids, output.logprobs, strict=True)):
+        row = expected[len(PROMPT) - 1 + i]
+        assert entry.token_id == token
+        assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
+        assert [t for t, _ in entry.top] == row.topk(2).indices.tolist()
+    assert LLM(model).generate([PROMPT], GREEDY)[0].logprobs is None
+
+
+# Streaming
+
+
+def test_a_stream_is_the_output_in_pieces(llm: LLM) -> None:
+    (whole,) = llm.generate("hello hello", GREEDY)
+    chunks = list(llm.stream("hello hello", GREEDY))
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    tokens = [token for chunk in chunks for token in chunk.tokens]
+    assert tuple(token.token_id for token in tokens) == whole.token_ids
+    assert all(chunk.output is None for chunk in chunks[:-1])
+    assert chunks[-1].output is not None
+    assert chunks[-1].output.token_ids == whole.token_ids
+    assert tuple(token.origin for token in tokens) == chunks[-1].output.origins
+    assert len(chunks) == whole.metrics.target_passes
+
+
+def test_closing_a_stream_frees_its_row(llm: LLM) -> None:
+    stream = llm.stream("hello", SamplingParams(max_tokens=100))
+    next(stream)
+    assert llm._target._keys
+    stream.close()
+    assert not llm._target._keys
+    assert not llm._engine.busy
+    assert len(llm.generate("hello", GREEDY)[0].token_ids) == 20
+
+
+def test_an_interrupt_frees_everything(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+    original = llm._target.verify
+
+    def interrupted(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(llm._target, "verify", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b", "c"], GREEDY)
+    assert not llm._target._keys
+    assert not llm._engine.busy
+    monkeypatch.undo()
+    assert len(llm.generate("hello", GREEDY)[0].token_ids) == 20
+
+
+def test_two_streams_at_once(llm: LLM) -> None:
+    """They share the engine; neither loses a token of the other."""
+    expected = [llm.generate(p, GREEDY)[0].token_ids for p in ("first", "second")]
+    streams = [llm.stream(p, GREEDY) for p in ("first", "second")]
+    got: list[list[int]] = [[], []]
+    open_streams = [0, 1]
+    while open_streams:
+        for i in list(open_streams):
+            chunk = next(streams[i], None)
+            if chunk is None:
+                open_streams.remove(i)
+            else:
+                got[i] += [token.token_id for token in chunk.tokens]
+    assert [tuple(tokens) for tokens in got] == expected
+
+
+def test_a_stream_that_another_one_finishes(llm: LLM) -> None:
+    """Plain sampling takes a token per step, so that both end in the same one."""
+    plain = LLM(tiny_model(vocab_size=BYTES), tokenizer=TOKENIZER)
+    streams = [plain.stream(p, GREEDY) for p in ("first", "second")]
+    chunks = [[next(stream) for _ in range(1)] for stream in streams]
+    for _ in range(19):
+        for stream, got in zip(streams, chunks, strict=True):
+            got.append(next(stream))
+    for stream, got in zip(streams, chunks, strict=True):
+        assert next(stream, None) is None
+        assert got[-1].output is not None
+        assert got[-1].output.finish_reason == "length"
+
+
+def test_generating_while_a_stream_is_open(llm: LLM) -> None:
+    expected = llm.generate("first", GREEDY)[0].token_ids
+    stream = llm.stream("first", GREEDY)
+    got = [token.token_id for token in next(stream).tokens]
+    assert len(llm.generate("second", GREEDY)[0].token_ids) == 20
+    got += [token.token_id for chunk in stream for token in chunk.tokens]
+    assert tuple(got) == expected
+
+
+def test_a_stream_has_one_output(llm: LLM) -> None:
+    with pytest.raises(ConfigError, match="a stream has one output"):
+        llm.stream("x", SamplingParams(n=2))
+
+
+# Metrics and trace
+
+
+@pytest.mark.parametrize("method", ["none", *SPECULATIVE])
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_metrics_and_trace_agree(method: str, rule: str, temperature: float) -> None:
+    llm = tiny_llm(tiny_model(), method, rule)
+    params = SamplingParams(temperature=temperature, seed=4, max_tokens=30)
+    for output in llm.generate(PROMPTS, params, trace=True):
+        metrics, steps = output.metrics, list(output.trace)
+        assert metrics.generated_tokens == len(output.token_ids) == 30
+        assert metrics.target_passes == len(steps)
+        assert metrics.num_drafts == sum(bool(s.drafted) for s in steps)
+        assert metrics.num_draft_tokens == sum(len(s.drafted) for s in steps)
+        assert metrics.num_accepted_tokens == sum(
+            min(len(s.accepted), s.committed) for s in steps
+        )
+        assert sum(metrics.accepted_per_position) == metrics.num_accepted_tokens
+        assert metrics.seconds > 0
+        if metrics.num_drafts:
+            assert metrics.mean_acceptance_length == pytest.approx(
+                1 + metrics.num_accepted_tokens / metrics.num_drafts
+            )
+        origins = output.outputs[0].origins
+        assert origins.count(Origin.DRAFT) == metrics.num_accepted_tokens
+        replayed = []
+        for step in steps:
+            tokens = [step.drafted[i] for i in step.accepted] + [step.token]
+            replayed += tokens[: step.committed]
+            assert all(0 < probability <= 1 for probability in step.q)
+            assert all(p is not None and 0 <= p <= 1 for p in step.p)
+            assert bool(step.reason) == (step.origin is Origin.CORRECTION)
+        assert tuple(replayed) == output.token_ids
+
+
+def test_without_trace_unreached_probabilities_are_left_out() -> None:
+    llm = tiny_llm(tiny_model(), "draft_model", "rejection")
+    params = SamplingParams(temperature=1.5, seed=4, max_tokens=30)
+    (light,) = llm.generate([PROMPTS[0]], params)
+    (full,) = llm.generate([PROMPTS[0]], params, trace=True)
+    assert light.token_ids == full.token_ids
+    assert any(p is None for step in light.trace for p in step.p)
+    for ours, theirs in zip(light.trace, full.trace, strict=True):
+        pairs = zip(ours.p, theirs.p, strict=True)
+        assert all(p is None or p == q for p, q in pairs)
+
+
+def test_metrics_of_known_numbers() -> None:
+    from foretoken import Metrics
+
+    metrics = Metrics(
+        generated_tokens=30,
+        num_drafts=10,
+        num_accepted_tokens=15,
+        num_rejected_tokens=5,
+        seconds=3.0,
+        prefill_seconds=1.0,
+    )
+    assert metrics.mean_acceptance_length == 2.5
+    assert metrics.acceptance_rate == 0.75
+    assert metrics.tokens_per_second == 10.0
+    assert metrics.decode_tokens_per_second == 15.0
+    assert Metrics().mean_acceptance_length == 1.0
+    assert Metrics().acceptance_rate == Metrics().tokens_per_second == 0.0
+    assert not math.isnan(Metrics().decode_tokens_per_second)
+
+
+def test_vocabulary_of_the_fixture() -> None:
+    assert VOCAB_SIZE != BYTES  # the draft models of `tiny_llm` follow the target's size

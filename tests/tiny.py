@@ -1,0 +1,74 @@
+"""Tiny random models of real Transformers classes, big enough in spread that context matters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCAB_SIZE = 96
+CONTEXT = 256
+
+LAYERS: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.25,
+}
+GROUPED = {**LAYERS, "num_key_value_heads": 2}
+GPT2 = {
+    "n_layer": 2,
+    "n_embd": 64,
+    "n_head": 4,
+    "n_positions": CONTEXT,
+    "initializer_range": 0.25,
+}
+
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", GROUPED),
+    "qwen2": ("qwen2", GROUPED),
+    "qwen3": ("qwen3", {**GROUPED, "head_dim": 16}),
+    "mistral": ("mistral", {**GROUPED, "sliding_window": None}),
+    "gpt2": ("gpt2", GPT2),
+    "gpt_neox": ("gpt_neox", LAYERS),
+    "gemma": ("gemma", {**GROUPED, "head_dim": 16}),
+    "phi": ("phi", LAYERS),
+}
+
+
+def tiny_model(
+    architecture: str = "llama",
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    vocab_size: int = VOCAB_SIZE,
+    **overrides: Any,
+) -> PreTrainedModel:
+    """A model with random weights; the same arguments give the same weights."""
+    model_type, fields = ARCHITECTURES[architecture]
+    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = AutoConfig.for_model(
+        model_type, vocab_size=vocab_size, **{**special, **fields, **overrides}
+    )
+    torch.manual_seed(seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.train(False)
+    return model
+
+
+def reference_greedy(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[int]:
+    """What `transformers` `generate()` gives."""
+    ids = torch.tensor([prompt])
+    output = model.generate(  # type: ignore[operator]
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_tokens,
+        min_new_tokens=max_tokens,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
