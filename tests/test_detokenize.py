@@ -70,6 +70,17 @@ def test_a_possible_stop_string_is_held_back_and_then_given() -> None:
     assert detokenizer.finish() == "ab"
 
 
+def test_stop_strings_do_not_count_before_the_output_may_end() -> None:
+    detokenizer = Detokenizer(TOKENIZER, ["ab"])
+    for token in TOKENIZER.encode("xabx"):
+        detokenizer.add(token, may_stop=False)
+    assert detokenizer.stopped_at is None
+    for token in TOKENIZER.encode("xab"):
+        detokenizer.add(token)
+    assert detokenizer.stopped_at == "ab"
+    assert detokenizer.text == "xabxx"
+
+
 def test_an_unfinished_character_shows_at_the_end() -> None:
     detokenizer = Detokenizer(TOKENIZER)
     assert detokenizer.add(TOKENIZER.encode("€")[0]) == ""

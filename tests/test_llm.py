@@ -114,11 +114,25 @@ def test_without_a_chat_template(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"logit_bias": {BYTES: 1.0}}, {"allowed_token_ids": [999]}, {"stop_token_ids": [999]}]
+    "fields",
+    [{"logit_bias": {BYTES: 1.0}}, {"allowed_token_ids": [999]}, {"stop_token_ids": [999]}],
 )
 def test_parameters_outside_the_vocabulary(llm: LLM, fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(fields))):
         llm.generate("x", SamplingParams(**fields))
+
+
+def test_contradictory_parameters(llm: LLM) -> None:
+    params = SamplingParams(allowed_token_ids=[3], stop_token_ids=[3], min_tokens=2)
+    with pytest.raises(ConfigError, match="only tokens that end the output are allowed"):
+        llm.generate("x", params)
+
+
+def test_a_tiny_temperature_is_greedy(llm: LLM) -> None:
+    greedy = llm.generate("hello", GREEDY)[0].token_ids
+    for temperature in (1e-300, 1e-9, 2e-5):
+        params = SamplingParams(temperature=temperature, max_tokens=20, seed=1)
+        assert llm.generate("hello", params)[0].token_ids == greedy
 
 
 # Endings, the same with and without speculation
@@ -305,9 +319,7 @@ def test_metrics_and_trace_agree(method: str, rule: str, temperature: float) -> 
         assert metrics.target_passes == len(steps)
         assert metrics.num_drafts == sum(bool(s.drafted) for s in steps)
         assert metrics.num_draft_tokens == sum(len(s.drafted) for s in steps)
-        assert metrics.num_accepted_tokens == sum(
-            min(len(s.accepted), s.committed) for s in steps
-        )
+        assert metrics.num_accepted_tokens == sum(min(len(s.accepted), s.committed) for s in steps)
         assert sum(metrics.accepted_per_position) == metrics.num_accepted_tokens
         assert metrics.seconds > 0
         if metrics.num_drafts:

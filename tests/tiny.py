@@ -66,7 +66,6 @@ def reference_greedy(model: PreTrainedModel, prompt: list[int], max_tokens: int)
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=max_tokens,
-        min_new_tokens=max_tokens,
         do_sample=False,
         pad_token_id=0,
     )

@@ -12,12 +12,22 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
 from annotated_types import Ge, Gt, Le
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FiniteFloat,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from foretoken.errors import ConfigError
 from foretoken.noise import MAX_SEED
 
-__all__ = ["Config", "SamplingParams", "nearest"]
+__all__ = ["GREEDY_BELOW", "Config", "SamplingParams", "nearest"]
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy, as in vLLM: dividing by them would overflow."""
 
 TokenIds = tuple[Annotated[int, Ge(0)], ...]
 
@@ -86,14 +96,14 @@ class SamplingParams(Config):
         include_stop_str_in_output: keep the stop string in the text.
     """
 
-    temperature: Annotated[float, Ge(0), Field(allow_inf_nan=False)] = 1.0
+    temperature: Annotated[FiniteFloat, Ge(0)] = 1.0
     top_k: Annotated[int, Ge(-1)] = 0
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
     min_p: Annotated[float, Ge(0), Le(1)] = 0.0
-    repetition_penalty: Annotated[float, Gt(0), Field(allow_inf_nan=False)] = 1.0
+    repetition_penalty: Annotated[FiniteFloat, Gt(0)] = 1.0
     presence_penalty: Annotated[float, Ge(-2), Le(2)] = 0.0
     frequency_penalty: Annotated[float, Ge(-2), Le(2)] = 0.0
-    logit_bias: Mapping[Annotated[int, Ge(0)], float] | None = None
+    logit_bias: Mapping[Annotated[int, Ge(0)], FiniteFloat] | None = None
     allowed_token_ids: TokenIds | None = None
     seed: Annotated[int, Ge(0), Le(MAX_SEED)] | None = None
     max_tokens: Annotated[int, Ge(1)] | None = 16
@@ -143,4 +153,4 @@ class SamplingParams(Config):
     @property
     def greedy(self) -> bool:
         """Whether the law is one-hot."""
-        return self.temperature == 0
+        return self.temperature < GREEDY_BELOW

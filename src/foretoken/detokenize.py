@@ -41,6 +41,7 @@ class Detokenizer:
         self._read = 0  # tokens before this one have been turned into text
         self._text = ""  # everything decoded so far
         self._given = 0  # how much of it has been given out
+        self._searched = 0  # stop strings are looked for from here on
         self.stopped_at: str | None = None
 
     @property
@@ -48,15 +49,18 @@ class Detokenizer:
         """All text so far, held-back parts included."""
         return self._text
 
-    def add(self, token: int) -> str:
-        """Append a token; the text now certain. Sets `stopped_at` if a stop string is met."""
+    def add(self, token: int, *, may_stop: bool = True) -> str:
+        """Append a token; the text that is now certain.
+
+        Sets `stopped_at` if a stop string is met, unless the output may not end yet.
+        """
         if self._tokenizer is None:
             return ""
         self._token_ids.append(token)
         before = self._decode(self._token_ids[self._start : self._read])
         after = self._decode(self._token_ids[self._start :])
         if not after.endswith(_INCOMPLETE):
-            self._extend(after[len(before) :])
+            self._extend(after[len(before) :], may_stop)
             self._start, self._read = self._read, len(self._token_ids)
         return self._give(self._held_back())
 
@@ -64,7 +68,7 @@ class Detokenizer:
         """The rest of the text, unfinished characters included."""
         if self.stopped_at is None and self._tokenizer is not None:
             before = self._decode(self._token_ids[self._start : self._read])
-            self._extend(self._decode(self._token_ids[self._start :])[len(before) :])
+            self._extend(self._decode(self._token_ids[self._start :])[len(before) :], True)
             self._start = self._read = len(self._token_ids)
         return self._give(0)
 
@@ -78,12 +82,15 @@ class Detokenizer:
         assert isinstance(text, str)
         return text
 
-    def _extend(self, piece: str) -> None:
-        searched_from = len(self._text)
+    def _extend(self, piece: str, may_stop: bool) -> None:
+        fresh = len(self._text)
         self._text += piece
+        if not may_stop:
+            self._searched = len(self._text)
+            return
         hits = []
         for stop in self._stop:
-            position = self._text.find(stop, max(0, searched_from - len(stop) + 1))
+            position = self._text.find(stop, max(self._searched, fresh - len(stop) + 1))
             if position >= 0:
                 hits.append((position, stop))
         if hits:

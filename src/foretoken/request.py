@@ -139,22 +139,23 @@ class Request:
     def _append(self, token: int, origin: Origin) -> StreamedToken:
         self.token_ids.append(token)
         self._origins.append(origin)
-        text = self._detokenizer.add(token)
-        self._check_end(token)
+        may_stop = len(self._origins) >= self.params.min_tokens
+        text = self._detokenizer.add(token, may_stop=may_stop)
+        if may_stop:
+            self._check_stop(token)
+        if not self.finished and self.remaining <= 0:
+            self._finish("length", None)
         if self.finished:
             text += self._detokenizer.finish()
         return StreamedToken(token, text, origin)
 
-    def _check_end(self, token: int) -> None:
-        long_enough = len(self._origins) >= self.params.min_tokens
-        if long_enough and token in self._eos:
+    def _check_stop(self, token: int) -> None:
+        if token in self._eos:
             self._finish("stop", None)
-        elif long_enough and token in self.params.stop_token_ids:
+        elif token in self.params.stop_token_ids:
             self._finish("stop", token)
-        elif long_enough and self._detokenizer.stopped_at is not None:
+        elif self._detokenizer.stopped_at is not None:
             self._finish("stop", self._detokenizer.stopped_at)
-        elif self.remaining <= 0:
-            self._finish("length", None)
 
     def _count(self, draft: Draft, accepted: Accepted, committed: int) -> None:
         metrics = self.metrics

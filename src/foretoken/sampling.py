@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from foretoken.config import SamplingParams
+from foretoken.config import GREEDY_BELOW, SamplingParams
 from foretoken.errors import ConfigError
 from foretoken.law import Law
 from foretoken.tree import TokenTree
@@ -31,7 +31,7 @@ class Sampler:
         eos_token_ids: end-of-sequence tokens, forbidden before `min_tokens`.
 
     Raises:
-        ConfigError: a parameter names a token outside the vocabulary.
+        ConfigError: a parameter names a token outside the vocabulary, or nothing is left to draw.
     """
 
     def __init__(
@@ -47,6 +47,12 @@ class Sampler:
         self.stop_ids = (*self.stop_ids, *params.stop_token_ids)
         for field in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
             check_token_ids(field, getattr(params, field) or (), vocab_size)
+        allowed = params.allowed_token_ids
+        if allowed is not None and params.min_tokens and set(allowed) <= set(self.stop_ids):
+            raise ConfigError(
+                "allowed_token_ids: only tokens that end the output are allowed, and min_tokens "
+                f"forbids them before token {params.min_tokens}."
+            )
         self._prompt_tokens = torch.tensor(sorted(set(prompt_ids)), dtype=torch.long)
 
     @cached_property
@@ -122,7 +128,7 @@ class Sampler:
         """
         temperature = self.params.temperature if temperature is None else temperature
         logits = self.shaped(logits, output_ids)
-        if temperature == 0:
+        if temperature < GREEDY_BELOW:
             return Law.one_hot(int(logits.argmax()))
         return truncate(logits / temperature, self.params)
 

@@ -113,7 +113,19 @@ def _step(value: dict[str, Any]) -> StepTrace:
     if unknown := set(value) - names:
         raise ValueError(f"unknown fields {sorted(unknown)}")
     tuples = {name: tuple(item) for name, item in value.items() if isinstance(item, list)}
-    return StepTrace(**{**value, **tuples, "origin": Origin(value["origin"])})
+    step = StepTrace(**{**value, **tuples, "origin": Origin(value["origin"])})
+    _check_tree(step)
+    return step
+
+
+def _check_tree(step: StepTrace) -> None:
+    size = len(step.drafted)
+    if not len(step.parents) == len(step.q) == len(step.p) == size:
+        raise ValueError("drafted, parents, q and p differ in length")
+    if not all(-1 <= parent < index for index, parent in enumerate(step.parents)):
+        raise ValueError("a parent does not come before its child")
+    if not all(0 <= index < size for index in (*step.accepted, *step.rejected)):
+        raise ValueError("accepted or rejected tokens that were not drafted")
 
 
 def record(draft: Draft, p: Laws, accepted: Accepted, *, everything: bool) -> StepTrace:

@@ -12,7 +12,7 @@ import math
 from typing import Annotated, ClassVar
 
 from annotated_types import Ge
-from pydantic import Field
+from pydantic import FiniteFloat
 
 from foretoken.acceptance.base import AcceptanceRule, Accepted, TargetLaws
 from foretoken.acceptance.walk import accept_longest
@@ -30,7 +30,7 @@ class TopBeta(AcceptanceRule):
         """Options of `top_beta`: how many candidates count, and the log-likelihood gap."""
 
         beta: Annotated[int, Ge(1)] = 3
-        tau: Annotated[float, Ge(0), Field(allow_inf_nan=False)] = 1.0
+        tau: Annotated[FiniteFloat, Ge(0)] = 1.0
 
     name: ClassVar[str] = "top_beta"
     lossless: ClassVar[bool] = False

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from annotated_types import Ge
-from pydantic import Field
+from pydantic import FiniteFloat
 from torch import Tensor
 
 from foretoken.config import Config
@@ -33,7 +33,7 @@ class DraftModelOptions(Config):
         draft_temperature: temperature of the draft; None takes the request's. 0 drafts the argmax.
     """
 
-    draft_temperature: Annotated[float, Ge(0), Field(allow_inf_nan=False)] | None = None
+    draft_temperature: Annotated[FiniteFloat, Ge(0)] | None = None
 
 
 @dataclass

@@ -15,9 +15,9 @@ from typing import Annotated
 
 import torch
 from annotated_types import Ge, Le
-from pydantic import Field
+from pydantic import FiniteFloat
 
-from foretoken.config import Config
+from foretoken.config import GREEDY_BELOW, Config
 from foretoken.control import Budget
 from foretoken.drafters.base import Drafter
 from foretoken.law import Law
@@ -41,7 +41,7 @@ class NgramTableOptions(Config):
     """
 
     window: Annotated[int, Ge(2), Le(1_000_000)] = 512
-    draft_temperature: Annotated[float, Ge(0), Field(allow_inf_nan=False)] | None = None
+    draft_temperature: Annotated[FiniteFloat, Ge(0)] | None = None
 
 
 class NgramTable:
@@ -148,7 +148,7 @@ class NgramTableDrafter(Drafter):
 
 def law_of_counts(counts: dict[int, int], temperature: float) -> Law:
     """Q proportional to count^(1/temperature); at 0 the most frequent, the latest on a tie."""
-    if temperature == 0:
+    if temperature < GREEDY_BELOW:
         best = max(counts.values())
         return Law.one_hot(next(t for t in reversed(counts) if counts[t] == best))
     tokens, order = torch.tensor(list(counts)).sort()

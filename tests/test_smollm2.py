@@ -1,0 +1,132 @@
+"""The default model: identical to Transformers in float32, to our own `none` in bfloat16.
+
+Six prompts of the six kinds of Spec-Bench; `benchmarks/identity.py` does the same on all of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from foretoken import LLM, SamplingParams
+from tests.matrix import SPECULATIVE
+from tests.tiny import reference_greedy
+
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("two_threads")]
+
+TOKENS = 64
+PASSAGE = (
+    "The lighthouse at Cape Orlan was built in 1871 after three ships were lost on the reef in one "
+    "winter. Its keepers lived in two rooms below the lamp and wrote down the weather every hour. "
+    "In 1934 the lamp was made electric, and in 1987 the last keeper left. Today the lighthouse is "
+    "a museum, and the weather books are read by people who study the climate."
+)
+QUESTIONS = {
+    "multi-turn": "Write a short letter to a friend about a walk along the sea.",
+    "translation": "Translate into French: The book is on the table near the window.",
+    "summarisation": f"Summarise the following passage.\n\n{PASSAGE}",
+    "question answering": "Which planet is closest to the sun, and how long is its year?",
+    "maths": "Tom has 12 apples, gives away 5 and buys twice as many as he has left. How many now?",
+    "rag": f"Answer from the text only.\n\nText: {PASSAGE}\n\nQuestion: When did the last keeper go?",
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=0)
+SEEDED = SamplingParams(temperature=0.8, top_p=0.95, seed=7, max_tokens=TOKENS, logprobs=0)
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm2_tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    conversations = [[{"role": "user", "content": text}] for text in QUESTIONS.values()]
+    return [
+        list(
+            smollm2_tokenizer.apply_chat_template(
+                conversation, add_generation_prompt=True, return_dict=False
+            )
+        )
+        for conversation in conversations
+    ]
+
+
+def llm_with(model: PreTrainedModel, method: str, gamma: int = 5) -> LLM:
+    config: dict[str, Any] = {"method": method, "num_speculative_tokens": gamma}
+    if method == "draft_model":
+        config["model"] = model  # a perfect draft model: everything accepted
+    return LLM(model, speculative_config=config if method != "none" else None)
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2_float32: PreTrainedModel, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+    return [tuple(reference_greedy(smollm2_float32, prompt, TOKENS)) for prompt in prompts]
+
+
+@pytest.mark.parametrize("method", ["none", *SPECULATIVE])
+def test_float32_equals_transformers(
+    smollm2_float32: PreTrainedModel,
+    prompts: list[list[int]],
+    reference: list[tuple[int, ...]],
+    method: str,
+) -> None:
+    outputs = llm_with(smollm2_float32, method).generate(prompts, GREEDY)
+    assert [output.token_ids for output in outputs] == reference
+
+
+@pytest.fixture(scope="module")
+def plain(smollm2_bfloat16: PreTrainedModel, prompts: list[list[int]]) -> dict[str, list[Any]]:
+    llm = llm_with(smollm2_bfloat16, "none")
+    assert llm.bit_exact
+    return {
+        name: [(o.token_ids, o.logprobs) for o in llm.generate(prompts, params)]
+        for name, params in (("greedy", GREEDY), ("seeded", SEEDED))
+    }
+
+
+@pytest.mark.parametrize("method", SPECULATIVE)
+def test_bfloat16_has_the_bits_of_none(
+    smollm2_bfloat16: PreTrainedModel,
+    prompts: list[list[int]],
+    plain: dict[str, list[Any]],
+    method: str,
+) -> None:
+    llm = llm_with(smollm2_bfloat16, method)
+    for name, params in (("greedy", GREEDY), ("seeded", SEEDED)):
+        outputs = llm.generate(prompts, params)
+        assert [(o.token_ids, o.logprobs) for o in outputs] == plain[name]
+        assert sum(o.metrics.num_accepted_tokens for o in outputs) > 0
+
+
+def test_one_at_a_time_has_the_bits_of_the_batch(
+    smollm2_bfloat16: PreTrainedModel, prompts: list[list[int]], plain: dict[str, list[Any]]
+) -> None:
+    llm = llm_with(smollm2_bfloat16, "ngram", gamma=9)
+    for prompt, expected in zip(prompts[:3], plain["greedy"], strict=False):
+        (output,) = llm.generate([prompt], GREEDY)
+        assert (output.token_ids, output.logprobs) == expected
+
+
+def test_by_alias(smollm2_tokenizer: PreTrainedTokenizerBase) -> None:
+    """What the README shows first."""
+    config = {"method": "ngram", "num_speculative_tokens": 5}
+    llm = LLM("smollm2-135m", speculative_config=config)
+    question = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+    (output,) = llm.chat(question, SamplingParams(temperature=0, max_tokens=32))
+    assert "Paris" in output.text
+    assert output.finish_reason == "stop"
+    assert output.text == smollm2_tokenizer.decode(output.token_ids, skip_special_tokens=True)
+    assert llm.model_path is not None
+    assert (llm.model_path / "config.json").is_file()
+    assert llm.dtype in (torch.bfloat16, torch.float32)
+
+
+def test_stop_strings_and_stream_on_real_text(
+    smollm2_bfloat16: PreTrainedModel, smollm2_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    llm = LLM(smollm2_bfloat16, tokenizer=smollm2_tokenizer, speculative_config={"method": "ngram"})
+    prompt = [{"role": "user", "content": "Count from one to five in words."}]
+    params = SamplingParams(temperature=0, max_tokens=48)
+    whole = llm.generate(prompt, params)[0].text
+    assert "".join(chunk.text for chunk in llm.stream(prompt, params)) == whole
+    stop = whole[5:9]
+    cut = SamplingParams(temperature=0, max_tokens=48, stop=[stop])
+    assert llm.generate(prompt, cut)[0].text == whole[: whole.index(stop)]
