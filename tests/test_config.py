@@ -76,6 +76,7 @@ def test_as_dict_shows_every_field_that_takes_effect() -> None:
         "num_speculative_tokens": 4,
         "model": None,
         "acceptance": {"rule": "lenient", "lenience": 0.3},
+        "controller": {"rule": "fixed"},
         "window": 512,
         "draft_temperature": None,
     }

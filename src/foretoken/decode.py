@@ -19,7 +19,7 @@ from foretoken.sampling import Laws
 from foretoken.trace import record
 from foretoken.tree import Draft, TokenTree
 
-__all__ = ["Outcome", "Verifier", "step"]
+__all__ = ["Outcome", "StepTimes", "Verifier", "step"]
 
 
 class Verifier(Protocol):
@@ -32,6 +32,15 @@ class Verifier(Protocol):
     def commit(self, key: int, nodes: Sequence[int]) -> None:
         """Keep the KV of these nodes, root included; discard the rest."""
         ...
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of a step's parts, for the whole batch."""
+
+    draft: float
+    verify: float
+    accept: float
 
 
 @dataclass(frozen=True)
@@ -72,11 +81,11 @@ def step(
         _accept(target, rule, request, draft, logits)
         for request, draft, logits in zip(batch, drafts, scores, strict=True)
     ]
+    times = StepTimes(drafted - began, verified - drafted, time.perf_counter() - verified)
     drafter.observe(outcomes)
-    controller.observe(outcomes)
-    ended = time.perf_counter()
+    controller.observe(outcomes, times)
     for request in batch:
-        request.record_times(drafted - began, verified - drafted, ended - verified)
+        request.record_times(times.draft, times.verify, times.accept)
     return outcomes
 
 

@@ -96,4 +96,5 @@ class Engine:
     def _release(self, request: Request) -> None:
         self._running.remove(request)
         self._drafter.release(request)
+        self._controller.release(request)
         self._target.remove(request.key)

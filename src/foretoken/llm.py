@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from foretoken import models
 from foretoken.acceptance import rule_class
 from foretoken.config import SamplingParams
-from foretoken.control import Fixed
+from foretoken.control import Controller, controller_class
 from foretoken.drafters.registry import DrafterParts
 from foretoken.engine import Engine
 from foretoken.errors import CompatibilityError, ConfigError, PromptError
@@ -89,7 +89,7 @@ class LLM:
             self._target,
             self.speculative_config.drafter_spec.build(self._drafter_parts()),
             rule_class(self.speculative_config.rule_name)(self.speculative_config.rule_options),
-            Fixed(self.speculative_config.gamma),
+            self._controller(),
             max_num_seqs,
         )
 
@@ -259,6 +259,12 @@ class LLM:
             requests[0].prompt_ids,
             [request.output() for request in requests],
         )
+
+    def _controller(self) -> Controller:
+        config = self.speculative_config
+        kind = controller_class(config.controller_name)
+        costs = self._target.measure_costs() if kind.needs_costs else None
+        return kind(config.gamma, config.controller_options, costs)
 
     def _drafter_parts(self) -> DrafterParts:
         config = self.speculative_config

@@ -15,6 +15,7 @@ from pydantic import ConfigDict, model_validator
 
 from foretoken.acceptance import rule_class
 from foretoken.config import Config, nearest
+from foretoken.control import controller_class
 from foretoken.drafters.registry import DrafterSpec, drafter_spec
 from foretoken.errors import ConfigError
 
@@ -32,6 +33,8 @@ class SpeculativeConfig(Config):
         model: the draft model for methods that use one: a path, an alias or a loaded
             `PreTrainedModel`.
         acceptance: a rule's name, or a dict of its name (`rule`) and its options.
+        controller: how much to draft from step to step: a controller's name, or a dict of its
+            name (`rule`) and its options.
 
     Every method's own fields (`prompt_lookup_max`, `draft_temperature`, ...) may be given
     alongside; they are validated by the method's options class and kept in `options`.
@@ -43,6 +46,7 @@ class SpeculativeConfig(Config):
     num_speculative_tokens: Annotated[int, Ge(0), Le(256)] | None = None
     model: Any = None
     acceptance: str | dict[str, Any] = "coupled"
+    controller: str | dict[str, Any] = "fixed"
 
     @classmethod
     def parse(cls, value: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig:
@@ -65,7 +69,7 @@ class SpeculativeConfig(Config):
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:
-        _ = self.options, self.rule_options
+        _ = self.options, self.rule_options, self.controller_options
         takes_model = self.drafter_spec.takes_model
         if takes_model and self.model is None:
             raise ConfigError(f"method '{self.method}' needs a draft model: set 'model'.")
@@ -102,20 +106,22 @@ class SpeculativeConfig(Config):
     @property
     def rule_name(self) -> str:
         """Name of the acceptance rule."""
-        if isinstance(self.acceptance, str):
-            return self.acceptance
-        name = self.acceptance.get("rule")
-        if not isinstance(name, str):
-            raise ConfigError("acceptance given as a dict needs the rule's name under 'rule'.")
-        return name
+        return _name("acceptance", self.acceptance)
 
     @property
     def rule_options(self) -> Config:
         """The acceptance rule's own options, validated."""
-        options_class = rule_class(self.rule_name).Options
-        if isinstance(self.acceptance, str):
-            return options_class()
-        return options_class(**{k: v for k, v in self.acceptance.items() if k != "rule"})
+        return rule_class(self.rule_name).Options(**_fields(self.acceptance))
+
+    @property
+    def controller_name(self) -> str:
+        """Name of the controller."""
+        return _name("controller", self.controller)
+
+    @property
+    def controller_options(self) -> Config:
+        """The controller's own options, validated."""
+        return controller_class(self.controller_name).Options(**_fields(self.controller))
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: every field as it takes effect; a loaded draft model by its class name."""
@@ -127,5 +133,17 @@ class SpeculativeConfig(Config):
             "num_speculative_tokens": self.gamma,
             "model": None if model is None else str(model),
             "acceptance": {"rule": self.rule_name, **self.rule_options.model_dump()},
+            "controller": {"rule": self.controller_name, **self.controller_options.model_dump()},
             **self.options.model_dump(),
         }
+
+
+def _name(field: str, value: str | dict[str, Any]) -> str:
+    name = value if isinstance(value, str) else value.get("rule")
+    if not isinstance(name, str):
+        raise ConfigError(f"{field} given as a dict needs its name under 'rule'.")
+    return name
+
+
+def _fields(value: str | dict[str, Any]) -> dict[str, Any]:
+    return {} if isinstance(value, str) else {k: v for k, v in value.items() if k != "rule"}

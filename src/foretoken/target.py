@@ -7,6 +7,8 @@ differs is who calls it. This file does not know about sampling, acceptance or d
 from __future__ import annotations
 
 import inspect
+import statistics
+import time
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from foretoken.cache import KVSlab
+from foretoken.control.costs import CostCurve
 from foretoken.errors import CompatibilityError
 from foretoken.runtime import cpu
 from foretoken.runtime.attention import IMPLEMENTATION, ROW_MULTIPLE, padded_rows
@@ -25,6 +28,13 @@ __all__ = ["Target"]
 
 PREFILL_CHUNK = 256
 """Prompt tokens per pass: enough to keep the kernels busy, little enough for the mask."""
+
+_PROBE_KEY = -1
+"""Row of the target's own measurements; requests have keys from 0."""
+
+_COST_SIZES = (1, 2, 4, 8, 16, 32, 64)
+_COST_CONTEXT = 128
+_COST_REPEATS = 3
 
 _PROBE_TOLERANCE = {True: 1e-3, False: 0.25}
 """Mean error over the logits' spread, in float32 and in 16 bits: rounding stays below, ignoring a
@@ -183,6 +193,35 @@ class Target:
                 below.masked_fill_(tree.ancestor_mask, 0)
         return tokens, positions, mask
 
+    # Measurement
+
+    @torch.inference_mode()
+    def measure_costs(self) -> CostCurve:
+        """Seconds of a pass by number of positions, each the median of a few passes.
+
+        Takes about half a second for a small model; the curve is corrected as it is used.
+        """
+        self.add(_PROBE_KEY)
+        try:
+            self.prefill(_PROBE_KEY, [0] * min(_COST_CONTEXT, self.max_model_len // 2))
+            return CostCurve({n: self._seconds(n) for n in _COST_SIZES if n < self._room()})
+        finally:
+            self.remove(_PROBE_KEY)
+
+    def _room(self) -> int:
+        return self.max_model_len - self.cached(_PROBE_KEY)
+
+    def _seconds(self, positions: int) -> float:
+        tree = chain([0] * positions)
+        times = []
+        for _ in range(_COST_REPEATS + 1):  # the first one warms up
+            began = time.perf_counter()
+            self.verify([_PROBE_KEY], [tree])
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            times.append(time.perf_counter() - began)
+        return statistics.median(times[1:])
+
     # Construction-time check
 
     @torch.inference_mode()
@@ -217,13 +256,12 @@ class Target:
 
     def _score(self, context: Sequence[int], tree: TokenTree) -> Tensor:
         """[n+1, V] of a tree after a context, in a row of its own."""
-        key = -1
-        self.add(key)
+        self.add(_PROBE_KEY)
         try:
-            self.prefill(key, context)
-            return self.verify([key], [tree])[0].clone()
+            self.prefill(_PROBE_KEY, context)
+            return self.verify([_PROBE_KEY], [tree])[0].clone()
         finally:
-            self.remove(key)
+            self.remove(_PROBE_KEY)
 
     def _same_bits(self, tokens: Sequence[int]) -> bool:
         wide = self._score(tokens[:2], chain(tokens[2:]))

@@ -41,11 +41,23 @@ class _Row:
     """The draft being made for one request."""
 
     request: Request
+    budget: Budget
     length: int
     pending: list[int]
     """Tokens whose KV the draft model lacks; the logits after the last one are wanted."""
     drafted: list[int] = field(default_factory=list)
     laws: list[Law] = field(default_factory=list)
+    path_prob: float = 1.0
+
+    def append(self, token: int, law: Law) -> None:
+        """Draft a token, and end the draft below it if the budget says so."""
+        self.drafted.append(token)
+        self.laws.append(law)
+        self.pending = [token]
+        token_prob = law.prob(token)
+        self.path_prob *= token_prob
+        if self.budget.stops_below(token_prob, self.path_prob):
+            self.length = len(self.drafted)
 
 
 class DraftModelDrafter(Drafter):
@@ -66,7 +78,7 @@ class DraftModelDrafter(Drafter):
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         """One pass of the draft model per drafted position, over all requests still drafting."""
         rows = [
-            self._catch_up(request, budget.chain)
+            self._catch_up(request, budget)
             for request, budget in zip(batch, budgets, strict=True)
         ]
         while drafting := [row for row in rows if len(row.drafted) < row.length]:
@@ -76,13 +88,13 @@ class DraftModelDrafter(Drafter):
                 self._extend(row, logits)
         return [Draft(chain([r.request.root, *r.drafted]), tuple(r.laws)) for r in rows]
 
-    def _catch_up(self, request: Request, length: int) -> _Row:
+    def _catch_up(self, request: Request, budget: Budget) -> _Row:
         """Roll back what was not committed, compute what is new except the last token."""
         key, tokens = request.key, request.token_ids
         # The draft model's own context may be shorter than the target's.
-        length = max(0, min(length, self._model.max_model_len - len(tokens)))
+        length = max(0, min(budget.chain, self._model.max_model_len - len(tokens)))
         if not length:
-            return _Row(request, 0, [])
+            return _Row(request, budget, 0, [])
         if key not in self._cached:
             self._model.add(key)
             self._cached[key] = []
@@ -93,7 +105,7 @@ class DraftModelDrafter(Drafter):
         if len(tokens) - 1 - agreed > 1:  # more than the token that an accepted draft leaves over
             self._model.prefill(key, tokens[agreed:-1])
             agreed = len(tokens) - 1
-        return _Row(request, length, tokens[agreed:])
+        return _Row(request, budget, length, tokens[agreed:])
 
     def _extend(self, row: _Row, logits: Tensor) -> None:
         """Commit what was just computed and draw the next token from it."""
@@ -104,9 +116,7 @@ class DraftModelDrafter(Drafter):
             logits[-1], [*request.output_ids, *row.drafted], self._options.draft_temperature
         )
         noise = request.noise.at(len(request.token_ids)).drafting(coupled=self._coupled)
-        row.drafted.append(noise.draw(law, depth))
-        row.laws.append(law)
-        row.pending = row.drafted[-1:]
+        row.append(noise.draw(law, depth), law)
 
     def release(self, request: Request) -> None:
         """Free the request's row."""

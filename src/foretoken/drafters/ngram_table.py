@@ -116,23 +116,27 @@ class NgramTableDrafter(Drafter):
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         """Chains that end where no context is known."""
         return [
-            self._propose(request, budget.chain)
+            self._propose(request, budget)
             for request, budget in zip(batch, budgets, strict=True)
         ]
 
-    def _propose(self, request: Request, length: int) -> Draft:
+    def _propose(self, request: Request, budget: Budget) -> Draft:
         table = self._tables.setdefault(request.key, NgramTable(self._options.window))
         table.catch_up(request.token_ids)
         temperature = self._temperature(request)
         noise = request.noise.at(len(request.token_ids)).drafting(coupled=self._coupled)
         context = request.token_ids[-max(ORDERS) :]
-        tokens, laws = [request.root], []
-        for depth in range(length):
+        tokens, laws, path_prob = [request.root], [], 1.0
+        for depth in range(budget.chain):
             counts = table.successors(context)
             if not counts:
                 break
             laws.append(law_of_counts(counts, temperature))
             tokens.append(noise.draw(laws[-1], depth))
+            token_prob = laws[-1].prob(tokens[-1])
+            path_prob *= token_prob
+            if budget.stops_below(token_prob, path_prob):
+                break
             context = [*context[1 - max(ORDERS) :], tokens[-1]]
         return Draft(chain(tokens), tuple(laws))
 

@@ -1,0 +1,97 @@
+"""The seam between the loop and the controllers: how much to draft, and when to stop.
+
+A controller gives every request a budget before a step and learns from its outcome. It never
+changes what is generated, only how much is guessed: the output is the same under all of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from foretoken.config import Config
+from foretoken.control.costs import CostCurve
+from foretoken.request import Request
+
+if TYPE_CHECKING:
+    from foretoken.decode import Outcome, StepTimes
+
+__all__ = ["Budget", "Controller"]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Limits of one draft.
+
+    Args:
+        nodes: most drafted nodes.
+        depth: deepest drafted node; a chain has as many nodes as its depth.
+        min_token_prob: draft nothing below a token that the drafter gave less probability. The
+            token itself stays: by the drafting law no node is dropped for its value.
+        min_path_prob: the same for the product of probabilities along the path.
+    """
+
+    nodes: int
+    depth: int
+    min_token_prob: float = 0.0
+    min_path_prob: float = 0.0
+
+    @property
+    def chain(self) -> int:
+        """Longest chain that fits."""
+        return max(0, min(self.nodes, self.depth))
+
+    def stops_below(self, token_prob: float, path_prob: float) -> bool:
+        """Whether nothing should be drafted below a token of these probabilities."""
+        return token_prob < self.min_token_prob or path_prob < self.min_path_prob
+
+
+class Controller(ABC):
+    """Decides before each step, learns after it.
+
+    Args:
+        num_speculative_tokens: the draft length the user asked for; what it means to a controller
+            is its own business (a constant, a start, a limit).
+        options: the controller's own options.
+        costs: what a pass costs by number of positions; measured for controllers that declare
+            `needs_costs`, empty for others.
+    """
+
+    class Options(Config):
+        """The controller's own options."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    needs_costs: ClassVar[bool] = False
+    """Whether the cost of target passes should be measured when the model is loaded."""
+
+    def __init__(
+        self,
+        num_speculative_tokens: int,
+        options: Config | None = None,
+        costs: CostCurve | None = None,
+    ) -> None:
+        self.num_speculative_tokens = num_speculative_tokens
+        self.options = self.Options() if options is None else options
+        self.costs = CostCurve() if costs is None else costs
+
+    @abstractmethod
+    def budgets(self, batch: Sequence[Request]) -> list[Budget]:
+        """One budget per request, never deeper than the request may still use."""
+
+    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:  # noqa: B027
+        """See what the step brought and how long its parts took; some learn nothing."""
+
+    def release(self, request: Request) -> None:  # noqa: B027
+        """Forget a request that has ended; some keep nothing."""
+
+
+def within(request: Request, length: int) -> Budget:
+    """A budget of `length` tokens, cut where the output must end.
+
+    A path of depth d yields d + 1 tokens, so that it need not be deeper than one less than may
+    still be generated.
+    """
+    return Budget(length, max(0, min(length, request.remaining - 1)))

@@ -1,0 +1,83 @@
+"""`confidence`: stop drafting below a token that the drafter itself was not sure of.
+
+The threshold on q (of the token, or of the path down to it) is each request's own and adapts: a
+draft that was turned down raises it, one that was accepted whole lowers it (Transformers'
+`assistant_confidence_threshold`; EAGLE-2 and Kangaroo stop on the like). Drafters that do not
+sample are certain of what they propose and are never stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from annotated_types import Ge, Le
+
+from foretoken.config import Config
+from foretoken.control.base import Budget, Controller, within
+from foretoken.control.costs import CostCurve
+from foretoken.request import Request
+
+if TYPE_CHECKING:
+    from foretoken.decode import Outcome, StepTimes
+
+__all__ = ["Confidence"]
+
+LOWEST, HIGHEST = 0.01, 0.95
+
+
+class Confidence(Controller):
+    """Drafts up to `num_speculative_tokens`, fewer where the drafter hesitates."""
+
+    class Options(Config):
+        """Options of `confidence`.
+
+        Args:
+            threshold: where every request starts.
+            of: compare the probability of the `token` or the product along the `path`.
+            step: how much an outcome moves the threshold; 0 keeps it.
+        """
+
+        threshold: Annotated[float, Ge(0), Le(1)] = 0.4
+        of: Literal["token", "path"] = "token"
+        step: Annotated[float, Ge(0), Le(1)] = 0.02
+
+    name: ClassVar[str] = "confidence"
+    summary: ClassVar[str] = "stops below a token whose q falls under an adaptive threshold"
+
+    def __init__(
+        self,
+        num_speculative_tokens: int,
+        options: Config | None = None,
+        costs: CostCurve | None = None,
+    ) -> None:
+        super().__init__(num_speculative_tokens, options, costs)
+        self._thresholds: dict[int, float] = {}
+
+    def budgets(self, batch: Sequence[Request]) -> list[Budget]:
+        """See `Controller.budgets`."""
+        return [self._budget(request) for request in batch]
+
+    def _budget(self, request: Request) -> Budget:
+        assert isinstance(self.options, self.Options)
+        threshold = self._thresholds.get(request.key, self.options.threshold)
+        budget = within(request, self.num_speculative_tokens)
+        if self.options.of == "path":
+            return replace(budget, min_path_prob=threshold)
+        return replace(budget, min_token_prob=threshold)
+
+    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
+        """Move the threshold of every request that drafted."""
+        assert isinstance(self.options, self.Options)
+        for outcome in outcomes:
+            if not outcome.draft.tree.num_drafted or not self.options.step:
+                continue
+            key = outcome.request.key
+            threshold = self._thresholds.get(key, self.options.threshold)
+            threshold += self.options.step if outcome.accepted.reason else -self.options.step
+            self._thresholds[key] = min(HIGHEST, max(LOWEST, threshold))
+
+    def release(self, request: Request) -> None:
+        """Forget the request's threshold."""
+        self._thresholds.pop(request.key, None)

@@ -1,0 +1,22 @@
+"""`fixed`: always the same draft length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from foretoken.control.base import Budget, Controller, within
+from foretoken.request import Request
+
+__all__ = ["Fixed"]
+
+
+class Fixed(Controller):
+    """`num_speculative_tokens`, cut where the output must end."""
+
+    name: ClassVar[str] = "fixed"
+    summary: ClassVar[str] = "always num_speculative_tokens"
+
+    def budgets(self, batch: Sequence[Request]) -> list[Budget]:
+        """See `Controller.budgets`."""
+        return [within(request, self.num_speculative_tokens) for request in batch]

@@ -1,0 +1,67 @@
+"""`heuristic`: longer after a draft that was accepted whole, shorter after any other.
+
+Transformers' schedule for assistant models: plus 2, minus 1, never below 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from annotated_types import Ge, Le
+
+from foretoken.config import Config
+from foretoken.control.base import Budget, Controller, within
+from foretoken.control.costs import CostCurve
+from foretoken.request import Request
+
+if TYPE_CHECKING:
+    from foretoken.decode import Outcome, StepTimes
+
+__all__ = ["Heuristic"]
+
+
+class Heuristic(Controller):
+    """Starts every request at `num_speculative_tokens`."""
+
+    class Options(Config):
+        """Options of `heuristic`: the longest draft it grows to, and its strides."""
+
+        max_length: Annotated[int, Ge(1), Le(256)] = 20
+        grow: Annotated[int, Ge(0)] = 2
+        shrink: Annotated[int, Ge(0)] = 1
+
+    name: ClassVar[str] = "heuristic"
+    summary: ClassVar[str] = "grows on full acceptance, shrinks otherwise (Transformers' schedule)"
+
+    def __init__(
+        self,
+        num_speculative_tokens: int,
+        options: Config | None = None,
+        costs: CostCurve | None = None,
+    ) -> None:
+        super().__init__(num_speculative_tokens, options, costs)
+        self._lengths: dict[int, int] = {}
+
+    def budgets(self, batch: Sequence[Request]) -> list[Budget]:
+        """See `Controller.budgets`."""
+        start = self.num_speculative_tokens
+        return [within(request, self._lengths.get(request.key, start)) for request in batch]
+
+    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
+        """Adapt the length of every request that drafted."""
+        assert isinstance(self.options, self.Options)
+        for outcome in outcomes:
+            if not outcome.draft.tree.num_drafted:
+                continue
+            key = outcome.request.key
+            length = self._lengths.get(key, self.num_speculative_tokens)
+            if outcome.accepted.reason:
+                length = max(1, length - self.options.shrink)
+            else:
+                length = min(self.options.max_length, length + self.options.grow)
+            self._lengths[key] = length
+
+    def release(self, request: Request) -> None:
+        """Forget the request's length."""
+        self._lengths.pop(request.key, None)
