@@ -15,11 +15,14 @@ SPECULATIVE = [name for name in METHODS if name != "none"]
 LOSSLESS = [name for name, rule in RULES.items() if rule.lossless]
 
 # Short suffixes, so that n-gram drafters find something in random text.
-METHOD_FIELDS: dict[str, dict[str, Any]] = {"ngram": {"prompt_lookup_min": 1}}
+METHOD_FIELDS: dict[str, dict[str, Any]] = {
+    "ngram": {"prompt_lookup_min": 1},
+    "copy": {"copy_min_match": 1},
+}
 
 
 def speculative_config(
-    method: str, rule: str = "coupled", num_speculative_tokens: int = 4, **fields: Any
+    method: str, rule: str = "coupled", num_speculative_tokens: int | None = 4, **fields: Any
 ) -> dict[str, Any]:
     """A configuration of this method for tiny models."""
     config = {
@@ -39,7 +42,7 @@ def tiny_llm(
     /,
     method: str = "none",
     rule: str = "coupled",
-    gamma: int = 4,
+    gamma: int | None = 4,
     **fields: Any,
 ) -> LLM:
     """An LLM over a tiny model; the draft model has the target's dtype and vocabulary."""

@@ -36,6 +36,7 @@ class KVSlab(Cache):
         self._positions = KEY_BLOCK
         self._first, self._last = 0, 0
         self._span = 0
+        self._starts: list[int] = []
         self._slots: Tensor | None = None
 
     # Rows
@@ -88,20 +89,26 @@ class KVSlab(Cache):
 
     # One forward pass
 
-    def begin(self, rows: range, num_nodes: int) -> int:
-        """Prepare a pass over adjacent rows that writes `num_nodes` nodes behind each.
+    def begin(self, rows: range, num_nodes: int, known: Sequence[int]) -> int:
+        """Prepare a pass over adjacent rows that writes `num_nodes` nodes in each.
+
+        Args:
+            rows: the rows of the pass.
+            num_nodes: nodes written per row.
+            known: per row, nodes of earlier passes that lie behind the committed tokens and stay;
+                the new ones are written behind them.
 
         Returns:
             S, the number of key positions that `update` will return, a multiple of `KEY_BLOCK`.
         """
-        lengths = [self.lengths[row] for row in rows]
-        needed = max(lengths) + num_nodes
+        self._starts = [self.lengths[row] + skip for row, skip in zip(rows, known, strict=True)]
+        needed = max(self._starts) + num_nodes
         self._span = -(-needed // KEY_BLOCK) * KEY_BLOCK
         if self._span > self._positions:
             self._grow(self._rows, self._span)
         self._first, self._last = rows.start, rows.stop
         # [B, N] positions to write; one row is written as a slice instead.
-        starts = torch.tensor(lengths)[:, None]
+        starts = torch.tensor(self._starts)[:, None]
         self._slots = None if len(rows) == 1 else starts + torch.arange(num_nodes)
         return self._span
 
@@ -124,7 +131,7 @@ class KVSlab(Cache):
     def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
         rows = buffer[self._first : self._last]  # [B, G, all positions, D]
         if self._slots is None:
-            start = self.lengths[self._first]
+            start = self._starts[0]
             rows[:, :, start : start + states.shape[2]] = states
         else:
             row_index = torch.arange(len(rows), device=buffer.device)[:, None]  # [B, 1]

@@ -99,6 +99,12 @@ class Law:
             return self
         return self.normalised(excess / total)
 
+    def without(self, token: int) -> Law:
+        """The law given that the token is not this one; itself if nothing else is possible."""
+        probs = torch.where(self.tokens == token, 0.0, self.probs)
+        total = probs.sum()
+        return self.normalised(probs / total) if float(total) > 0 else self
+
     def normalised(self, probs: Tensor) -> Law:
         """The law with these [S] probabilities on this law's support, zeros dropped."""
         keep = probs > 0

@@ -270,7 +270,9 @@ class LLM:
         config = self.speculative_config
         return DrafterParts(
             options=config.options,
+            num_speculative_tokens=config.gamma,
             coupled=rule_class(config.rule_name).couples_draft,
+            target=self._target,
             load_model=self._load_draft_model,
         )
 

@@ -81,21 +81,35 @@ class Noise:
             return True
         return bool(self._uniform(Stream.ACCEPT, depth, 1, trial)[0] < probability)
 
-    def draw(self, law: Law, depth: int) -> int:
+    def draw(self, law: Law, depth: int, trial: int = 0) -> int:
         """A token with the given law, by the Gumbel-max trick: `argmax(log p + noise)`.
 
         The noise belongs to the token, not to its place in the support, so two laws that are
-        nearly alike draw the same token nearly always: this is the coupling.
+        nearly alike draw the same token nearly always: this is the coupling. `trial` tells apart
+        independent draws at one place.
         """
         if law.certain is not None:
             return law.certain
-        scores = law.probs.log() + self.gumbel(law, depth)  # [S]
+        scores = law.probs.log() + self.gumbel(law, depth, trial)  # [S]
         return int(law.tokens[int(scores.argmax())])
 
-    def gumbel(self, law: Law, depth: int) -> Tensor:
+    def draw_distinct(self, law: Law, depth: int, count: int) -> list[int]:
+        """Up to `count` tokens in the order of successive draws without replacement.
+
+        The largest of `log p + noise` are just that (Gumbel-top-k; Kool et al., "Stochastic Beams
+        and Where to Find Them"), and the first is what `draw` gives.
+        """
+        if law.certain is not None:
+            return [law.certain] if count else []
+        scores = law.probs.log() + self.gumbel(law, depth)  # [S]
+        best = scores.topk(min(count, len(scores))).indices
+        tokens: list[int] = law.tokens[best].tolist()
+        return tokens
+
+    def gumbel(self, law: Law, depth: int, trial: int = 0) -> Tensor:
         """[S] standard Gumbel noise for the tokens of a law's support."""
         size = len(law.probs) if law.support is None else int(law.support[-1]) + 1
-        uniform = self._uniform(self.token_stream, depth, size)
+        uniform = self._uniform(self.token_stream, depth, size, trial)
         if law.support is not None:
             uniform = uniform[law.support.cpu().numpy()]
         noise = torch.from_numpy(-np.log(-np.log(uniform)))

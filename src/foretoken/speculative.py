@@ -16,6 +16,7 @@ from pydantic import ConfigDict, model_validator
 from foretoken.acceptance import rule_class
 from foretoken.config import Config, nearest
 from foretoken.control import controller_class
+from foretoken.drafters.base import DrafterOptions
 from foretoken.drafters.registry import DrafterSpec, drafter_spec
 from foretoken.errors import ConfigError
 
@@ -83,7 +84,7 @@ class SpeculativeConfig(Config):
         return drafter_spec(self.method)
 
     @property
-    def options(self) -> Config:
+    def options(self) -> DrafterOptions:
         """The method's own fields, validated."""
         options_class = self.drafter_spec.options
         extra = self.model_extra or {}
@@ -98,10 +99,11 @@ class SpeculativeConfig(Config):
 
     @property
     def gamma(self) -> int:
-        """`num_speculative_tokens`, or the method's default."""
-        if self.num_speculative_tokens is None:
-            return self.drafter_spec.default_num_speculative_tokens
-        return self.num_speculative_tokens
+        """`num_speculative_tokens`, or what the method's options imply, or its default."""
+        if self.num_speculative_tokens is not None:
+            return self.num_speculative_tokens
+        implied = self.options.default_num_speculative_tokens()
+        return self.drafter_spec.default_num_speculative_tokens if implied is None else implied
 
     @property
     def rule_name(self) -> str:

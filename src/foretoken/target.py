@@ -6,6 +6,7 @@ differs is who calls it. This file does not know about sampling, acceptance or d
 
 from __future__ import annotations
 
+import copy
 import inspect
 import statistics
 import time
@@ -74,6 +75,20 @@ class Target:
         prepared.set_attn_implementation(IMPLEMENTATION)
         return prepared
 
+    def shared_model(self) -> PreTrainedModel:
+        """A module tree over the weights as they run here, to be changed into a draft model."""
+        return share(self._model)
+
+    def with_model(self, model: PreTrainedModel) -> Target:
+        """This target's rows and KV under another module tree over the same layers.
+
+        What it writes stays uncommitted, to be overwritten by the next pass of this target.
+        """
+        other = copy.copy(self)
+        other._model = model
+        other.num_passes = 0
+        return other
+
     # Rows
 
     def add(self, key: int) -> None:
@@ -108,11 +123,13 @@ class Target:
         """Compute and commit the KV of these tokens, in chunks; no logits."""
         for start in range(0, len(tokens), PREFILL_CHUNK):
             part = tokens[start : start + PREFILL_CHUNK]
-            self._forward([key], [chain(part)], logits_of_all=False)
+            self._forward([key], [chain(part)], [0], logits_of_all=False)
             self.commit(key, range(len(part)))
 
     @torch.inference_mode()
-    def verify(self, keys: Sequence[int], trees: Sequence[TokenTree]) -> list[Tensor]:
+    def verify(
+        self, keys: Sequence[int], trees: Sequence[TokenTree], known: Sequence[int] | None = None
+    ) -> list[Tensor]:
         """One forward pass over one tree per row.
 
         The KV of all nodes is written behind the committed tokens; `commit` says what stays.
@@ -120,15 +137,18 @@ class Target:
         Args:
             keys: rows, in any order.
             trees: what follows each row's committed tokens.
+            known: per row, how many of the tree's first nodes the row's last pass has computed
+                already (a drafter grows its tree level by level); None computes all.
 
         Returns:
-            Per row the logits after every node, [n+1, V].
+            Per row the logits after every node computed, [n + 1 - known, V].
         """
-        logits = self._forward(keys, trees, logits_of_all=True)
+        known = known or [0] * len(trees)
+        logits = self._forward(keys, trees, known, logits_of_all=True)
         first = min(self._keys.index(key) for key in keys)
         return [
-            logits[self._keys.index(key) - first, : len(tree)]
-            for key, tree in zip(keys, trees, strict=True)
+            logits[self._keys.index(key) - first, : len(tree) - skip]
+            for key, tree, skip in zip(keys, trees, known, strict=True)
         ]
 
     def commit(self, key: int, nodes: Sequence[int]) -> None:
@@ -140,20 +160,29 @@ class Target:
         self._slab.rollback(self._keys.index(key), length)
 
     def _forward(
-        self, keys: Sequence[int], trees: Sequence[TokenTree], *, logits_of_all: bool
+        self,
+        keys: Sequence[int],
+        trees: Sequence[TokenTree],
+        known: Sequence[int],
+        *,
+        logits_of_all: bool,
     ) -> Tensor:
         """Logits [B, N or 1, V] of the rows from the first to the last one named.
 
         The slab serves adjacent rows without copying, so rows in between that have no tree ride
         along with padding, whose KV is never committed.
         """
-        tree_of = {self._keys.index(key): tree for key, tree in zip(keys, trees, strict=True)}
-        rows = range(min(tree_of), max(tree_of) + 1)
-        num_nodes = max(len(tree) for tree in trees)
+        work = {
+            self._keys.index(key): (tree, skip)
+            for key, tree, skip in zip(keys, trees, known, strict=True)
+        }
+        rows = range(min(work), max(work) + 1)
+        num_nodes = max(len(tree) - skip for tree, skip in work.values())
         if self.packed and len(rows) == 1:
             num_nodes = max(num_nodes, ROW_MULTIPLE)  # free, and never a single row (cpu.MIN_ROWS)
-        span = self._slab.begin(rows, num_nodes)
-        tokens, positions, mask = self._inputs(rows, tree_of, num_nodes, span)
+        skipped = [work[row][1] if row in work else 0 for row in rows]
+        span = self._slab.begin(rows, num_nodes, skipped)
+        tokens, positions, mask = self._inputs(rows, work, num_nodes, span)
         keep = {} if logits_of_all or not self._takes_logits_to_keep else {"logits_to_keep": 1}
         self.num_passes += 1
         output = self._model(
@@ -168,7 +197,7 @@ class Target:
         return logits
 
     def _inputs(
-        self, rows: range, tree_of: dict[int, TokenTree], num_nodes: int, span: int
+        self, rows: range, work: dict[int, tuple[TokenTree, int]], num_nodes: int, span: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens [B, N], positions [B, N] and the additive mask [B, 1, padded_rows(N), S].
 
@@ -184,13 +213,14 @@ class Target:
         for index, row in enumerate(rows):
             length = self._slab.lengths[row]
             mask[index, 0, :, : length + 1] = 0
-            if row in tree_of:
-                tree = tree_of[row]
+            if row in work:
+                tree, skip = work[row]
                 size = len(tree)
-                tokens[index, :size] = torch.tensor(tree.tokens)
-                positions[index, :size] += torch.tensor(tree.depths)
-                below = mask[index, 0, :size, length : length + size]
-                below.masked_fill_(tree.ancestor_mask, 0)
+                new = size - skip
+                tokens[index, :new] = torch.tensor(tree.tokens[skip:])
+                positions[index, :new] += torch.tensor(tree.depths[skip:])
+                below = mask[index, 0, :new, length : length + size]
+                below.masked_fill_(tree.ancestor_mask[skip:], 0)
         return tokens, positions, mask
 
     # Measurement

@@ -12,6 +12,7 @@ from foretoken.control import Budget, Fixed
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.registry import METHODS
 from foretoken.request import Request
+from foretoken.tree import Draft
 from tests.matrix import PROMPTS, SPECULATIVE, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 
@@ -25,16 +26,32 @@ def drafter_of(llm: LLM) -> Drafter:
     return llm._engine._drafter
 
 
+def propose(llm: LLM, batch: list[Request], budgets: list[Budget]) -> list[Draft]:
+    """What the loop does before it asks for drafts: the target holds all tokens but the last."""
+    target = llm._target
+    for request in batch:
+        if request.key not in target:
+            target.add(request.key)
+        held = target.cached(request.key)
+        target.prefill(request.key, request.token_ids[held:-1])
+    return drafter_of(llm).propose(batch, budgets)
+
+
+def release(llm: LLM, request: Request) -> None:
+    drafter_of(llm).release(request)
+    llm._target.remove(request.key)
+
+
 @pytest.mark.parametrize("method", list(METHODS))
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_drafts_fit_their_budget_and_start_at_the_root(method: str, temperature: float) -> None:
-    drafter = drafter_of(tiny_llm(tiny_model(), method))
+    llm = tiny_llm(tiny_model(), method)
     params = SamplingParams(temperature=temperature, seed=1, max_tokens=50)
     batch = [request_of(prompt, params) for prompt in PROMPTS]
     for size in (0, 1, 3, 9):
         budgets = [Budget(size, max(0, size - i)) for i in range(len(batch))]
         for request, budget, draft in zip(
-            batch, budgets, drafter.propose(batch, budgets), strict=True
+            batch, budgets, propose(llm, batch, budgets), strict=True
         ):
             assert draft.tree.tokens[0] == request.root
             assert draft.tree.num_drafted <= budget.nodes
@@ -49,13 +66,13 @@ def test_q_is_the_law_tokens_are_drawn_from(method: str) -> None:
 
     By the normal approximation a token fails by accident with probability 2e-9.
     """
-    drafter = drafter_of(tiny_llm(tiny_model(), method, "rejection"))
+    llm = tiny_llm(tiny_model(), method, "rejection")
     prompt, samples = [1, 2, 1, 3, 1, 2, 4, 1], 2000
     counts: Counter[int] = Counter()
     for seed in range(samples):
         request = request_of(prompt, SamplingParams(seed=seed, max_tokens=9))
-        (draft,) = drafter.propose([request], [Budget(1, 1)])
-        drafter.release(request)
+        (draft,) = propose(llm, [request], [Budget(1, 1)])
+        release(llm, request)
         counts[draft.tree.tokens[1]] += 1
     law = draft.law(1).dense(VOCAB_SIZE)
     for token in range(VOCAB_SIZE):
@@ -69,13 +86,12 @@ def test_a_drafter_catches_up_from_the_committed_tokens(method: str) -> None:
     """Whatever was drafted and rejected before, the next draft is that of a fresh drafter."""
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=100)
     model = tiny_model()
-    used = drafter_of(tiny_llm(model, method))
+    used = tiny_llm(model, method)
     request = request_of(PROMPTS[0], params)
     generator = torch.Generator().manual_seed(0)
     for step in range(12):
-        (draft,) = used.propose([request], [Budget(4, 4)])
-        fresh = drafter_of(tiny_llm(model, method))
-        (expected,) = fresh.propose([request], [Budget(4, 4)])
+        (draft,) = propose(used, [request], [Budget(4, 4)])
+        (expected,) = propose(tiny_llm(model, method), [request], [Budget(4, 4)])
         assert draft.tree == expected.tree
         for ours, theirs in zip(draft.q, expected.q, strict=True):
             assert torch.equal(ours.dense(VOCAB_SIZE), theirs.dense(VOCAB_SIZE))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
+from foretoken.config import Config
 from foretoken.control import Budget
 from foretoken.request import Request
 from foretoken.tree import Draft
@@ -13,7 +14,15 @@ from foretoken.tree import Draft
 if TYPE_CHECKING:
     from foretoken.decode import Outcome
 
-__all__ = ["Drafter"]
+__all__ = ["Drafter", "DrafterOptions"]
+
+
+class DrafterOptions(Config):
+    """Base of a method's own options."""
+
+    def default_num_speculative_tokens(self) -> int | None:
+        """The draft length these options imply; None leaves it to the method."""
+        return None
 
 
 class Drafter(ABC):
@@ -24,8 +33,8 @@ class Drafter(ABC):
     It may not look at the target.
     """
 
-    makes_branches: ClassVar[bool] = False
-    """Whether a node of its drafts may have several children."""
+    makes_branches: bool = False
+    """Whether a node of its drafts may have several children; an instance may say so of itself."""
 
     @abstractmethod
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:

@@ -13,16 +13,15 @@ from typing import Annotated, Self
 from annotated_types import Ge, Le
 from pydantic import model_validator
 
-from foretoken.config import Config
 from foretoken.control import Budget
-from foretoken.drafters.base import Drafter
+from foretoken.drafters.base import Drafter, DrafterOptions
 from foretoken.request import Request
 from foretoken.tree import Draft, chain
 
 __all__ = ["NgramDrafter", "NgramOptions"]
 
 
-class NgramOptions(Config):
+class NgramOptions(DrafterOptions):
     """Options of `ngram`: longest and shortest suffix to look up, in tokens."""
 
     prompt_lookup_max: Annotated[int, Ge(1), Le(64)] = 4

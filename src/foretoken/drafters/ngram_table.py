@@ -17,9 +17,9 @@ import torch
 from annotated_types import Ge, Le
 from pydantic import FiniteFloat
 
-from foretoken.config import GREEDY_BELOW, Config
+from foretoken.config import GREEDY_BELOW
 from foretoken.control import Budget
-from foretoken.drafters.base import Drafter
+from foretoken.drafters.base import Drafter, DrafterOptions
 from foretoken.law import Law
 from foretoken.request import Request
 from foretoken.tree import Draft, chain
@@ -30,7 +30,7 @@ ORDERS = (2, 3, 4)
 """An n-gram of order n is a context of n - 1 tokens and its successor."""
 
 
-class NgramTableOptions(Config):
+class NgramTableOptions(DrafterOptions):
     """Options of `ngram_table`.
 
     Args:
@@ -116,8 +116,7 @@ class NgramTableDrafter(Drafter):
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         """Chains that end where no context is known."""
         return [
-            self._propose(request, budget)
-            for request, budget in zip(batch, budgets, strict=True)
+            self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)
         ]
 
     def _propose(self, request: Request, budget: Budget) -> Draft:

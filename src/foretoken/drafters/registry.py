@@ -9,12 +9,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from foretoken.config import Config, nearest
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.draft_model import DraftModelDrafter, DraftModelOptions
+from foretoken.config import nearest
+from foretoken.drafters.base import Drafter, DrafterOptions
+from foretoken.drafters.copy import CopyDrafter, CopyOptions
+from foretoken.drafters.draft_model import OwnModel
+from foretoken.drafters.model_drafter import ModelDrafter, Scorer
 from foretoken.drafters.ngram import NgramDrafter, NgramOptions
 from foretoken.drafters.ngram_table import NgramTableDrafter, NgramTableOptions
 from foretoken.drafters.none import NoDrafter
+from foretoken.drafters.random_tokens import RandomDrafter
+from foretoken.drafters.self_draft import (
+    EarlyExitOptions,
+    LayerSkipOptions,
+    exit_early,
+    skip_layers,
+)
+from foretoken.drafters.shapes import TreeOptions, shape_of
+from foretoken.drafters.suffix import SuffixDrafter, SuffixOptions
 from foretoken.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,13 +40,17 @@ class DrafterParts:
 
     Args:
         options: the method's own options.
+        num_speculative_tokens: most drafted tokens per step.
         coupled: whether the acceptance rule wants drafts drawn with the target's noise.
+        target: the model being accelerated, for methods that draft with a part of it.
         load_model: loads the draft model and checks its vocabulary; only for methods that
             declare `takes_model`.
     """
 
     options: Any
+    num_speculative_tokens: int
     coupled: bool
+    target: Target
     load_model: Callable[[], Target]
 
 
@@ -43,15 +58,20 @@ class DrafterParts:
 class DrafterSpec:
     """One method: its options, its constructor, its defaults."""
 
-    options: type[Config]
+    options: type[DrafterOptions]
     build: Callable[[DrafterParts], Drafter]
     default_num_speculative_tokens: int
     takes_model: bool = False
     summary: str = ""
 
 
-class NoOptions(Config):
+class NoOptions(DrafterOptions):
     """A method without options of its own."""
+
+
+def _with_model(parts: DrafterParts, scorer: Scorer) -> Drafter:
+    shape = shape_of(parts.options, parts.num_speculative_tokens)
+    return ModelDrafter(scorer, parts.options, shape, coupled=parts.coupled)
 
 
 METHODS: dict[str, DrafterSpec] = {
@@ -59,11 +79,23 @@ METHODS: dict[str, DrafterSpec] = {
         NoOptions, lambda _: NoDrafter(), 0, summary="no speculation: the baseline"
     ),
     "draft_model": DrafterSpec(
-        DraftModelOptions,
-        lambda parts: DraftModelDrafter(parts.load_model(), parts.options, coupled=parts.coupled),
+        TreeOptions,
+        lambda parts: _with_model(parts, OwnModel(parts.load_model())),
         5,
         takes_model=True,
         summary="a smaller model with the same vocabulary",
+    ),
+    "early_exit": DrafterSpec(
+        EarlyExitOptions,
+        lambda parts: _with_model(parts, exit_early(parts.target, parts.options)),
+        3,
+        summary="the target's own first layers",
+    ),
+    "layer_skip": DrafterSpec(
+        LayerSkipOptions,
+        lambda parts: _with_model(parts, skip_layers(parts.target, parts.options)),
+        3,
+        summary="the target without some of its sublayers",
     ),
     "ngram": DrafterSpec(
         NgramOptions,
@@ -76,6 +108,24 @@ METHODS: dict[str, DrafterSpec] = {
         lambda parts: NgramTableDrafter(parts.options, coupled=parts.coupled),
         4,
         summary="successor frequencies of short contexts",
+    ),
+    "suffix": DrafterSpec(
+        SuffixOptions,
+        lambda parts: SuffixDrafter(parts.options),
+        16,
+        summary="what most often followed the longest suffix, here and in earlier outputs",
+    ),
+    "copy": DrafterSpec(
+        CopyOptions,
+        lambda parts: CopyDrafter(parts.options),
+        10,
+        summary="the rest of the input, where the output follows it",
+    ),
+    "random": DrafterSpec(
+        NoOptions,
+        lambda parts: RandomDrafter(coupled=parts.coupled),
+        1,
+        summary="uniform over the vocabulary: what a drafter has to beat",
     ),
 }
 

@@ -1,0 +1,226 @@
+"""Drafting with a model: what draft models, early exits and skipped layers have in common.
+
+A tree grows level by level, one pass of the drafting model per level for all requests together;
+a chain is a tree of width 1. What differs between the methods is which model scores the nodes and
+whose KV it uses (`Scorer`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from foretoken.control import Budget
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.shapes import Node, Shape, TreeOptions
+from foretoken.law import Law
+from foretoken.noise import Noise
+from foretoken.request import Request
+from foretoken.tree import Draft, TokenTree
+
+__all__ = ["ModelDrafter", "Scorer"]
+
+
+class Scorer(Protocol):
+    """A drafting model with its KV."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens it can see."""
+        ...
+
+    def pending(self, request: Request) -> list[int]:
+        """Committed tokens whose KV is missing, the root last; the rest is in the cache."""
+        ...
+
+    def verify(
+        self, keys: Sequence[int], trees: Sequence[TokenTree], known: Sequence[int]
+    ) -> list[Tensor]:
+        """Logits [n + 1 - known, V] of the nodes that are new in each tree."""
+        ...
+
+    def settle(self, request: Request, num_tokens: int) -> None:
+        """Drafting is over: keep the KV of the first `num_tokens` nodes of the last tree."""
+        ...
+
+    def release(self, request: Request) -> None:
+        """Forget a request."""
+        ...
+
+
+@dataclass
+class _Growth:
+    """The tree being drafted for one request."""
+
+    request: Request
+    budget: Budget
+    pending: list[int]
+    nodes: list[Node] = field(default_factory=list)
+    """Everything drafted, parents first."""
+    scored: list[Node] = field(default_factory=list)
+    """Nodes whose logits are known or asked for in the coming pass."""
+    frontier: list[Node | None] = field(default_factory=lambda: [None])
+    """Nodes to be expanded by the coming pass; None is the root."""
+    known: int = 0
+
+    def tree(self) -> TokenTree:
+        """The pending tokens as a chain, and below the last of them the scored nodes."""
+        root = len(self.pending) - 1
+        places = {id(node): root + 1 + i for i, node in enumerate(self.scored)}
+        parents = [places[id(n.parent)] if n.parent else root for n in self.scored]
+        tokens = (*self.pending, *(node.token for node in self.scored))
+        return TokenTree(tokens, (*range(-1, root), *parents))
+
+    def output_to(self, node: Node | None) -> list[int]:
+        """Generated tokens down to a node."""
+        path: list[int] = []
+        while node is not None:
+            path.append(node.token)
+            node = node.parent
+        return [*self.request.output_ids, *reversed(path)]
+
+    def draft(self, nodes: Sequence[Node]) -> Draft:
+        """The draft made of these nodes."""
+        places = {id(node): i for i, node in enumerate(nodes, 1)}
+        parents = [places[id(node.parent)] if node.parent else 0 for node in nodes]
+        tree = TokenTree((self.request.root, *(n.token for n in nodes)), (-1, *parents))
+        return Draft(tree, tuple(node.law for node in nodes))
+
+
+class ModelDrafter(Drafter):
+    """Trees and chains from a drafting model.
+
+    Args:
+        scorer: the drafting model.
+        options: temperature and expansion.
+        shape: how the tree grows.
+        coupled: whether to draw with the target's own noise.
+    """
+
+    def __init__(
+        self, scorer: Scorer, options: TreeOptions, shape: Shape, *, coupled: bool
+    ) -> None:
+        self._scorer = scorer
+        self._options = options
+        self._shape = shape
+        self._coupled = coupled
+        self.makes_branches = shape.branches
+
+    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
+        """One pass of the drafting model per level, over all requests still drafting."""
+        growths = [self._start(*pair) for pair in zip(batch, budgets, strict=True)]
+        while growing := [growth for growth in growths if growth and growth.frontier]:
+            scores = self._scorer.verify(
+                [growth.request.key for growth in growing],
+                [growth.tree() for growth in growing],
+                [growth.known for growth in growing],
+            )
+            for growth, logits in zip(growing, scores, strict=True):
+                self._expand(growth, logits)
+        return [
+            self._finish(growth) if growth else Draft.empty(request.root)
+            for request, growth in zip(batch, growths, strict=True)
+        ]
+
+    def release(self, request: Request) -> None:
+        """Free what the scorer keeps for the request."""
+        self._scorer.release(request)
+
+    def _start(self, request: Request, budget: Budget) -> _Growth | None:
+        # The drafting model's own context may be shorter than the target's.
+        room = self._scorer.max_model_len - len(request.token_ids)
+        budget = Budget(
+            budget.nodes,
+            min(budget.depth, room, self._deepest()),
+            budget.min_token_prob,
+            budget.min_path_prob,
+        )
+        if budget.chain < 1 or not self._shape.width(()):
+            return None
+        return _Growth(request, budget, self._scorer.pending(request))
+
+    def _deepest(self) -> int:
+        return self._options.tree_depth if self._options.tree == "dynamic" else 2**31
+
+    def _expand(self, growth: _Growth, logits: Tensor) -> None:
+        """Give the frontier its children; the best of them are the next frontier.
+
+        `logits` [new nodes, V] belong to the frontier, the last ones computed.
+        """
+        frontier, budget = growth.frontier, growth.budget
+        growth.known = len(growth.pending) + len(growth.scored)
+        level: list[Node] = []
+        for node, row in zip(frontier, logits[-len(frontier) :], strict=True):
+            level += self._children(growth, node, row)
+        growth.nodes += level
+        depth = level[0].depth if level else budget.depth
+        wanted: list[Node] = []
+        if depth < budget.depth and (
+            self._options.tree == "dynamic" or len(growth.nodes) < budget.nodes
+        ):
+            wanted = self._shape.frontier([node for node in level if not node.stopped])
+        growth.frontier = list(wanted)
+        growth.scored += wanted
+
+    def _children(self, growth: _Growth, node: Node | None, logits: Tensor) -> list[Node]:
+        ranks = () if node is None else node.ranks
+        above = 1.0 if node is None else node.path_prob
+        children = []
+        drawn = self._draw(growth, node, logits, self._shape.width(ranks))
+        for rank, (token, law, probability) in enumerate(drawn):
+            child = Node(token, law, node, (*ranks, rank), above * probability)
+            child.stopped = growth.budget.stops_below(probability, child.path_prob)
+            children.append(child)
+        return children
+
+    def _draw(
+        self, growth: _Growth, node: Node | None, logits: Tensor, width: int
+    ) -> list[tuple[int, Law, float]]:
+        """Children's tokens, the law each was drawn from, and the probability it was given."""
+        request, output = growth.request, growth.output_to(node)
+        temperature = self._temperature(request)
+        if self._options.takes_most_probable(temperature):
+            return most_probable(request.sampler.untempered(logits, output), width)
+        law = request.sampler.law(logits, output, temperature)
+        depth = 0 if node is None else node.depth
+        noise = request.noise.at(len(request.token_ids)).drafting(coupled=self._coupled)
+        if self._options.expansion == "sample_with_replacement":
+            return independent(law, noise, depth, width)
+        return distinct(law, noise, depth, width)
+
+    def _temperature(self, request: Request) -> float:
+        own = self._options.draft_temperature
+        return request.params.temperature if own is None else own
+
+    def _finish(self, growth: _Growth) -> Draft:
+        self._scorer.settle(growth.request, len(growth.pending))
+        return growth.draft(self._shape.kept(growth.nodes, growth.budget.nodes))
+
+
+def most_probable(law: Law, width: int) -> list[tuple[int, Law, float]]:
+    """The top-k tokens: not drawn, so that every q is one-hot."""
+    best = law.probs.topk(min(width, len(law.probs)))
+    tokens = law.tokens[best.indices].tolist()
+    return [
+        (token, Law.one_hot(token), probability)
+        for token, probability in zip(tokens, best.values.tolist(), strict=True)
+    ]
+
+
+def distinct(law: Law, noise: Noise, depth: int, width: int) -> list[tuple[int, Law, float]]:
+    """Draws without replacement: each q excludes the earlier siblings."""
+    drawn, left = [], law
+    for token in noise.draw_distinct(law, depth, width):
+        drawn.append((token, left, law.prob(token)))
+        if len(drawn) < width:
+            left = left.without(token)
+    return drawn
+
+
+def independent(law: Law, noise: Noise, depth: int, width: int) -> list[tuple[int, Law, float]]:
+    """Independent draws; a token drawn twice is drafted twice, as the mathematics has it."""
+    tokens = [noise.draw(law, depth, trial) for trial in range(width)]
+    return [(token, law, law.prob(token)) for token in tokens]

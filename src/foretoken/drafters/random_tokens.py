@@ -1,0 +1,57 @@
+"""`random`: tokens drawn uniformly from the vocabulary.
+
+The baseline of Leviathan et al.: even random tokens are accepted now and then, since the acceptance
+rate is the sum over x of min(p(x), 1 / V): 1 / V where the target is sure of itself, more where it
+is not. It shows what a drafter has to beat, and that the output law does not depend on how bad a
+drafter is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+from foretoken.control import Budget
+from foretoken.drafters.base import Drafter
+from foretoken.law import Law
+from foretoken.request import Request
+from foretoken.tree import Draft, chain
+
+__all__ = ["RandomDrafter"]
+
+
+class RandomDrafter(Drafter):
+    """Chains with a uniform q, at every temperature.
+
+    Args:
+        coupled: whether to draw with the target's own noise, which makes a token more likely to
+            be the one that the target takes.
+    """
+
+    def __init__(self, *, coupled: bool) -> None:
+        self._coupled = coupled
+
+    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
+        """Chains as long as the budget."""
+        return [
+            self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)
+        ]
+
+    def _propose(self, request: Request, budget: Budget) -> Draft:
+        vocab_size = request.sampler.vocab_size
+        law = uniform(vocab_size)
+        noise = request.noise.at(len(request.token_ids)).drafting(coupled=self._coupled)
+        drafted: list[int] = []
+        while len(drafted) < budget.chain:
+            drafted.append(noise.draw(law, len(drafted)))
+            if budget.stops_below(1 / vocab_size, vocab_size ** -len(drafted)):
+                break
+        return Draft(chain([request.root, *drafted]), (law,) * len(drafted))
+
+
+@lru_cache(maxsize=8)
+def uniform(vocab_size: int) -> Law:
+    """Probability 1 / V for each of V tokens."""
+    return Law(torch.full((vocab_size,), 1 / vocab_size))

@@ -1,0 +1,152 @@
+"""Self-drafting: the target itself with some of its layers left out.
+
+`early_exit` keeps the first layers (Elhoushi et al., "LayerSkip"; Kangaroo without its adapter);
+`layer_skip` leaves out chosen attention and MLP sublayers (Zhang et al., "Draft & Verify"). There
+is no second model and no second cache: drafting reads the target's own KV of the context and
+writes behind it, where the target's verification writes next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
+
+import torch
+from annotated_types import Ge
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from foretoken.drafters.shapes import TreeOptions
+from foretoken.errors import CompatibilityError, ConfigError
+from foretoken.request import Request
+from foretoken.runtime.share import decoder_layers
+from foretoken.target import Target
+from foretoken.tree import TokenTree
+
+__all__ = ["EarlyExitOptions", "LayerSkipOptions", "SharedLayers", "exit_early", "skip_layers"]
+
+LayerIndices = tuple[Annotated[int, Ge(0)], ...]
+
+
+class EarlyExitOptions(TreeOptions):
+    """Options of `early_exit`, besides those of trees.
+
+    Args:
+        exit_layer: number of layers that draft, followed by the final norm and head; None is half
+            of them.
+    """
+
+    exit_layer: Annotated[int, Ge(1)] | None = None
+
+
+class LayerSkipOptions(TreeOptions):
+    """Options of `layer_skip`, besides those of trees.
+
+    Args:
+        skip_attention: layers (from 0) whose attention is left out.
+        skip_mlp: layers whose MLP is left out. With neither given, every second layer but the first
+            and last is skipped whole.
+    """
+
+    skip_attention: LayerIndices = ()
+    skip_mlp: LayerIndices = ()
+
+
+class SharedLayers:
+    """A part of the target as drafting model, on the target's own KV (see `Scorer`)."""
+
+    def __init__(self, target: Target, model: PreTrainedModel) -> None:
+        self._target = target.with_model(model)
+
+    @property
+    def max_model_len(self) -> int:
+        """The target's."""
+        return self._target.max_model_len
+
+    def pending(self, request: Request) -> list[int]:
+        """Just the root: the KV of everything before it is the target's (law 1)."""
+        return [request.root]
+
+    def verify(
+        self, keys: Sequence[int], trees: Sequence[TokenTree], known: Sequence[int]
+    ) -> list[Tensor]:
+        """One pass of the remaining layers."""
+        return self._target.verify(keys, trees, known)
+
+    def settle(self, request: Request, num_tokens: int) -> None:
+        """Nothing to keep: verification computes the root in all layers."""
+
+    def release(self, request: Request) -> None:
+        """The row is the target's to free."""
+
+
+def exit_early(target: Target, options: EarlyExitOptions) -> SharedLayers:
+    """The target's first layers with its final norm and head.
+
+    Raises:
+        ConfigError: there are no more layers than `exit_layer`.
+    """
+    model = target.shared_model()
+    layers = decoder_layers(model)
+    count = len(layers) // 2 if options.exit_layer is None else options.exit_layer
+    if not 1 <= count < len(layers):
+        raise ConfigError(
+            f"exit_layer: must be 1 to {len(layers) - 1} for this model of {len(layers)} layers, "
+            f"got {count}."
+        )
+    del layers[count:]
+    model.config.get_text_config().num_hidden_layers = count
+    return SharedLayers(target, model)
+
+
+def skip_layers(target: Target, options: LayerSkipOptions) -> SharedLayers:
+    """The target without the chosen sublayers.
+
+    Raises:
+        ConfigError: a layer does not exist.
+        CompatibilityError: the architecture's layers have no attention or MLP to be told apart.
+    """
+    model = target.shared_model()
+    layers = decoder_layers(model)
+    chosen = {"skip_attention": options.skip_attention, "skip_mlp": options.skip_mlp}
+    if not any(chosen.values()):
+        chosen = dict.fromkeys(chosen, tuple(range(1, len(layers) - 1, 2)))
+    for field, indices in chosen.items():
+        for index in indices:
+            if index >= len(layers):
+                raise ConfigError(
+                    f"{field}: must be 0 to {len(layers) - 1} for this model of {len(layers)} "
+                    f"layers, got {index}."
+                )
+            _skip(layers[index], Skipped.KINDS[field])
+    return SharedLayers(target, model)
+
+
+class Skipped(nn.Module):
+    """Stands in for a sublayer and adds nothing to the residual stream.
+
+    Args:
+        returns_weights: attention modules return their weights beside the output.
+    """
+
+    KINDS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "skip_attention": ("self_attn", "attn", "attention"),
+        "skip_mlp": ("mlp", "feed_forward"),
+    }
+
+    def __init__(self, *, returns_weights: bool) -> None:
+        super().__init__()
+        self._returns_weights = returns_weights
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Tensor, None]:
+        """Zeros of the input's shape."""
+        nothing = torch.zeros_like(hidden_states)
+        return (nothing, None) if self._returns_weights else nothing
+
+
+def _skip(layer: nn.Module, names: tuple[str, ...]) -> None:
+    for name in names:
+        if hasattr(layer, name):
+            setattr(layer, name, Skipped(returns_weights=names[0] == "self_attn"))
+            return
+    raise CompatibilityError(f"{type(layer).__name__} has none of {', '.join(names)} to leave out.")

@@ -1,0 +1,123 @@
+"""`copy`: follows the input, stops where the output leaves it, and finds back."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from foretoken import ConfigError, SamplingParams
+from foretoken.control import Budget
+from foretoken.drafters.copy import LONGEST_MATCH, CopyDrafter, CopyOptions
+from foretoken.request import Request
+
+INPUT = [10, 11, 12, 13, 14, 15, 16]
+
+
+class Text:
+    """A request and the drafter that follows it."""
+
+    def __init__(self, prompt: list[int], **options: Any) -> None:
+        self.request = Request(prompt, SamplingParams(), vocab_size=100, max_model_len=10**6)
+        self.drafter = CopyDrafter(CopyOptions(**options))
+
+    def draft(self, length: int = 3) -> list[int]:
+        (proposal,) = self.drafter.propose([self.request], [Budget(length, length)])
+        return list(proposal.tree.tokens[1:])
+
+    def then(self, *tokens: int) -> Text:
+        self.request.token_ids += tokens
+        return self
+
+
+def test_a_region_is_copied_from_its_beginning() -> None:
+    text = Text([1, 2, *INPUT, 3], copy_start=2, copy_end=-1)
+    assert text.draft() == [10, 11, 12]
+    assert text.then(10, 11).draft() == [12, 13, 14]
+    assert text.then(12, 13, 14).draft() == [15, 16]
+    assert text.then(15, 16).draft() == []
+
+
+def test_a_whole_prompt_is_copied_from_where_its_end_stood_before() -> None:
+    assert Text([1, 2, 30, 31, 32, 33, 1, 2]).draft() == [30, 31, 32]
+    assert Text([1, 2, 3, 4]).draft() == []
+
+
+def test_after_a_divergence_a_suffix_aligns_again() -> None:
+    text = Text(INPUT, copy_start=0)
+    assert text.then(10, 90).draft() == []  # replaced: 11 became 90
+    assert text.then(12).draft() == []  # one token is less than copy_min_match
+    assert text.then(13).draft() == [14, 15, 16]
+
+
+def test_an_insertion_and_a_deletion() -> None:
+    text = Text(INPUT, copy_start=0, copy_min_match=1)
+    assert text.then(10, 90, 10).draft() == [11, 12, 13]
+    assert text.then(13).draft() == [14, 15, 16]
+
+
+def test_the_longest_suffix_wins() -> None:
+    text = Text([1, 2, 3, 40, 2, 3, 50, 9, 3, 60], copy_start=0, copy_min_match=1)
+    assert text.then(99, 1, 2, 3).draft(1) == [40]
+    text = Text([1, 2, 3, 40, 2, 3, 50, 9, 3, 60], copy_start=0, copy_min_match=1)
+    assert text.then(99, 9, 3).draft(1) == [60]
+
+
+def test_of_equal_matches_the_next_one_after_the_last_alignment() -> None:
+    prompt = [7, 8, 20, 7, 8, 21, 30, 7, 8, 22]
+    text = Text(prompt, copy_start=0)
+    assert text.then(99, 7, 8).draft(1) == [20]
+    assert text.then(99, 7, 8).draft(1) == [20]  # nothing was copied in between
+    assert text.then(20, 99, 7, 8).draft(1) == [21]
+    assert text.then(21, 99, 7, 8).draft(1) == [22]
+    assert text.then(22, 99, 7, 8).draft(1) == [22]  # none is left: the nearest before
+
+
+def test_inputs_that_repeat_themselves() -> None:
+    text = Text([5] * 500, copy_start=0)
+    assert text.draft(4) == [5] * 4
+    assert text.then(6, *[5] * 80).draft(4) == [5] * 4
+
+
+@pytest.mark.parametrize("region", [(9, None), (0, 0), (-1, 1), (None, -7)])
+def test_a_prompt_without_the_region(region: tuple[int | None, int | None]) -> None:
+    text = Text(INPUT, copy_start=region[0], copy_end=region[1])
+    assert text.draft() == []
+    assert text.then(10, 11, 12).draft() == []
+
+
+def brute_force(source: list[int], tokens: list[int], shortest: int, start: int) -> list[int]:
+    """The definition, read aloud: the rest of the input after the last committed token."""
+    last, position = 0, 0
+    for end in range(start + 1, len(tokens) + 1):
+        if position is not None and source[position : position + 1] == tokens[end - 1 : end]:
+            position = last = position + 1
+            continue
+        ends: list[int] = []
+        for length in range(min(LONGEST_MATCH, end), shortest - 1, -1):
+            suffix = tokens[end - length : end]
+            ends = [e for e in range(length, len(source)) if source[e - length : e] == suffix]
+            if ends:
+                break
+        position = next((e for e in ends if e >= last), ends[-1] if ends else None)  # type: ignore[assignment]
+        last = last if position is None else position
+    return [] if position is None else source[position : position + 3]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_against_brute_force(seed: int) -> None:
+    dice = random.Random(seed)
+    prompt = [dice.randrange(4) for _ in range(dice.randrange(1, 40))]
+    shortest = dice.randrange(1, 4)
+    text = Text(prompt, copy_start=0, copy_min_match=shortest)
+    for _ in range(40):  # one drafter all along
+        expected = brute_force(prompt, text.request.token_ids, shortest, len(prompt))
+        assert text.draft() == expected
+        text.then(*expected[: dice.randrange(4)], *(dice.choices(range(5), k=dice.randrange(3))))
+
+
+@pytest.mark.parametrize("shortest", [0, LONGEST_MATCH + 1])
+def test_wrong_options(shortest: int) -> None:
+    with pytest.raises(ConfigError, match="copy_min_match"):
+        CopyOptions(copy_min_match=shortest)

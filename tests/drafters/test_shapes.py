@@ -1,0 +1,181 @@
+"""Trees from a drafting model: their shapes, their laws, and that the output stays the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from foretoken import LLM, ConfigError, SamplingParams
+from foretoken.acceptance import RULES
+from foretoken.control import Budget
+from foretoken.drafters.shapes import Dynamic, Node, Paths, TreeOptions, Widths
+from foretoken.law import Law
+from foretoken.noise import Noise
+from foretoken.request import Request
+from foretoken.tree import Draft
+from tests.matrix import LOSSLESS, PROMPTS, tiny_llm
+from tests.tiny import CONTEXT, VOCAB_SIZE, reference_greedy, tiny_model
+
+TREES: dict[str, dict[str, Any]] = {
+    "widths": {"tree": [3, 2, 1]},
+    "paths": {"tree": [[0], [0, 0], [0, 0, 0], [1], [1, 0], [2]]},
+    "dynamic": {"tree": "dynamic", "gamma": 10, "tree_depth": 4},
+    "top_k": {"tree": [2, 2], "expansion": "top_k"},
+    "sample": {"tree": [2, 2], "expansion": "sample"},
+    "with_replacement": {"tree": [2, 2], "expansion": "sample_with_replacement"},
+}
+ON_TREES = [rule for rule in LOSSLESS if RULES[rule].takes_branches]
+
+
+def tree_llm(rule: str, shape: str, **fields: Any) -> LLM:
+    """An LLM whose draft model drafts trees of this shape."""
+    return tiny_llm(tiny_model(), "draft_model", rule, **{"gamma": None, **TREES[shape], **fields})
+
+
+@pytest.mark.parametrize("rule", ON_TREES)
+@pytest.mark.parametrize("shape", list(TREES))
+def test_greedy_output_is_transformers(rule: str, shape: str) -> None:
+    model = tiny_model()
+    llm = tree_llm(rule, shape, model=model)
+    params = SamplingParams(temperature=0, max_tokens=30)
+    for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, params), strict=True):
+        assert list(output.token_ids) == reference_greedy(model, prompt, 30)
+        assert output.metrics.mean_acceptance_length > 2  # the draft model is the target
+
+
+@pytest.mark.parametrize("shape", list(TREES))
+def test_seeded_output_is_plain_decodings(shape: str) -> None:
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=30, frequency_penalty=0.4)
+    plain = tiny_llm(tiny_model()).generate(PROMPTS, params)
+    drafted = tree_llm("coupled", shape).generate(PROMPTS, params)
+    assert [o.token_ids for o in drafted] == [o.token_ids for o in plain]
+
+
+def draft_of(shape: str, budget: Budget, temperature: float = 1.0) -> Draft:
+    llm = tree_llm("rejection", shape)
+    params = SamplingParams(temperature=temperature, seed=5, max_tokens=99)
+    request = Request(PROMPTS[0], params, vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
+    (draft,) = llm._engine._drafter.propose([request], [budget])
+    return draft
+
+
+@pytest.mark.parametrize(
+    ("shape", "parents"),
+    [
+        ("widths", (-1, 0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 5, 6, 7, 8, 9)),
+        ("paths", (-1, 0, 0, 0, 1, 2, 4)),
+        ("top_k", (-1, 0, 0, 1, 1, 2, 2)),
+    ],
+)
+def test_static_shapes(shape: str, parents: tuple[int, ...]) -> None:
+    assert draft_of(shape, Budget(99, 99)).tree.parents == parents
+
+
+@pytest.mark.parametrize("shape", list(TREES))
+@pytest.mark.parametrize(("nodes", "depth"), [(1, 1), (3, 2), (7, 1), (9, 3)])
+def test_budgets_are_kept(shape: str, nodes: int, depth: int) -> None:
+    tree = draft_of(shape, Budget(nodes, depth)).tree
+    assert 0 < tree.num_drafted <= nodes
+    assert max(tree.depths) <= depth
+
+
+def test_dynamic_trees_keep_the_most_probable() -> None:
+    """Of a complete tree, by brute force over the path probabilities of the draft model."""
+    model = tiny_model(seed=1)
+    draft = draft_of("dynamic", Budget(10, 2), temperature=0)
+
+    def law_after(path: tuple[int, ...]) -> torch.Tensor:
+        with torch.inference_mode():
+            ids = torch.tensor([[*PROMPTS[0], *path]])
+            return model(input_ids=ids).logits[0, -1].softmax(-1)
+
+    ranked: list[tuple[float, tuple[int, ...]]] = []
+    first = law_after(()).topk(4)
+    for p, token in zip(first.values.tolist(), first.indices.tolist(), strict=True):
+        ranked.append((p, (token,)))
+        below = law_after((token,)).topk(4)
+        ranked += [
+            (p * q, (token, t))
+            for q, t in zip(below.values.tolist(), below.indices.tolist(), strict=True)
+        ]
+    expected = {path for _, path in sorted(ranked, reverse=True)[:10]}
+    tree = draft.tree
+    assert {tuple(tree.path_tokens(node)) for node in range(1, len(tree))} == expected
+
+
+def test_laws_without_replacement_exclude_earlier_siblings() -> None:
+    draft = draft_of("sample", Budget(99, 99))
+    tree = draft.tree
+    for node in range(1, len(tree)):
+        siblings = [n for n in tree.children[tree.parents[node]] if n < node]
+        law = draft.law(node)
+        assert float(law.probs.sum()) == pytest.approx(1, abs=1e-5)
+        assert all(law.prob(tree.tokens[n]) == 0 for n in siblings)
+        assert law.prob(tree.tokens[node]) > 0
+
+
+def test_laws_with_replacement_are_the_same_for_siblings() -> None:
+    draft = draft_of("with_replacement", Budget(99, 99))
+    first, second = draft.tree.children[0]
+    assert torch.equal(draft.law(first).probs, draft.law(second).probs)
+
+
+def test_draws_without_replacement_have_the_law_of_successive_draws() -> None:
+    """Pairs over 4,000 positions, each count within 6 standard deviations (2e-9 by accident)."""
+    law = Law.of(torch.tensor([0.5, 0.3, 0.2]))
+    noise, samples = Noise(1), 4000
+    pairs = [tuple(noise.draw_distinct(law, t, 2)) for t in range(samples)]
+    for a in range(3):
+        for b in range(3):
+            if a != b:
+                probability = law.prob(a) * law.without(a).prob(b)
+                deviation = (samples * probability * (1 - probability)) ** 0.5
+                assert abs(pairs.count((a, b)) - samples * probability) < 6 * deviation
+    assert [pair[0] for pair in pairs] == [noise.draw(law, t) for t in range(samples)]
+
+
+def test_shapes_count_their_nodes() -> None:
+    assert Widths((4, 2, 2, 1)).num_nodes == 4 + 8 + 16 + 16
+    assert Widths((1, 1, 1)).num_nodes == 3
+    assert not Widths((1, 1, 1)).branches
+    assert Paths([[0, 0], [2]]).num_nodes == 4  # a path brings its beginnings and elder siblings
+    assert TreeOptions(tree=[4, 2, 2, 1]).default_num_speculative_tokens() == 44
+    nodes = [Node(t, Law.one_hot(t), None, (t,), p) for t, p in enumerate((0.1, 0.5, 0.3))]
+    assert [n.token for n in Dynamic(2, 2).frontier(nodes)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tree": "star"}, "tree"),
+        ({"tree": []}, "tree"),
+        ({"tree": [0]}, "tree"),
+        ({"tree": [[]]}, "tree: a path needs at least one rank"),
+        ({"tree": [8, 8, 8]}, "tree: the tree has 584 nodes, more than 256"),
+        ({"tree": "dynamic", "expansion": "sample"}, "takes expansion 'top_k', not 'sample'"),
+        ({"expansion": "beam"}, "expansion"),
+    ],
+)
+def test_wrong_trees(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TreeOptions(**fields)
+    assert message in str(caught.value)
+
+
+def test_block_verification_takes_no_trees() -> None:
+    with pytest.raises(ValueError, match="takes chains only"):
+        tiny_llm(tiny_model(), "draft_model", "block", gamma=None, tree=[2, 1])
+
+
+def test_passes_grow_with_levels_not_with_paths() -> None:
+    """One pass of the draft model per level; nodes are computed once."""
+    llm = tiny_llm(tiny_model(), "draft_model", gamma=None, tree=[3, 2, 2])
+    scorer = llm._engine._drafter._scorer
+    before = scorer._model.num_passes
+    request = Request(
+        PROMPTS[0], SamplingParams(temperature=0), vocab_size=VOCAB_SIZE, max_model_len=CONTEXT
+    )
+    llm._engine._drafter.propose([request], [Budget(99, 99)])
+    assert scorer._model.num_passes - before == 3
