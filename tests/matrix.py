@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import random
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -9,16 +14,46 @@ from transformers import PreTrainedModel
 from foretoken import LLM
 from foretoken.acceptance import RULES
 from foretoken.drafters.registry import METHODS
+from foretoken.ngrams import count_ngrams
 from tests.tiny import tiny_model
 
 SPECULATIVE = [name for name in METHODS if name != "none"]
 LOSSLESS = [name for name, rule in RULES.items() if rule.lossless]
+BRANCHING = ("ensemble",)
+"""Methods whose drafts are trees whatever their options."""
+ON_CHAINS = [name for name in SPECULATIVE if name not in BRANCHING]
+"""Methods that law 7 promises the very bits for: the others promise the tokens."""
+
+
+def tiny_corpus() -> str:
+    """A file of n-grams of tokens 0 to 5, which every tiny vocabulary has."""
+    folder = Path(tempfile.mkdtemp(prefix="foretoken-tests-"))
+    atexit.register(shutil.rmtree, folder)
+    dice = random.Random(0)
+    texts = [[dice.randrange(6) for _ in range(40)] for _ in range(5)]
+    count_ngrams(texts, vocab_size=6).save(folder / "tiny.ngrams")
+    return str(folder / "tiny.ngrams")
+
 
 # Short suffixes, so that n-gram drafters find something in random text.
 METHOD_FIELDS: dict[str, dict[str, Any]] = {
     "ngram": {"prompt_lookup_min": 1},
     "copy": {"copy_min_match": 1},
+    "corpus_ngram": {"corpus": tiny_corpus()},
+    "cascade": {"drafter": {"method": "ngram", "prompt_lookup_min": 1}},
+    "ensemble": {
+        "drafters": [{"method": "ngram", "prompt_lookup_min": 1}, {"method": "ngram_table"}]
+    },
+    "switch": {
+        "drafters": [{"method": "ngram", "prompt_lookup_min": 1}, {"method": "ngram_table"}],
+        "try_every": 2,
+    },
 }
+
+
+def fits(method: str, rule: str) -> bool:
+    """Whether the rule takes what the method drafts."""
+    return method not in BRANCHING or RULES[rule].takes_branches
 
 
 def speculative_config(

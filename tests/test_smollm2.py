@@ -12,7 +12,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken import LLM, SamplingParams
-from tests.matrix import SPECULATIVE
+from foretoken.drafters.registry import METHODS
+from tests.matrix import METHOD_FIELDS, ON_CHAINS, SPECULATIVE
 from tests.tiny import reference_greedy
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("two_threads")]
@@ -51,7 +52,8 @@ def prompts(smollm2_tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
 
 def llm_with(model: PreTrainedModel, method: str, gamma: int = 5) -> LLM:
     config: dict[str, Any] = {"method": method, "num_speculative_tokens": gamma}
-    if method == "draft_model":
+    config |= METHOD_FIELDS.get(method, {})
+    if METHODS[method].takes_model:
         config["model"] = model  # a perfect draft model: everything accepted
     return LLM(model, speculative_config=config if method != "none" else None)
 
@@ -82,7 +84,7 @@ def plain(smollm2_bfloat16: PreTrainedModel, prompts: list[list[int]]) -> dict[s
     }
 
 
-@pytest.mark.parametrize("method", SPECULATIVE)
+@pytest.mark.parametrize("method", ON_CHAINS)
 def test_bfloat16_has_the_bits_of_none(
     smollm2_bfloat16: PreTrainedModel,
     prompts: list[list[int]],

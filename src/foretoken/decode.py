@@ -53,6 +53,8 @@ class Outcome:
     committed: tuple[StreamedToken, ...]
     logits: Tensor
     """[n+1, V] of the target, valid until the next pass."""
+    p: Laws
+    """The target's laws, computed where the rule looked; valid as long."""
 
 
 @torch.inference_mode()
@@ -82,7 +84,7 @@ def step(
         for request, draft, logits in zip(batch, drafts, scores, strict=True)
     ]
     times = StepTimes(drafted - began, verified - drafted, time.perf_counter() - verified)
-    drafter.observe(outcomes)
+    drafter.observe(outcomes, times)
     controller.observe(outcomes, times)
     for request in batch:
         request.record_times(times.draft, times.verify, times.accept)
@@ -98,4 +100,4 @@ def _accept(
     target.commit(request.key, (0, *accepted.path))
     trace = record(draft, p, accepted, everything=request.trace_all)
     committed = request.extend(draft, p, accepted, trace)
-    return Outcome(request, draft, accepted, tuple(committed), logits)
+    return Outcome(request, draft, accepted, tuple(committed), logits, p)

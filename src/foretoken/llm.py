@@ -13,6 +13,7 @@ from foretoken import models
 from foretoken.acceptance import rule_class
 from foretoken.config import SamplingParams
 from foretoken.control import Controller, controller_class
+from foretoken.drafters.base import Drafter
 from foretoken.drafters.registry import DrafterParts
 from foretoken.engine import Engine
 from foretoken.errors import CompatibilityError, ConfigError, PromptError
@@ -87,7 +88,7 @@ class LLM:
         self.eos_token_ids = _eos_token_ids(loaded, tokenizer)
         self._engine = Engine(
             self._target,
-            self.speculative_config.drafter_spec.build(self._drafter_parts()),
+            self._drafter(self.speculative_config, self.speculative_config.gamma),
             rule_class(self.speculative_config.rule_name)(self.speculative_config.rule_options),
             self._controller(),
             max_num_seqs,
@@ -266,18 +267,20 @@ class LLM:
         costs = self._target.measure_costs() if kind.needs_costs else None
         return kind(config.gamma, config.controller_options, costs)
 
-    def _drafter_parts(self) -> DrafterParts:
-        config = self.speculative_config
-        return DrafterParts(
+    def _drafter(self, config: SpeculativeConfig, gamma: int) -> Drafter:
+        parts = DrafterParts(
             options=config.options,
-            num_speculative_tokens=config.gamma,
-            coupled=rule_class(config.rule_name).couples_draft,
+            num_speculative_tokens=gamma,
+            coupled=rule_class(self.speculative_config.rule_name).couples_draft,
             target=self._target,
-            load_model=self._load_draft_model,
+            load_model=lambda: self._load_draft_model(config.model),
+            build=lambda inner: self._drafter(_inner_config(inner), gamma),
+            tokenizer=self.tokenizer,
         )
+        return config.drafter_spec.build(parts)
 
-    def _load_draft_model(self) -> Target:
-        model, tokenizer = self.speculative_config.model, None
+    def _load_draft_model(self, model: Any) -> Target:
+        tokenizer = None
         if not isinstance(model, PreTrainedModel):
             folder = models.resolve(model)
             tokenizer = models.load_tokenizer(folder)
@@ -294,6 +297,14 @@ class LLM:
                 "use a draft model with the target's tokenizer."
             )
         return draft
+
+
+def _inner_config(fields: Mapping[str, Any]) -> SpeculativeConfig:
+    """A drafter inside another one; the outer configuration decides about everything else."""
+    for name in ("num_speculative_tokens", "acceptance", "controller"):
+        if name in fields:
+            raise ConfigError(f"{name} belongs to the outer speculative_config, not to {fields}.")
+    return SpeculativeConfig.parse(fields)
 
 
 def _is_conversation(prompt: Any) -> bool:

@@ -75,6 +75,10 @@ class Noise:
         stream = Stream.TARGET if coupled else Stream.DRAFT
         return Noise(self.seed, self.position, stream)
 
+    def derived(self, step: int) -> Noise:
+        """Noise of its own for what happens inside one step, independent of all other noise."""
+        return Noise(self.seed + (step + 1 << 64), self.position)
+
     def accepts(self, probability: float, depth: int, trial: int = 0) -> bool:
         """True with the given probability (see `StepNoise`)."""
         if probability >= 1:

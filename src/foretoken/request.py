@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from itertools import count
 
@@ -99,6 +100,29 @@ class Request:
     def remaining(self) -> int:
         """Tokens that may still be generated; a draft deeper than this less one is wasted."""
         return self._max_tokens - len(self._origins)
+
+    def shadow(self, noise: Noise, key: int | None = None) -> Request:
+        """A request over the same tokens under the same law that never ends by itself.
+
+        The middle model of a cascade generates for it.
+
+        Args:
+            noise: the shadow's noise.
+            key: the key of an earlier shadow that this one replaces; None takes a new one.
+        """
+        other = copy(self)
+        other.key = next(_keys) if key is None else key
+        other.noise = noise
+        endless = {"stop": (), "stop_token_ids": (), "max_tokens": None, "logprobs": None}
+        other.params = self.params.model_copy(update=endless)
+        other.token_ids = list(self.token_ids)
+        other.metrics = Metrics()
+        other._eos = frozenset()
+        other._max_tokens = 2**31
+        other._detokenizer = Detokenizer(None)
+        other._fresh, other._origins, other._logprobs = [], [], []
+        other._trace = Trace()
+        return other
 
     # What the loop tells
 

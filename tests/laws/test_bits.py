@@ -18,7 +18,7 @@ from foretoken.request import Request
 from foretoken.runtime.attention import KEY_BLOCK
 from foretoken.target import Target
 from foretoken.tree import chain
-from tests.matrix import PROMPTS, SPECULATIVE, tiny_llm
+from tests.matrix import PROMPTS, ON_CHAINS, tiny_llm
 from tests.tiny import ARCHITECTURES, VOCAB_SIZE, tiny_model
 
 TOKENS = 24
@@ -57,7 +57,7 @@ def plain(model: PreTrainedModel) -> dict[str, list[Any]]:
     return {name: bits(llm, params) for name, params in PARAMS.items()}
 
 
-@pytest.mark.parametrize("method", SPECULATIVE)
+@pytest.mark.parametrize("method", ON_CHAINS)
 @pytest.mark.parametrize("gamma", range(1, 17))
 def test_any_drafter_any_draft_length(
     model: PreTrainedModel, plain: dict[str, list[Any]], method: str, gamma: int
@@ -68,7 +68,7 @@ def test_any_drafter_any_draft_length(
         assert bits(llm, params) == plain[name]
 
 
-@pytest.mark.parametrize("method", ["none", *SPECULATIVE])
+@pytest.mark.parametrize("method", ["none", *ON_CHAINS])
 @pytest.mark.parametrize("name", list(PARAMS))
 def test_batch_equals_single(
     model: PreTrainedModel, plain: dict[str, list[Any]], method: str, name: str

@@ -16,15 +16,16 @@ from foretoken.control.cost_model import CostModel, expected_tokens
 from foretoken.control.heuristic import Heuristic
 from foretoken.decode import Outcome, StepTimes
 from foretoken.request import Request
+from foretoken.sampling import Laws
 from foretoken.tree import Draft, chain
-from tests.matrix import PROMPTS, SPECULATIVE, tiny_llm
+from tests.matrix import ON_CHAINS, PROMPTS, tiny_llm
 from tests.tiny import tiny_model
 
 TIMES = StepTimes(draft=0.001, verify=0.010, accept=0.0)
 
 
 @pytest.mark.parametrize("controller", list(CONTROLLERS))
-@pytest.mark.parametrize("method", SPECULATIVE)
+@pytest.mark.parametrize("method", ON_CHAINS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_the_output_is_the_same_under_all(controller: str, method: str, dtype: torch.dtype) -> None:
     model = tiny_model(dtype=dtype)
@@ -53,9 +54,11 @@ def request_of(max_tokens: int = 1000) -> Request:
 def outcome(request: Request, drafted: int, accepted: int) -> Outcome:
     """A chain of which the first tokens were kept."""
     draft = Draft.deterministic(chain([0] * (drafted + 1)))
+    logits = torch.zeros(drafted + 1, 9)
+    laws = Laws(logits, draft.tree, request.sampler, request.output_ids)
     rejected = (accepted + 1,) if accepted < drafted else ()
     decision = Accepted(tuple(range(1, accepted + 1)), 0, rejected, "rejected" if rejected else "")
-    return Outcome(request, draft, decision, (), torch.zeros(drafted + 1, 9))
+    return Outcome(request, draft, decision, (), logits, laws)
 
 
 def length(controller: Controller, batch: Sequence[Request]) -> int:

@@ -19,15 +19,22 @@ from scipy.stats import chi2
 from transformers import PreTrainedModel
 
 from foretoken import LLM, SamplingParams
+from foretoken.drafters.registry import METHODS
 from foretoken.sampling import Sampler
-from tests.matrix import LOSSLESS, SPECULATIVE, speculative_config
+from tests.matrix import LOSSLESS, SPECULATIVE, fits, speculative_config
 from tests.tiny import tiny_model
 
 VOCAB = 6
 PROMPT = [1, 2, 3, 1, 2, 3, 1, 2]
 SAMPLES = 1500
 LENGTH = 2
-CASES = [(m, r, t) for m in ("none", *SPECULATIVE) for r in LOSSLESS for t in (1.0, 0.6)]
+CASES = [
+    (method, rule, temperature)
+    for method in ("none", *SPECULATIVE)
+    for rule in LOSSLESS
+    for temperature in (1.0, 0.6)
+    if fits(method, rule)
+]
 ALARM = 1e-6
 
 
@@ -78,7 +85,7 @@ def sample(llm: LLM, temperature: float) -> Counter[tuple[int, ...]]:
 
 @pytest.mark.parametrize(("method", "rule", "temperature"), CASES)
 def test_output_law(model: PreTrainedModel, method: str, rule: str, temperature: float) -> None:
-    fields = {"model": tiny_model(seed=1, vocab_size=VOCAB)} if method == "draft_model" else {}
+    fields = {"model": tiny_model(seed=1, vocab_size=VOCAB)} if METHODS[method].takes_model else {}
     config = speculative_config(method, rule, 2, **fields)
     llm = LLM(model, speculative_config=config, max_num_seqs=64)
     counts = sample(llm, temperature)

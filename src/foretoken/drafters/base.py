@@ -12,7 +12,7 @@ from foretoken.request import Request
 from foretoken.tree import Draft
 
 if TYPE_CHECKING:
-    from foretoken.decode import Outcome
+    from foretoken.decode import Outcome, StepTimes
 
 __all__ = ["Drafter", "DrafterOptions"]
 
@@ -43,8 +43,15 @@ class Drafter(ABC):
         A node's q is the law it was drawn from (law 2), and no node is dropped for its value.
         """
 
-    def observe(self, outcomes: Sequence[Outcome]) -> None:  # noqa: B027 - most learn nothing
-        """See what the step brought, the target's logits included."""
+    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:  # noqa: B027
+        """See what the step brought, the target's logits included; most learn nothing."""
+
+    def rewind(self, request: Request) -> None:
+        """Tokens seen as committed have been taken back: a cascade's inner drafter guesses on.
+
+        Starting afresh is always right; drafters with costly state do better.
+        """
+        self.release(request)
 
     def release(self, request: Request) -> None:  # noqa: B027 - most keep nothing
         """Forget a request that has ended."""

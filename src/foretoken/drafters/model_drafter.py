@@ -129,6 +129,9 @@ class ModelDrafter(Drafter):
         """Free what the scorer keeps for the request."""
         self._scorer.release(request)
 
+    def rewind(self, request: Request) -> None:
+        """Nothing to do: scorers catch up from the common prefix."""
+
     def _start(self, request: Request, budget: Budget) -> _Growth | None:
         # The drafting model's own context may be shorter than the target's.
         room = self._scorer.max_model_len - len(request.token_ids)

@@ -5,13 +5,17 @@ A new drafter is one file and one entry here; the law suite runs over every entr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from foretoken.acceptance.coupled import Coupled
 from foretoken.config import nearest
 from foretoken.drafters.base import Drafter, DrafterOptions
+from foretoken.drafters.cascade import Cascade, CascadeOptions
+from foretoken.drafters.combine import CombineOptions, Ensemble, Switch, SwitchOptions
 from foretoken.drafters.copy import CopyDrafter, CopyOptions
+from foretoken.drafters.corpus_ngram import CorpusNgramDrafter, CorpusNgramOptions, load_corpus
 from foretoken.drafters.draft_model import OwnModel
 from foretoken.drafters.model_drafter import ModelDrafter, Scorer
 from foretoken.drafters.ngram import NgramDrafter, NgramOptions
@@ -29,6 +33,8 @@ from foretoken.drafters.suffix import SuffixDrafter, SuffixOptions
 from foretoken.errors import ConfigError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from foretoken.target import Target
 
 __all__ = ["METHODS", "DrafterParts", "DrafterSpec", "drafter_spec"]
@@ -45,6 +51,8 @@ class DrafterParts:
         target: the model being accelerated, for methods that draft with a part of it.
         load_model: loads the draft model and checks its vocabulary; only for methods that
             declare `takes_model`.
+        build: makes another drafter from its configuration, for methods that combine several.
+        tokenizer: the target's, or None where it has none.
     """
 
     options: Any
@@ -52,6 +60,8 @@ class DrafterParts:
     coupled: bool
     target: Target
     load_model: Callable[[], Target]
+    build: Callable[[Mapping[str, Any]], Drafter]
+    tokenizer: PreTrainedTokenizerBase | None
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,17 @@ class NoOptions(DrafterOptions):
     """A method without options of its own."""
 
 
+def _cascade(parts: DrafterParts) -> Drafter:
+    inner = parts.build(parts.options.drafter)
+    return Cascade(parts.load_model(), inner, Coupled(), parts.options, coupled=parts.coupled)
+
+
+def _corpus_ngram(parts: DrafterParts) -> Drafter:
+    options = parts.options
+    ngrams = load_corpus(options.corpus, parts.target.vocab_size, parts.tokenizer)
+    return CorpusNgramDrafter(ngrams, options, coupled=parts.coupled)
+
+
 def _with_model(parts: DrafterParts, scorer: Scorer) -> Drafter:
     shape = shape_of(parts.options, parts.num_speculative_tokens)
     return ModelDrafter(scorer, parts.options, shape, coupled=parts.coupled)
@@ -84,6 +105,27 @@ METHODS: dict[str, DrafterSpec] = {
         5,
         takes_model=True,
         summary="a smaller model with the same vocabulary",
+    ),
+    "cascade": DrafterSpec(
+        CascadeOptions,
+        _cascade,
+        5,
+        takes_model=True,
+        summary="a draft model that is itself accelerated by a drafter",
+    ),
+    "ensemble": DrafterSpec(
+        CombineOptions,
+        lambda parts: Ensemble([parts.build(config) for config in parts.options.drafters]),
+        8,
+        summary="several drafters, merged into one tree",
+    ),
+    "switch": DrafterSpec(
+        SwitchOptions,
+        lambda parts: Switch(
+            [parts.build(config) for config in parts.options.drafters], parts.options
+        ),
+        5,
+        summary="per request the drafter that served it best lately",
     ),
     "early_exit": DrafterSpec(
         EarlyExitOptions,
@@ -120,6 +162,12 @@ METHODS: dict[str, DrafterSpec] = {
         lambda parts: CopyDrafter(parts.options),
         10,
         summary="the rest of the input, where the output follows it",
+    ),
+    "corpus_ngram": DrafterSpec(
+        CorpusNgramOptions,
+        _corpus_ngram,
+        4,
+        summary="trigrams of your own text files (`foretoken ngrams build`)",
     ),
     "random": DrafterSpec(
         NoOptions,

@@ -1,0 +1,193 @@
+"""`corpus_ngram`: unigrams, bigrams and trigrams counted in the user's own text files.
+
+The negligible-cost approximation models of Leviathan et al., "Fast Inference from Transformers via
+Speculative Decoding". The tables come from `foretoken ngrams build` (see `foretoken.ngrams`). With
+n(..) the counts and T(..) the numbers of different successors, the law after tokens a, b is
+interpolated as by Witten and Bell ("The Zero-Frequency Problem", method C):
+
+    P(c | b)    = (n(b, c)    + T(b)    * P(c))     / (n(b)    + T(b))
+    P(c | a, b) = (n(a, b, c) + T(a, b) * P(c | b)) / (n(a, b) + T(a, b))
+
+Its support are the tokens that have followed b in the corpus, P(c) being the relative frequency
+among these; where b was never followed by anything, all tokens of the corpus. Every successor of
+a, b is one of b, so the support does not depend on a. This law is q, and sampling stays exact.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Annotated, Any, Self
+
+import numpy as np
+import torch
+from annotated_types import Ge
+from numpy.typing import NDArray
+from pydantic import FiniteFloat, field_validator, model_validator
+from transformers import PreTrainedTokenizerBase
+
+from foretoken.config import GREEDY_BELOW
+from foretoken.control import Budget
+from foretoken.drafters.base import Drafter, DrafterOptions
+from foretoken.errors import CompatibilityError
+from foretoken.law import Law
+from foretoken.ngrams import NgramTables, fingerprint
+from foretoken.request import Request
+from foretoken.tree import Draft, chain
+
+__all__ = ["CorpusNgramDrafter", "CorpusNgramOptions", "SmoothedNgrams", "load_corpus"]
+
+
+class CorpusNgramOptions(DrafterOptions):
+    """Options of `corpus_ngram`.
+
+    Args:
+        corpus: a file made by `foretoken ngrams build`.
+        draft_temperature: probabilities are raised to the power of its inverse; 0 drafts the most
+            probable token also for sampled requests; None takes 0 for greedy requests and 1 (q is
+            the smoothed law) for sampled ones.
+    """
+
+    corpus: str = ""
+    draft_temperature: Annotated[FiniteFloat, Ge(0)] | None = None
+
+    @field_validator("corpus", mode="before")
+    @classmethod
+    def _path(cls, value: Any) -> Any:
+        return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+    @model_validator(mode="after")
+    def _given(self) -> Self:
+        if not self.corpus:
+            raise ValueError(
+                "method 'corpus_ngram' needs 'corpus': a file made by 'foretoken ngrams build'."
+            )
+        return self
+
+
+class SmoothedNgrams:
+    """The smoothed law of the next token.
+
+    Args:
+        tables: the counts.
+    """
+
+    def __init__(self, tables: NgramTables) -> None:
+        self._tables = tables
+
+    @cached_property
+    def _corpus(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Tokens [S] of the corpus and their relative frequencies [S]."""
+        (tokens,) = self._tables.unigrams.nonzero()
+        counts = self._tables.unigrams[tokens]
+        return tokens, counts / counts.sum()
+
+    def law(self, context: Sequence[int], temperature: float) -> Law:
+        """The law after these tokens, of which the last two count; at temperature 0 its mode."""
+        tokens, probs = self.probabilities(context)
+        if temperature < GREEDY_BELOW:
+            return Law.one_hot(int(tokens[probs.argmax()]))
+        if temperature != 1:
+            probs = (probs / probs.max()) ** (1 / temperature)
+            probs /= probs.sum()
+        law = Law(torch.from_numpy(probs), torch.from_numpy(tokens.astype(np.int64)))
+        return law.normalised(law.probs)  # a low temperature may leave nothing of small ones
+
+    def probabilities(
+        self, context: Sequence[int]
+    ) -> tuple[NDArray[np.integer[Any]], NDArray[np.float64]]:
+        """Support [S], ascending, and probabilities [S]."""
+        tables = self._tables
+        row = tables.bigrams(context[-1])
+        if row.start == row.stop:
+            return self._corpus
+        tokens = tables.bigram_tokens[row]
+        unigrams = tables.unigrams[tokens]
+        probs = _interpolated(tables.bigram_counts[row], unigrams / unigrams.sum())
+        row = tables.trigrams(*context[-2:]) if len(context) > 1 else slice(0, 0)
+        if row.start < row.stop:
+            counts = np.zeros(len(tokens))
+            counts[tokens.searchsorted(tables.trigram_tokens[row])] = tables.trigram_counts[row]
+            probs = _interpolated(counts, probs)
+        return tokens, probs
+
+
+def _interpolated(counts: NDArray[Any], shorter: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Counts [S] interpolated with the law [S] of the shorter context (Witten-Bell)."""
+    different = np.count_nonzero(counts)
+    smoothed: NDArray[np.float64] = (counts + different * shorter) / (counts.sum() + different)
+    return smoothed
+
+
+def load_corpus(
+    path: str, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None
+) -> SmoothedNgrams:
+    """The law of a corpus, for a target.
+
+    Args:
+        path: a file made by `foretoken ngrams build`.
+        vocab_size: width of the target's logits.
+        tokenizer: the target's, or None where it has none.
+
+    Raises:
+        ForetokenError: there is no such file, or it cannot be used.
+        CompatibilityError: it was made with another vocabulary.
+    """
+    tables = NgramTables.load(path)
+    highest = int(tables.unigrams.nonzero()[0][-1])
+    if highest >= vocab_size:
+        raise CompatibilityError(
+            f"{path} has token {highest} and the target a vocabulary of {vocab_size} tokens: build "
+            "it again for this model with 'foretoken ngrams build'."
+        )
+    made_with = tables.fingerprint
+    if made_with is not None and tokenizer is not None and made_with != fingerprint(tokenizer):
+        raise CompatibilityError(
+            f"{path} was made with the vocabulary of another model: build it again for this one "
+            "with 'foretoken ngrams build'."
+        )
+    return SmoothedNgrams(tables)
+
+
+class CorpusNgramDrafter(Drafter):
+    """Chains drawn from the corpus' law.
+
+    Args:
+        ngrams: the law.
+        options: see `CorpusNgramOptions`.
+        coupled: whether to draw with the target's own noise.
+    """
+
+    def __init__(
+        self, ngrams: SmoothedNgrams, options: CorpusNgramOptions, *, coupled: bool
+    ) -> None:
+        self._ngrams = ngrams
+        self._options = options
+        self._coupled = coupled
+
+    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
+        """Chains as long as the budget."""
+        return [
+            self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)
+        ]
+
+    def _propose(self, request: Request, budget: Budget) -> Draft:
+        temperature = self._temperature(request)
+        noise = request.noise.at(len(request.token_ids)).drafting(coupled=self._coupled)
+        context = request.token_ids[-2:]
+        tokens, laws, path_prob = [request.root], [], 1.0
+        for depth in range(budget.chain):
+            laws.append(self._ngrams.law(context, temperature))
+            tokens.append(noise.draw(laws[-1], depth))
+            token_prob = laws[-1].prob(tokens[-1])
+            path_prob *= token_prob
+            if budget.stops_below(token_prob, path_prob):
+                break
+            context = [context[-1], tokens[-1]]
+        return Draft(chain(tokens), tuple(laws))
+
+    def _temperature(self, request: Request) -> float:
+        if self._options.draft_temperature is None:
+            return 0.0 if request.params.greedy else 1.0
+        return self._options.draft_temperature

@@ -1,0 +1,130 @@
+"""Merged drafts keep their laws; the switch finds the better drafter; a cascade keeps its q."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from foretoken import ConfigError, SamplingParams
+from foretoken.acceptance import RULES
+from foretoken.control import Budget
+from foretoken.decode import Outcome, StepTimes
+from foretoken.drafters.combine import Switch, SwitchOptions, merge
+from foretoken.drafters.none import NoDrafter
+from foretoken.law import Law
+from foretoken.tree import Draft, TokenTree, chain
+from tests.enumeration import chains, distance, most_likely, output_law, random_laws, trees
+from tests.laws.test_controllers import outcome, request_of
+from tests.matrix import PROMPTS, tiny_llm
+from tests.tiny import tiny_model
+
+
+def test_merging_deterministic_drafts() -> None:
+    first = Draft.deterministic(chain([0, 1, 2, 3]))
+    second = Draft.deterministic(chain([0, 1, 5]))
+    third = Draft.deterministic(TokenTree((0, 7, 1), (-1, 0, 0)))
+    merged = merge([first, second, third], limit=9)
+    assert merged.tree == TokenTree((0, 1, 2, 3, 5, 7), (-1, 0, 1, 2, 1, 0))
+    assert merge([first, second], limit=2).tree == chain([0, 1, 2])
+    assert merge([Draft.empty(0), second], limit=9).tree == second.tree
+
+
+def test_drawn_nodes_are_never_merged() -> None:
+    law = Law.of(random_laws(3, 1)(()).probs)
+    drawn = Draft(chain([0, 1]), (law,))
+    assert merge([drawn, drawn], limit=9).tree == TokenTree((0, 1, 1), (-1, 0, 0))
+    certain = Draft.deterministic(chain([0, 1]))
+    assert merge([drawn, certain], limit=9).tree == chain([0, 1])
+    assert merge([certain, drawn], limit=9).tree.num_drafted == 2
+
+
+@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+@pytest.mark.parametrize("limit", [2, 3, 9])
+def test_merged_drafts_are_lossless(rule: str, limit: int) -> None:
+    """Enumerated: a sampled chain, another sampled chain, and the likeliest tokens of a third."""
+    p, q1, q2, q3 = (random_laws(3, seed) for seed in (1, 2, 3, 4))
+
+    def merged() -> Iterator[tuple[Draft, float]]:
+        for first, w1 in chains(q1, 2):
+            for second, w2 in chains(q2, 1):
+                for third, w3 in trees(q3, most_likely, 2, 1):
+                    yield merge([first, second, third], limit), w1 * w2 * w3
+
+    outcomes = output_law(RULES[rule](), merged(), p, length=3)
+    assert sum(outcomes.values()) == pytest.approx(1)
+    assert distance(outcomes, p, 3) < 1e-6
+
+
+def test_the_switch_settles_on_the_better_drafter() -> None:
+    """One that yields five tokens a step against one that yields one, at the same cost."""
+    switch = Switch([NoDrafter(), NoDrafter()], SwitchOptions(drafters=[{}, {}], try_every=8))
+    request, used = request_of(), []
+    for _ in range(64):
+        switch.propose([request], [Budget(4, 4)])
+        current = switch._choices[request.key].current
+        used.append(current)
+        result: Outcome = outcome(request, 4, 4 if current == 1 else 0)
+        switch.observe([result], StepTimes(0.001, 0.01, 0.0))
+    assert used[:2] == [0, 1]  # each is tried
+    assert used[16:].count(1) > 40
+
+
+def test_a_cascade_of_the_target_itself_is_always_accepted() -> None:
+    """Its tokens have exactly the middle model's law, whatever the inner drafter guesses."""
+    model = tiny_model()
+    for rule in ("rejection", "block", "coupled"):
+        llm = tiny_llm(model, "cascade", rule, model=model)
+        (output,) = llm.generate([PROMPTS[0]], SamplingParams(seed=3, max_tokens=25))
+        assert output.metrics.acceptance_rate == 1.0
+        assert output.metrics.mean_acceptance_length == 5.0
+
+
+def test_a_cascade_of_cascades() -> None:
+    inner = {
+        "method": "cascade",
+        "model": tiny_model(seed=2),
+        "drafter": {"method": "ngram", "prompt_lookup_min": 1},
+    }
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=30)
+    plain = tiny_llm(tiny_model()).generate(PROMPTS, params)
+    deep = tiny_llm(tiny_model(), "cascade", drafter=inner).generate(PROMPTS, params)
+    assert [o.token_ids for o in deep] == [o.token_ids for o in plain]
+
+
+def test_a_cascade_saves_passes_of_the_middle_model() -> None:
+    """Against the same draft model alone, on greedy text that repeats itself."""
+    params = SamplingParams(temperature=0, max_tokens=60)
+    passes = {}
+    for name, method in (("alone", "draft_model"), ("cascade", "cascade")):
+        llm = tiny_llm(tiny_model("phi"), method, model=tiny_model("phi"))
+        llm.generate([PROMPTS[0]], params)
+        drafter = llm._engine._drafter
+        middle = drafter._model if method == "cascade" else drafter._scorer._model  # type: ignore[attr-defined]
+        passes[name] = middle.num_passes
+    assert passes["cascade"] < passes["alone"]
+
+
+@pytest.mark.parametrize(
+    ("method", "fields", "message"),
+    [
+        ("ensemble", {"drafters": [{"method": "ngram"}]}, "drafters"),
+        ("ensemble", {"drafters": [{"method": "ngram"}, {"method": "nope"}]}, "unknown method"),
+        (
+            "switch",
+            {"drafters": [{"method": "ngram", "acceptance": "block"}, {"method": "ngram"}]},
+            "acceptance belongs to the outer speculative_config",
+        ),
+        ("cascade", {"drafter": {"method": "ngram", "windw": 3}}, "no field 'windw'"),
+    ],
+)
+def test_wrong_combinations(method: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        tiny_llm(tiny_model(), method, **fields)
+    assert message in str(caught.value)
+
+
+def test_a_cascade_with_another_vocabulary() -> None:
+    with pytest.raises(ValueError, match="vocabulary of 64"):
+        tiny_llm(tiny_model(), "cascade", model=tiny_model(vocab_size=64))
