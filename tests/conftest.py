@@ -1,8 +1,7 @@
 """Fixtures of the whole suite.
 
 Tiny models gain nothing from threads, and threads that outnumber the cores make every parallel
-region wait for the scheduler; so each test process computes on one thread. Tests on the real model
-choose their own number.
+region wait for the scheduler; so each test process computes on one thread.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # whatever is asked for must be on the disk
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,12 +43,3 @@ def smollm2_float32(smollm2_path: Path) -> PreTrainedModel:
 @pytest.fixture(scope="session")
 def smollm2_bfloat16(smollm2_path: Path) -> PreTrainedModel:
     return models.load_model(smollm2_path, torch.bfloat16, torch.device("cpu"))
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    """Compute on two threads, as a user's machine would."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)

@@ -52,7 +52,7 @@ def test_one_stop_string_is_a_list_of_one() -> None:
 
 def test_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        SamplingParams().top_k = 3  # type: ignore[misc]
+        SamplingParams().top_k = 3
 
 
 def test_parse() -> None:

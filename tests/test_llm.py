@@ -41,7 +41,8 @@ def test_prompts_of_every_kind(llm: LLM) -> None:
     assert llm.generate([ids], GREEDY)[0].prompt is None
     assert llm.generate(["hello"], GREEDY)[0].prompt == "hello"
     assert llm.generate(messages, GREEDY)[0].prompt_token_ids == tuple(llm.encode("user: hi\n"))
-    assert len(llm.generate(["a", ids, messages], GREEDY)) == 3
+    mixed: list[Any] = ["a", ids, messages]
+    assert len(llm.generate(mixed, GREEDY)) == 3
     assert llm.generate([], GREEDY) == []
     (chat,) = llm.chat(messages, GREEDY)
     assert chat.token_ids == llm.generate("user: hi\n", GREEDY)[0].token_ids
@@ -50,7 +51,7 @@ def test_prompts_of_every_kind(llm: LLM) -> None:
 
 def test_text_is_the_decoded_tokens(llm: LLM) -> None:
     (output,) = llm.generate("hello", GREEDY)
-    assert output.text == TOKENIZER.decode(output.token_ids)
+    assert output.text == TOKENIZER.decode(list(output.token_ids))
     assert len(output.token_ids) == 20
     assert output.finish_reason == "length"
 
@@ -110,7 +111,7 @@ def test_without_a_chat_template(model: PreTrainedModel) -> None:
     with pytest.raises(PromptError, match="no chat template"):
         llm.chat([{"role": "user", "content": "hi"}])
     with pytest.raises(PromptError, match="a conversation is a list"):
-        llm.chat(["hi"])  # type: ignore[list-item]
+        llm.chat(["hi"])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

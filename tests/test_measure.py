@@ -13,7 +13,13 @@ import torch
 from transformers import PreTrainedModel
 
 from foretoken import LLM, CompatibilityError, ConfigError, SamplingParams
-from foretoken.analysis import acceptance_rate, accepted_law, expected_tokens, improvement
+from foretoken.analysis import (
+    acceptance_rate,
+    accepted_law,
+    expected_tokens,
+    improvement,
+    improvement_on_curve,
+)
 from foretoken.analysis.compare import Assumptions, StepSample, compare
 from foretoken.analysis.measure import Laboratory, overlap
 from foretoken.law import Law
@@ -67,7 +73,8 @@ def test_alpha_is_the_mean_overlap_at_every_position_of_the_targets_text(
     q = np.concatenate([laws(draft, *pair) for pair in pairs])
     assert found.alpha == pytest.approx(acceptance_rate(p, q), abs=1e-5)
     assert found.betas == pytest.approx(np.minimum(p, q).sum(1).tolist(), abs=1e-4)
-    assert found.draft_lengths == (gamma,) * len(p)
+    assert found.draft_lengths == ((gamma,) * 24,) * 2
+    assert found.positions == len(p)
     assert found.drafting_share == 1
 
 
@@ -122,7 +129,7 @@ def simulated_steps(gamma: int, count: int, seed: int = 0) -> list[StepSample]:
 
 
 def assumptions(curve: tuple[float, ...] = CURVE) -> Assumptions:
-    return Assumptions(ALPHA, C, curve, (4,) * 50, (ALPHA,) * 50, PASS)
+    return Assumptions(ALPHA, C, curve, ((4,) * 50,), (ALPHA,) * 50, PASS)
 
 
 @pytest.mark.parametrize("gamma", [1, 2, 4])
@@ -170,15 +177,36 @@ def test_the_failing_assumption_is_named(name: str, change: Any) -> None:
     assert trial.factors.product == pytest.approx(trial.measured / trial.predicted)
 
 
-def test_short_drafts_are_named_and_predicted_by_their_lengths() -> None:
-    """A drafter that has a guess at half of the positions only."""
-    half = replace(assumptions(), draft_lengths=(2, 0) * 25)
+def walked(lengths: Sequence[int], texts: int) -> list[StepSample]:
+    """Steps of a drafter that has so many guesses at each position, with i.i.d. acceptance."""
+    dice, steps = np.random.default_rng(0), []
+    for _ in range(texts):
+        position = 0
+        while position < len(lengths):
+            drafted = lengths[position]
+            accepted = int(np.cumprod(dice.random(drafted) < ALPHA).sum())
+            draft, verify = drafted * C * PASS, CURVE[drafted] * PASS
+            steps.append(StepSample(drafted, accepted, accepted + 1, draft, verify, draft + verify))
+            position += accepted + 1
+    return steps
+
+
+def test_short_drafts_are_named_and_predicted_where_they_are() -> None:
+    """Guesses in one half of the text only: steps are rarer there, for they are longer."""
+    lengths = (4,) * 30 + (0,) * 30
+    half = replace(assumptions(), draft_lengths=(lengths,), betas=(ALPHA,) * 30)
     assert half.drafting_share == 0.5
-    steps = [*simulated_steps(2, 20_000), *simulated_steps(0, 20_000)]
-    trial = compare(half, [{0: simulated_steps(0, 100), 2: steps}], 2)
+    trial = compare(half, [{0: simulated_steps(0, 100), 4: walked(lengths, 2000)}], 4)
     assert trial.factors.failing()[0] == "drafts"
+    # 60 tokens and more of each of 2000 texts; the speed of a text is within [0.5, 3].
     assert trial.measured == pytest.approx(trial.predicted_on_curve, rel=0.02)
-    assert trial.mean_drafted == 1
+    assert trial.mean_drafted < 1.6  # and not half of 4
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 3, 4])
+def test_drafts_of_one_length_are_theorem_3_8_on_the_curve(gamma: int) -> None:
+    expected = improvement_on_curve(ALPHA, gamma, C, CURVE)
+    assert assumptions().predicted_on_curve(gamma) == pytest.approx(expected, rel=1e-12)
 
 
 def test_runs_of_one_step_cannot_be_compared() -> None:

@@ -54,7 +54,7 @@ def tiny_model(
         model_type, vocab_size=vocab_size, **{**special, **fields, **overrides}
     )
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     model.train(False)
     return model
 

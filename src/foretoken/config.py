@@ -8,7 +8,7 @@ guessed and checked stands in `speculative.py`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self
 
 from annotated_types import Ge, Gt, Le
@@ -29,7 +29,7 @@ __all__ = ["GREEDY_BELOW", "Config", "SamplingParams", "nearest"]
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM: dividing by them would overflow."""
 
-TokenIds = tuple[Annotated[int, Ge(0)], ...]
+TokenIds = Sequence[Annotated[int, Ge(0)]]
 
 
 def nearest(name: str, known: list[str]) -> str:
@@ -108,7 +108,7 @@ class SamplingParams(Config):
     seed: Annotated[int, Ge(0), Le(MAX_SEED)] | None = None
     max_tokens: Annotated[int, Ge(1)] | None = 16
     min_tokens: Annotated[int, Ge(0)] = 0
-    stop: tuple[str, ...] = ()
+    stop: str | Sequence[str] | None = ()
     stop_token_ids: TokenIds = ()
     ignore_eos: bool = False
     n: Annotated[int, Ge(1)] = 1
@@ -125,10 +125,10 @@ class SamplingParams(Config):
 
     @field_validator("stop")
     @classmethod
-    def _no_empty_stop(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _no_empty_stop(cls, value: Sequence[str]) -> tuple[str, ...]:
         if "" in value:
             raise ValueError("a stop string cannot be empty")
-        return value
+        return tuple(value)
 
     @field_validator("allowed_token_ids")
     @classmethod
@@ -149,6 +149,12 @@ class SamplingParams(Config):
                 "set temperature above 0."
             )
         return self
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple, however it was given."""
+        assert isinstance(self.stop, tuple), "the validator makes it one"
+        return self.stop
 
     @property
     def greedy(self) -> bool:

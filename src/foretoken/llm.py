@@ -223,7 +223,7 @@ class LLM:
     # Inside
 
     def _requests(self, prompt: Prompt, params: SamplingParams, trace: bool) -> list[Request]:
-        if params.stop and self.tokenizer is None:
+        if params.stop_strings and self.tokenizer is None:
             raise ConfigError("stop: stop strings need a tokenizer, and this model has none.")
         token_ids = self.encode(prompt)
         self._check_prompt(token_ids)

@@ -69,7 +69,7 @@ class Request:
         self._max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         self._detokenizer = Detokenizer(
             tokenizer,
-            params.stop,
+            params.stop_strings,
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
         )

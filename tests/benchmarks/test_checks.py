@@ -1,24 +1,26 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from benchmarks.checks import CHECKS, Bench, Explainer, Options, methods_of
 from benchmarks.compare import Comparison, ResultsFile
-from benchmarks.loading import Loaded, check_methods
+from benchmarks.loading import BASELINE, Loaded, Method, default_methods, parse_methods
 from benchmarks.prompts import Prompt
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from foretoken.acceptance.base import Accepted, TargetLaws
 from foretoken.acceptance.coupled import Coupled
+from foretoken.drafters.registry import METHODS as REGISTERED
 from foretoken.noise import StepNoise
 from foretoken.tree import Draft
 from tests.tiny import VOCAB_SIZE, tiny_model
 
-METHODS = tuple(check_methods([]))
+METHODS = tuple(parse_methods(["draft_model", "ngram", "ngram_table"]))
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -36,11 +38,16 @@ GROUP = [
 ]
 
 
-def run_checks(dtype: str, results: ResultsFile, advanced: list[None] | None = None) -> None:
+def run_checks(
+    dtype: str,
+    results: ResultsFile,
+    advanced: list[None] | None = None,
+    methods: Sequence[Method] = METHODS,
+) -> None:
     counted = [] if advanced is None else advanced
     module = tiny_model(dtype=getattr(torch, dtype))
     bench = Bench(
-        Options(METHODS, max_tokens=12, max_prompt_tokens=64, batch_size=3),
+        Options(tuple(methods), max_tokens=12, max_prompt_tokens=64, batch_size=3),
         Loaded(module, tokenizer()),
         None,
         Explainer(tiny_model),
@@ -70,7 +77,7 @@ def test_every_check_of_every_method_is_made_and_identical(dtype: str) -> None:
 
 
 def test_none_is_compared_wherever_it_is_not_the_reference() -> None:
-    against_itself = [c.name for c in CHECKS if "none" not in methods_of(c, METHODS)]
+    against_itself = [c.name for c in CHECKS if BASELINE not in methods_of(c, METHODS)]
     assert against_itself == ["bfloat16 greedy", "bfloat16 sampled"]
 
 
@@ -108,3 +115,43 @@ def test_comparisons_that_are_there_are_not_made_again(tmp_path: Path) -> None:
     run_checks("bfloat16", again, advanced)
     assert len(advanced) == 4
     assert list(again.comparisons.values()) == kept
+
+
+def test_bits_are_not_promised_to_a_run_that_drafted_branches() -> None:
+    results = in_memory()
+    (tree,) = parse_methods(['{"method": "draft_model", "tree": [2, 1]}'])
+    run_checks("bfloat16", results, methods=[tree])
+    promised = {c.method: c.promised for c in results.comparisons.values()}
+    assert promised == {"none": True, tree.label: False}
+    run_checks("float32", results, methods=[tree])
+    assert all(c.promised for c in results.comparisons.values() if c.check.startswith("float32"))
+
+
+def test_methods_on_a_command_line() -> None:
+    named, chosen = parse_methods(["ngram", '{"method": "ngram", "prompt_lookup_max": 3}', "none"])
+    assert named == Method("ngram", {"method": "ngram"})
+    assert chosen.label == 'ngram {"prompt_lookup_max": 3}'
+    assert chosen.config("m") == {**chosen.fields, "num_speculative_tokens": None}
+    (drafted,) = parse_methods(["draft_model"])
+    assert drafted.config("m", 3)["model"] == "m"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("none", "is the baseline"),
+        ("{", "not JSON"),
+        ("{}", 'give "method"'),
+        ("engram", "did you mean 'ngram'"),
+        ('{"method": "ngram", "window": 3}', "has no field 'window'"),
+    ],
+)
+def test_a_wrong_method_is_refused(text: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        parse_methods([text])
+
+
+def test_methods_that_need_fields_are_left_out_by_name() -> None:
+    ready, left_out = default_methods()
+    assert {"ngram", "ngram_table", "draft_model"} <= {method.label for method in ready}
+    assert {*(method.label for method in ready), *left_out, "none"} == set(REGISTERED)

@@ -33,8 +33,16 @@ def test_one_bit_of_a_logprob_is_a_difference() -> None:
     assert found == Difference(0, 1, 1, -0.5, after)
 
 
-def comparison(prompt: str = "1", difference: Difference | None = None) -> Comparison:
-    return Comparison("greedy", "ngram", prompt, "qa", 10, 5, difference)
+def comparison(
+    prompt: str = "1", difference: Difference | None = None, *, promised: bool = True
+) -> Comparison:
+    return Comparison("greedy", "ngram", prompt, "qa", 10, 5, promised, difference)
+
+
+def test_a_difference_counts_where_identity_is_promised() -> None:
+    assert comparison("1", Difference(0, 1, 2)).broken
+    assert not comparison("1", Difference(0, 1, 2), promised=False).broken
+    assert not comparison("1").broken
 
 
 def test_a_results_file_goes_on_where_it_was_broken_off(tmp_path: Path) -> None:

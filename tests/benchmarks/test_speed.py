@@ -87,6 +87,15 @@ def report(items: list[Timed]) -> Report:
     return Report(items, rows_of(items, ["ngram"], 0), {"cpu": "any"}, {}, 0)
 
 
+def test_a_method_whose_passes_change_between_rounds_is_told() -> None:
+    item = timed([1.0, 1.0], [1.0, 1.0])
+    runs = [run(1.0, target_passes=2, num_drafts=2), run(1.0, target_passes=1, num_drafts=1)]
+    learner = Timed("1", "qa", 5, {**item.runs, "ngram": runs})
+    assert row("qa", "ngram", [item]).learning == 0
+    assert row("qa", "ngram", [item, learner]).learning == 1
+    assert "learns from earlier runs" in report([learner]).markdown()
+
+
 def test_a_report_has_a_row_per_kind_for_all_and_for_the_control() -> None:
     items = [timed([2.0], [1.0], kind) for kind in ("qa", "rag", CONTROL)]
     made = report(items)

@@ -59,7 +59,7 @@ def test_merged_drafts_are_lossless(rule: str, limit: int) -> None:
 
 def test_the_switch_settles_on_the_better_drafter() -> None:
     """One that yields five tokens a step against one that yields one, at the same cost."""
-    switch = Switch([NoDrafter(), NoDrafter()], SwitchOptions(drafters=[{}, {}], try_every=8))
+    switch = Switch([NoDrafter(), NoDrafter()], SwitchOptions(drafters=({}, {}), try_every=8))
     request, used = request_of(), []
     for _ in range(64):
         switch.propose([request], [Budget(4, 4)])

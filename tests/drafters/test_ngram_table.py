@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -76,7 +77,7 @@ def test_more_new_tokens_than_the_window_holds() -> None:
     assert table.successors([2]) == {}
 
 
-def propose(tokens: list[int], params: SamplingParams, **options: float) -> Request:
+def propose(tokens: list[int], params: SamplingParams, **options: Any) -> Request:
     drafter = NgramTableDrafter(NgramTableOptions(**options), coupled=False)
     request = Request(tokens, params, vocab_size=50, max_model_len=999)
     (draft,) = drafter.propose([request], [Budget(4, 4)])

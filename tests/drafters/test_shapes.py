@@ -10,6 +10,8 @@ import torch
 from foretoken import LLM, ConfigError, SamplingParams
 from foretoken.acceptance import RULES
 from foretoken.control import Budget
+from foretoken.drafters.draft_model import OwnModel
+from foretoken.drafters.model_drafter import ModelDrafter
 from foretoken.drafters.shapes import Dynamic, Node, Paths, TreeOptions, Widths
 from foretoken.law import Law
 from foretoken.noise import Noise
@@ -89,7 +91,8 @@ def test_dynamic_trees_keep_the_most_probable() -> None:
     def law_after(path: tuple[int, ...]) -> torch.Tensor:
         with torch.inference_mode():
             ids = torch.tensor([[*PROMPTS[0], *path]])
-            return model(input_ids=ids).logits[0, -1].softmax(-1)
+            law: torch.Tensor = model(input_ids=ids).logits[0, -1].softmax(-1)
+            return law
 
     ranked: list[tuple[float, tuple[int, ...]]] = []
     first = law_after(()).topk(4)
@@ -141,7 +144,7 @@ def test_shapes_count_their_nodes() -> None:
     assert Widths((1, 1, 1)).num_nodes == 3
     assert not Widths((1, 1, 1)).branches
     assert Paths([[0, 0], [2]]).num_nodes == 4  # a path brings its beginnings and elder siblings
-    assert TreeOptions(tree=[4, 2, 2, 1]).default_num_speculative_tokens() == 44
+    assert TreeOptions(tree=(4, 2, 2, 1)).default_num_speculative_tokens() == 44
     nodes = [Node(t, Law.one_hot(t), None, (t,), p) for t, p in enumerate((0.1, 0.5, 0.3))]
     assert [n.token for n in Dynamic(2, 2).frontier(nodes)] == [1, 2]
 
@@ -172,7 +175,10 @@ def test_block_verification_takes_no_trees() -> None:
 def test_passes_grow_with_levels_not_with_paths() -> None:
     """One pass of the draft model per level; nodes are computed once."""
     llm = tiny_llm(tiny_model(), "draft_model", gamma=None, tree=[3, 2, 2])
-    scorer = llm._engine._drafter._scorer
+    drafter = llm._engine._drafter
+    assert isinstance(drafter, ModelDrafter)
+    scorer = drafter._scorer
+    assert isinstance(scorer, OwnModel)
     before = scorer._model.num_passes
     request = Request(
         PROMPTS[0], SamplingParams(temperature=0), vocab_size=VOCAB_SIZE, max_model_len=CONTEXT

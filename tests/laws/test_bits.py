@@ -18,10 +18,10 @@ from foretoken.request import Request
 from foretoken.runtime.attention import KEY_BLOCK
 from foretoken.target import Target
 from foretoken.tree import chain
-from tests.matrix import PROMPTS, ON_CHAINS, tiny_llm
+from tests.matrix import ON_CHAINS, PROMPTS, tiny_llm
 from tests.tiny import ARCHITECTURES, VOCAB_SIZE, tiny_model
 
-TOKENS = 24
+TOKENS = 16
 DTYPES = [torch.float32, torch.bfloat16]
 PARAMS = {
     "greedy": SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=3),
@@ -64,8 +64,8 @@ def test_any_drafter_any_draft_length(
 ) -> None:
     llm = tiny_llm(model, method, gamma=gamma)
     assert llm.bit_exact
-    for name, params in PARAMS.items():
-        assert bits(llm, params) == plain[name]
+    for name in ("greedy", "seeded-all"):
+        assert bits(llm, PARAMS[name], PROMPTS[:3]) == plain[name][:3]
 
 
 @pytest.mark.parametrize("method", ["none", *ON_CHAINS])
@@ -97,9 +97,19 @@ def test_every_architecture(architecture: str, dtype: torch.dtype) -> None:
         assert bits(tiny_llm(model, "ngram", gamma=gamma), PARAMS["seeded"]) == expected
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
-def test_every_width(dtype: torch.dtype) -> None:
+def test_every_width(dtype: torch.dtype, threads: int) -> None:
     """Logits of a position for widths 1 to 128, across the border of a key block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check_every_width(dtype)
+    finally:
+        torch.set_num_threads(before)
+
+
+def check_every_width(dtype: torch.dtype) -> None:
     model = tiny_model(dtype=dtype, max_position_embeddings=2 * KEY_BLOCK)
     target = Target(model)
     tokens = [(7 * i * i + 3 * i) % VOCAB_SIZE for i in range(KEY_BLOCK + 140)]

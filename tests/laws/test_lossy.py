@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -136,7 +137,11 @@ def test_the_longest_passing_path_wins(rule: str) -> None:
         return random_laws(3, 1, sharpness=0.01)(context)  # nearly uniform: everything passes
 
     tree = TokenTree((0, 1, 2, 0, 1), (-1, 0, 0, 2, 3))  # 1 | 2 0 1
-    options = {"top_beta": {"beta": 3}, "typical": {"posterior_alpha": 0.5}}[rule]
+    every: dict[str, dict[str, Any]] = {
+        "top_beta": {"beta": 3},
+        "typical": {"posterior_alpha": 0.5},
+    }
+    options = every[rule]
     accept = RULES[rule](RULES[rule].Options(**options))
     for decision, _ in decisions(accept, Draft.deterministic(tree), law_of):
         assert decision.path == (2, 3, 4)

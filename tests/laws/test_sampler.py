@@ -61,7 +61,8 @@ def test_against_transformers(fields: dict[str, Any], seed: int, output: list[in
         processors.append(TopKLogitsWarper(fields["top_k"]))
     if fields["top_p"] < 1:
         processors.append(TopPLogitsWarper(fields["top_p"]))
-    expected = processors(torch.tensor([[*prompt, *output]]), logits[None].clone()).softmax(-1)[0]
+    scores = torch.FloatTensor(logits[None].clone())
+    expected = processors(torch.LongTensor([[*prompt, *output]]), scores).softmax(-1)[0]
     ours = dense(SamplingParams(**fields), logits, output, prompt)
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
 
@@ -70,7 +71,9 @@ def test_against_transformers(fields: dict[str, Any], seed: int, output: list[in
 @given(min_p=st.floats(0.01, 1.0), temperature=st.floats(0.2, 2), seed=st.integers(0, 10**6))
 def test_min_p_against_transformers(min_p: float, temperature: float, seed: int) -> None:
     logits = logits_of(seed)[0] / temperature
-    expected = MinPLogitsWarper(min_p)(torch.tensor([[1]]), logits[None]).softmax(-1)[0]
+    expected = MinPLogitsWarper(min_p)(
+        torch.LongTensor([[1]]), torch.FloatTensor(logits[None])
+    ).softmax(-1)[0]
     params = SamplingParams(min_p=min_p, temperature=temperature)
     ours = dense(params, logits_of(seed)[0], [], [1])
     torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-4)

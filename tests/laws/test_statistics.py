@@ -104,7 +104,9 @@ def test_the_noise_is_uniform_and_its_streams_are_independent() -> None:
 
     law = Law.of(torch.full((VOCAB,), 1 / VOCAB))
     target, draft = Noise(1), Noise(1).drafting(coupled=False)
-    pairs = Counter((target.draw(law, t), draft.draw(law, t)) for t in range(6000))
+    pairs: Counter[tuple[int, ...]] = Counter(
+        (target.draw(law, t), draft.draw(law, t)) for t in range(6000)
+    )
     uniform = dict.fromkeys(product(range(VOCAB), repeat=2), 1 / VOCAB**2)
     assert p_value(pairs, uniform) > ALARM
     coupled = Noise(1).drafting(coupled=True)

@@ -1,0 +1,15 @@
+"""Measurements of Foretoken on real prompts; run from the project root.
+
+    python -m benchmarks.identity --prompts FILE    output with a drafter is output without one
+    python -m benchmarks.quick --prompts FILE       how much faster it is
+
+Prompts are read from a file (`benchmarks.prompts`); none come with the project.
+"""
+
+from __future__ import annotations
+
+__all__ = ["BenchmarkError"]
+
+
+class BenchmarkError(ValueError):
+    """What the caller of a benchmark has to change: one line."""

@@ -1,0 +1,220 @@
+"""The comparisons behind `benchmarks.identity`: what runs against what, on one loaded model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from benchmarks.compare import Comparison, Difference, Generation, ResultsFile, first_difference
+from benchmarks.loading import BASELINE, Loaded, Method, llm_for
+from benchmarks.prompts import Prompt, encode, prompt_limit
+from foretoken import LLM, SamplingParams
+
+__all__ = ["CHECKS", "Bench", "Check", "Explainer", "Options", "methods_of"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One way of comparing: the dtype, how tokens are drawn, alone or in a batch."""
+
+    name: str
+    dtype: str
+    sampled: bool = False
+    batched: bool = False
+
+
+CHECKS = (
+    Check("float32 generate()", "float32"),
+    Check("bfloat16 greedy", "bfloat16"),
+    Check("bfloat16 greedy, batch", "bfloat16", batched=True),
+    Check("bfloat16 sampled", "bfloat16", sampled=True),
+    Check("bfloat16 sampled, batch", "bfloat16", sampled=True, batched=True),
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line said."""
+
+    methods: tuple[Method, ...]
+    max_tokens: int
+    max_prompt_tokens: int
+    batch_size: int
+
+    def params(self, prompt: Prompt, *, sampled: bool) -> SamplingParams:
+        """Greedy, or a usual sampling with a seed that belongs to the prompt."""
+        if sampled:
+            return SamplingParams(
+                temperature=0.8,
+                top_p=0.95,
+                seed=prompt.seed,
+                max_tokens=self.max_tokens,
+                logprobs=0,
+            )
+        return SamplingParams(temperature=0, max_tokens=self.max_tokens, logprobs=0)
+
+
+class Explainer:
+    """Says how close a decision was, by the float32 logits of the unmodified module.
+
+    Args:
+        load_module: called when there is something to explain, and only then.
+    """
+
+    def __init__(self, load_module: Callable[[], PreTrainedModel]) -> None:
+        self._load_module = cache(load_module)
+
+    @torch.inference_mode()
+    def explain(
+        self, difference: Difference, prompt_ids: Sequence[int], expected: Generation
+    ) -> Difference:
+        """The difference with the gaps between the logits at its position."""
+        module = self._load_module()
+        context = [*prompt_ids, *expected.token_ids[: difference.position]]
+        ids = torch.tensor([context], device=module.device)  # [1, N]
+        logits = module(input_ids=ids).logits[0, -1]  # [V]
+        first, second = logits.topk(2).values.tolist()
+        gap = None
+        if difference.expected is not None and difference.got is not None:
+            gap = float(logits[difference.expected] - logits[difference.got])
+        return replace(difference, top2_gap=first - second, token_gap=gap)
+
+
+class Bench:
+    """The checks of one dtype on one loaded model.
+
+    Args:
+        options: see `Options`.
+        loaded: the target in the checks' dtype.
+        draft: the draft model in the same dtype; None is the target itself.
+        explainer: for what differs.
+        results: where comparisons go, and which are there already.
+        advance: called after every comparison.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        loaded: Loaded,
+        draft: PreTrainedModel | None,
+        explainer: Explainer,
+        results: ResultsFile,
+        advance: Callable[[], object],
+    ) -> None:
+        self._options = options
+        self._loaded = loaded
+        self._draft = draft
+        self._explainer = explainer
+        self._results = results
+        self._advance = advance
+        self._llms: dict[str, LLM] = {}
+
+    def run(self, checks: Sequence[Check], group: Sequence[Prompt]) -> None:
+        """Make those comparisons of one group of prompts that are not in the results yet."""
+        references: dict[tuple[bool, str], Generation] = {}  # (sampled, prompt) -> expected
+        for check in checks:
+            for method in methods_of(check, self._options.methods):
+                missing = [
+                    p for p in group if (check.name, method.label, p.id) not in self._results
+                ]
+                for prompt, got in self._generations(check, method, group, missing):
+                    key = check.sampled, prompt.id
+                    if key not in references:
+                        references[key] = self._reference(check, prompt)
+                    self._record(check, method, prompt, references[key], got)
+
+    def _generations(
+        self, check: Check, method: Method, group: Sequence[Prompt], missing: Sequence[Prompt]
+    ) -> Iterator[tuple[Prompt, Generation]]:
+        """The missing prompts' generations: one by one, or from one batch of the whole group."""
+        if not check.batched:
+            for prompt in missing:
+                yield prompt, self._generate(method, [prompt], sampled=check.sampled)[0]
+        elif missing:
+            outputs = self._generate(method, group, sampled=check.sampled)
+            yield from (pair for pair in zip(group, outputs, strict=True) if pair[0] in missing)
+
+    def _reference(self, check: Check, prompt: Prompt) -> Generation:
+        if check.dtype == "float32":
+            return self._transformers(prompt)
+        return self._generate(BASELINE, [prompt], sampled=check.sampled)[0]
+
+    def _generate(
+        self, method: Method, prompts: Sequence[Prompt], *, sampled: bool
+    ) -> list[Generation]:
+        ids = [self._encode(prompt) for prompt in prompts]
+        params = [self._options.params(prompt, sampled=sampled) for prompt in prompts]
+        outputs = self._llm(method).generate(ids, params)
+        return [
+            Generation(
+                output.token_ids,
+                tuple(entry.logprob for entry in output.logprobs or ()),
+                any(branched(step.parents) for step in output.trace),
+            )
+            for output in outputs
+        ]
+
+    def _transformers(self, prompt: Prompt) -> Generation:
+        ids = self._encode(prompt)
+        eos = list(self._llm(BASELINE).eos_token_ids)
+        module = self._loaded.module
+        config = GenerationConfig(  # type: ignore[no-untyped-call]
+            do_sample=False,
+            num_beams=1,
+            repetition_penalty=1.0,
+            max_new_tokens=self._options.max_tokens,
+            eos_token_id=eos or None,
+            pad_token_id=eos[0] if eos else 0,
+        )
+        inputs = torch.tensor([ids], device=module.device)
+        output = module.generate(  # type: ignore[operator]
+            inputs, attention_mask=torch.ones_like(inputs), generation_config=config
+        )
+        return Generation(tuple(output[0, len(ids) :].tolist()))
+
+    def _record(
+        self, check: Check, method: Method, prompt: Prompt, expected: Generation, got: Generation
+    ) -> None:
+        ids = self._encode(prompt)
+        difference = first_difference(expected, got)
+        if difference is not None:
+            difference = self._explainer.explain(difference, ids, expected)
+        self._results.add(
+            Comparison(
+                check=check.name,
+                method=method.label,
+                prompt=prompt.id,
+                kind=prompt.kind,
+                prompt_tokens=len(ids),
+                generated_tokens=len(expected.token_ids),
+                promised=check.dtype == "float32" or not got.branched,
+                difference=difference,
+            )
+        )
+        self._advance()
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        llm = self._llm(BASELINE)
+        options = self._options
+        limit = prompt_limit(llm, options.max_prompt_tokens, options.max_tokens)
+        return encode(llm, prompt, limit)
+
+    def _llm(self, method: Method) -> LLM:
+        if method.label not in self._llms:
+            self._llms[method.label] = llm_for(self._loaded, method, self._draft)
+        return self._llms[method.label]
+
+
+def branched(parents: Sequence[int]) -> bool:
+    """Whether a draft with these parents is more than a chain."""
+    return list(parents) != list(range(-1, len(parents) - 1))
+
+
+def methods_of(check: Check, methods: Sequence[Method]) -> list[Method]:
+    """What a check compares: `none` too, except with itself."""
+    is_reference = check.dtype != "float32" and not check.batched
+    return [*methods] if is_reference else [BASELINE, *methods]

@@ -1,0 +1,208 @@
+"""Is the output with a drafter the output without one? Every drafter, on real prompts.
+
+In float32 every method, `none` included, is compared with `generate()` of Transformers on the same
+weights in the unmodified module: token ids. In bfloat16 every method is compared with `none`: token
+ids and the bits of every log-probability, greedily and with seeded sampling under the coupled rule,
+alone and in a batch of several prompts; there `none` itself is compared too.
+
+    python -m benchmarks.identity --prompts FILE --output results.jsonl
+
+Exits with 0 if everything is identical, with 1 if anything differs, with 2 for wrong use. In
+bfloat16, differences of runs that drafted branches are shown but do not count: law 7 promises bits
+for chains.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from transformers import PreTrainedModel
+
+from benchmarks import BenchmarkError
+from benchmarks.checks import CHECKS, Bench, Check, Explainer, Options, methods_of
+from benchmarks.compare import Comparison, ResultsFile, summary
+from benchmarks.loading import Method, default_methods, load, parse_methods
+from benchmarks.prompts import Prompt, read_prompts, stratified
+from benchmarks.report import command_line, machine, one_line_errors, progress_bar
+from foretoken.support import default_device
+
+__all__ = ["main"]
+
+TIE = 1e-3
+"""Logits of a float32 forward pass closer than this are called a tie when a mismatch is told."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the models come from."""
+
+    model: str
+    draft_model: str | None
+    device: str
+
+    def bench(
+        self, options: Options, dtype: str, results: ResultsFile, advance: Callable[[], object]
+    ) -> Bench:
+        """Load the models in this dtype."""
+        loaded = load(self.model, dtype, self.device)
+        draft = load(self.draft_model, dtype, self.device).module if self.draft_model else None
+
+        def float32_module() -> PreTrainedModel:
+            same = dtype == "float32"
+            return loaded.module if same else load(self.model, "float32", self.device).module
+
+        return Bench(options, loaded, draft, Explainer(float32_module), results, advance)
+
+
+def main(
+    prompts: Annotated[
+        Path, typer.Option(help="Spec-Bench's JSON lines (first turns only) or others.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option(help="JSON lines of comparisons; goes on where it ends.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="Folder, GGUF file or alias.")] = "smollm2-135m",
+    draft_model: Annotated[
+        str | None, typer.Option(help="For methods that take one; default: the model itself.")
+    ] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(help="A method, or a JSON speculative_config (repeatable); default: all."),
+    ] = None,
+    check: Annotated[
+        list[str] | None, typer.Option(help="A check, by its name (repeatable); default: all.")
+    ] = None,
+    kind: Annotated[
+        list[str] | None, typer.Option(help="A kind of prompt (repeatable); default: all.")
+    ] = None,
+    per_kind: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 80,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated per prompt.")] = 64,
+    max_prompt_tokens: Annotated[
+        int, typer.Option(min=2, help="The middle of longer prompts is cut out.")
+    ] = 2048,
+    batch_size: Annotated[int, typer.Option(min=2, help="Prompts in a batch.")] = 8,
+    seed: Annotated[int, typer.Option(help="Of the sample of prompts.")] = 0,
+    device: Annotated[str, typer.Option(help="Where the model runs.")] = "cpu",
+) -> None:
+    """Check that no drafter changes the output.
+
+    In float32 every method against generate() of Transformers; in bfloat16 every method against
+    plain decoding, bit for bit, greedy and seeded, alone and in batches. Prints a Markdown table
+    and every mismatch. Exits with 1 if there is one.
+    """
+    with one_line_errors():
+        options = Options(
+            methods=tuple(parse_methods(method) if method else _all_methods()),
+            max_tokens=max_tokens,
+            max_prompt_tokens=max_prompt_tokens,
+            batch_size=batch_size,
+        )
+        source = Source(model, draft_model, device)
+        checks = _checks_named(check or ())
+        sample = stratified(read_prompts(prompts), per_kind, seed, kind or ())
+        results = ResultsFile(output, _settings(options, source, prompts, seed))
+        wanted = list(_wanted(checks, options, sample))
+        _run_all(options, source, checks, sample, results)
+    compared = [results.comparisons[key] for key in wanted]
+    _print_report(compared, machine(default_device(device)))
+    raise typer.Exit(1 if any(comparison.broken for comparison in compared) else 0)
+
+
+def _all_methods() -> list[Method]:
+    methods, left_out = default_methods()
+    if left_out:
+        names = ", ".join(left_out)
+        typer.echo(
+            f"Left out, as they need fields of their own (--method JSON): {names}.", err=True
+        )
+    return methods
+
+
+def _checks_named(names: Sequence[str]) -> list[Check]:
+    known = {check.name: check for check in CHECKS}
+    for name in names:
+        if name not in known:
+            raise BenchmarkError(f"no check '{name}'; there are: {'; '.join(known)}.")
+    return [check for check in CHECKS if not names or check.name in names]
+
+
+def _settings(options: Options, source: Source, prompts: Path, seed: int) -> dict[str, Any]:
+    """What a comparison depends on; how many prompts are compared is not part of it."""
+    return {
+        "model": source.model,
+        "draft_model": source.draft_model,
+        "max_tokens": options.max_tokens,
+        "max_prompt_tokens": options.max_prompt_tokens,
+        "batch_size": options.batch_size,
+        "prompts": f"{prompts.name} {hashlib.sha256(prompts.read_bytes()).hexdigest()[:12]}",
+        "seed": seed,
+        **machine(default_device(source.device)),
+    }
+
+
+def _wanted(
+    checks: Iterable[Check], options: Options, sample: Sequence[Prompt]
+) -> Iterable[tuple[str, str, str]]:
+    for check in checks:
+        for method in methods_of(check, options.methods):
+            yield from ((check.name, method.label, prompt.id) for prompt in sample)
+
+
+def _run_all(
+    options: Options,
+    source: Source,
+    checks: Sequence[Check],
+    sample: Sequence[Prompt],
+    results: ResultsFile,
+) -> None:
+    """One dtype after the other, so that one model is in memory at a time."""
+    size = options.batch_size
+    groups = [sample[start : start + size] for start in range(0, len(sample), size)]
+    with progress_bar() as bar:
+        for dtype in dict.fromkeys(check.dtype for check in checks):
+            chosen = [check for check in checks if check.dtype == dtype]
+            wanted = list(_wanted(chosen, options, sample))
+            done = sum(key in results for key in wanted)
+            task = bar.add_task(dtype, total=len(wanted), completed=done)
+            if done < len(wanted):
+                bench = source.bench(options, dtype, results, partial(bar.advance, task))
+                for group in groups:
+                    bench.run(chosen, group)
+                del bench  # before the next dtype is loaded
+
+
+def _print_report(compared: Sequence[Comparison], where: dict[str, Any]) -> None:
+    facts = ", ".join(f"{name} {value}" for name, value in where.items() if value is not None)
+    print(f"`{command_line('benchmarks.identity')}`\n\n{facts}\n")
+    print(summary(compared))
+    different = [comparison for comparison in compared if not comparison.identical]
+    for comparison in different:
+        print(f"\n{_told(comparison)}")
+    print(f"\n{len(compared) - len(different)} of {len(compared)} identical.")
+
+
+def _told(comparison: Comparison) -> str:
+    """One mismatch in words."""
+    difference = comparison.difference
+    assert difference is not None
+    told = (
+        f"{comparison.check}: {comparison.method}, prompt {comparison.prompt} "
+        f"({comparison.kind}): at position {difference.position} of "
+        f"{comparison.generated_tokens} token {difference.got} instead of {difference.expected}"
+    )
+    if difference.expected_logprob is not None or difference.got_logprob is not None:
+        told += f", logprob {difference.got_logprob} instead of {difference.expected_logprob}"
+    assert difference.top2_gap is not None
+    verdict = "a tie" if difference.top2_gap < TIE else "no tie"
+    told += f"; gap of the two largest float32 logits {difference.top2_gap:.2e}: {verdict}"
+    return told if comparison.promised else f"{told}; it drafted branches: bits are not promised"
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,51 @@
+"""The theory of speculative decoding: what a draft length should bring, before it is tried.
+
+`formulas` works on three numbers (the acceptance rate alpha, the draft length gamma, the cost
+ratio c), `laws` on the two distributions p and q themselves. Both are pure functions; numbers of
+theorems and equations are those of Leviathan et al., "Fast Inference from Transformers via
+Speculative Decoding" (2023), unless another paper is named. `measure` and `compare` take the
+numbers from a real model and hold the predictions against the clock; they load PyTorch, so they
+are not imported here.
+"""
+
+from foretoken.analysis.formulas import (
+    MAX_GAMMA,
+    accepted_law,
+    best_gamma,
+    best_gamma_on_curve,
+    expected_tokens,
+    guaranteed_improvement,
+    improvement,
+    improvement_on_curve,
+    memory_reduction,
+    operations,
+    oracle_improvement,
+    pays,
+    specdec_latency,
+)
+from foretoken.analysis.laws import (
+    acceptance_probability,
+    acceptance_rate,
+    lenient_acceptance_probability,
+    lk_divergence,
+)
+
+__all__ = [
+    "MAX_GAMMA",
+    "acceptance_probability",
+    "acceptance_rate",
+    "accepted_law",
+    "best_gamma",
+    "best_gamma_on_curve",
+    "expected_tokens",
+    "guaranteed_improvement",
+    "improvement",
+    "improvement_on_curve",
+    "lenient_acceptance_probability",
+    "lk_divergence",
+    "memory_reduction",
+    "operations",
+    "oracle_improvement",
+    "pays",
+    "specdec_latency",
+]

@@ -1,0 +1,81 @@
+"""The command line: `foretoken COMMAND`. One command a file.
+
+PyTorch and Transformers are imported inside the commands, so that help and mistakes are answered
+at once.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import warnings
+from typing import Annotated
+
+import typer
+
+from foretoken import __version__
+from foretoken.cli import chat, demo, generate, methods, models, ngrams, plan, trace
+from foretoken.cli.root import RootGroup, examples
+
+__all__ = ["app", "main"]
+
+_QUIET_LIBRARIES = {
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+
+EXAMPLES = examples(
+    "foretoken demo  # what it does, measured while you watch",
+    'foretoken generate "Why is the sky blue?"',
+    "foretoken chat",
+)
+
+app = typer.Typer(
+    cls=RootGroup,
+    epilog=EXAMPLES,
+    rich_markup_mode="rich",
+    invoke_without_command=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(epilog=generate.EXAMPLES)(generate.generate)
+app.command(epilog=chat.EXAMPLES)(chat.chat)
+app.command(epilog=demo.EXAMPLES)(demo.demo)
+app.command(epilog=trace.EXAMPLES)(trace.trace)
+app.command(epilog=plan.EXAMPLES)(plan.plan)
+app.add_typer(models.app, name="models")
+app.add_typer(ngrams.app, name="ngrams")
+app.command(epilog=methods.EXAMPLES)(methods.methods)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"foretoken {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def foretoken(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Speculative decoding for Hugging Face models: the same bits, sooner."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main() -> None:
+    """Run the command line in a process of its own."""
+    os.environ.update(
+        {name: os.environ.get(name, value) for name, value in _QUIET_LIBRARIES.items()}
+    )
+    warnings.simplefilter("ignore")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what a terminal cannot show must not end a run
+            stream.reconfigure(errors="replace")
+    app()

@@ -1,0 +1,41 @@
+"""The library's messages in the words of the command line: flags instead of field names."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["flag", "in_flags"]
+
+_FIELDS = (
+    *("temperature", "top_k", "top_p", "min_p", "seed", "n", "logprobs", "logit_bias"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "allowed_token_ids"),
+    *("min_tokens", "max_tokens", "stop", "stop_token_ids"),
+    *("num_speculative_tokens", "acceptance", "controller", "dtype", "device", "max_model_len"),
+)
+
+_ADVICE = {
+    "needs a draft model: set 'model'": "needs a draft model: add --draft-model",
+    "takes no draft model: remove 'model'": "takes no draft model: remove --draft-model",
+    "pass text instead of messages": "use --no-chat",
+    "pass token ids, or LLM(tokenizer=...)": "the command line needs one",
+}
+
+# A field as the subject of the message, with its value, or as a word no sentence has.
+_NAME = "|".join(sorted(_FIELDS, key=len, reverse=True))
+_SUBJECT = re.compile(rf"^({_NAME})(?=:)")
+_WITH_VALUE = re.compile(rf"\b({_NAME})='?(\w+)'?")
+_WORD = re.compile(rf"\b({'|'.join(name for name in _FIELDS if '_' in name)})\b")
+
+
+def flag(field: str) -> str:
+    """The flag that sets this field."""
+    return "--" + field.replace("_", "-")
+
+
+def in_flags(message: str) -> str:
+    """A message of the library's with every parameter under the name the user typed."""
+    for said, typed in _ADVICE.items():
+        message = message.replace(said, typed)
+    message = _SUBJECT.sub(lambda match: flag(match[1]), message)
+    message = _WITH_VALUE.sub(lambda match: f"{flag(match[1])} {match[2]}", message)
+    return _WORD.sub(lambda match: flag(match[1]), message)

@@ -1,0 +1,194 @@
+"""`foretoken demo`: the same model without and with speculation, measured while you watch."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from foretoken.cli.console import display, plain, working
+from foretoken.cli.demo_prompts import PROMPTS, DemoPrompt
+from foretoken.cli.demo_runs import Comparison, Runs
+from foretoken.cli.options import ModelOptions, SpeculationOptions, flat
+from foretoken.cli.report import legend, summary
+from foretoken.cli.root import UsageError, examples
+from foretoken.cli.session import resolve, shaped
+from foretoken.cli.writer import TokenWriter
+
+if TYPE_CHECKING:
+    from foretoken.config import SamplingParams
+    from foretoken.llm import LLM
+    from foretoken.outputs import CompletionOutput
+    from foretoken.speculative import SpeculativeConfig
+
+__all__ = ["EXAMPLES", "demo"]
+
+EXAMPLES = examples(
+    "foretoken demo",
+    "foretoken demo --method ngram_table --num-speculative-tokens 7",
+    "foretoken demo --dtype float32 --rounds 5",
+)
+
+DEFAULT_NUM_SPECULATIVE_TOKENS = 8
+"""Checking 8 tokens costs a CPU little more than checking 5, and copies are long."""
+
+_LINES_SHOWN = 5
+"""Of a long prompt."""
+
+
+@flat
+def demo(
+    target: ModelOptions,
+    speculation: SpeculationOptions,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)] = 160,
+    rounds: Annotated[
+        int, typer.Option(help="Measured runs of each kind, after one to warm up.", min=1)
+    ] = 3,
+) -> None:
+    """Watch the same model without and with speculation.
+
+    Three prompts; every figure is measured while you wait, on the same
+    weights, in turn. Ends with 1 if any of the outputs differ.
+    """
+    with working("Starting"):
+        from foretoken.config import SamplingParams
+
+        if speculation == SpeculationOptions():
+            speculation = SpeculationOptions(num_speculative_tokens=DEFAULT_NUM_SPECULATIVE_TOKENS)
+        config = speculation.config()
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    without, speculative = _load(target, config)
+    _show_setting(target, speculative)
+    comparisons = []
+    for prompt in PROMPTS:
+        comparison = Comparison(prompt.title)
+        _stream(comparison, prompt, without, speculative, params)
+        _measure(comparison, prompt, without, speculative, params, rounds)
+        comparisons.append(comparison)
+    _show_table(comparisons, rounds)
+    if not all(comparison.identical for comparison in comparisons):
+        raise typer.Exit(1)
+
+
+def _load(target: ModelOptions, config: SpeculativeConfig) -> tuple[LLM, LLM]:
+    """One model in memory, behind two faces."""
+    folder = resolve(target.model)
+    if config.model is not None:
+        resolve(config.model)
+    with working(f"Loading {target.model}"):
+        from foretoken.llm import LLM
+        from foretoken.models import load_model, load_tokenizer
+        from foretoken.support import default_device, default_dtype
+
+        device = default_device(target.device)
+        model = load_model(folder, default_dtype(target.dtype, device), device)
+        tokenizer = load_tokenizer(folder)
+        if tokenizer is None:
+            raise UsageError(f"{target.model} has no tokenizer to read the prompts with")
+        length = target.max_model_len
+        return (
+            LLM(model, tokenizer=tokenizer, max_model_len=length),
+            LLM(model, tokenizer=tokenizer, max_model_len=length, speculative_config=config),
+        )
+
+
+def _stream(
+    comparison: Comparison,
+    prompt: DemoPrompt,
+    without: LLM,
+    speculative: LLM,
+    params: SamplingParams,
+) -> None:
+    """Show both answers as they come; these runs are the warm-up."""
+    console = display()
+    console.print()
+    console.rule(plain(prompt.title, "head"), align="left", style="note")
+    console.print(plain(_clipped(prompt.text), "note"))
+    console.print(plain("\nwithout speculation", "head"))
+    comparison.without.outputs.append(_stream_one(without, prompt, params))
+    console.print(plain("\nwith speculation", "head"))
+    comparison.speculative.outputs.append(_stream_one(speculative, prompt, params))
+
+
+def _stream_one(llm: LLM, prompt: DemoPrompt, params: SamplingParams) -> CompletionOutput:
+    writer, output = TokenWriter(), None
+    with closing(writer):
+        for chunk in llm.stream(shaped(llm, prompt.text), params):
+            writer.write(chunk.tokens)
+            output = chunk.output
+    assert output is not None, "the last chunk has the output"
+    if llm.speculative_config.gamma:
+        display().print(legend(writer.origins))
+    display().print(plain(summary(output.metrics, output.finish_reason), "note"))
+    return output
+
+
+def _measure(
+    comparison: Comparison,
+    prompt: DemoPrompt,
+    without: LLM,
+    speculative: LLM,
+    params: SamplingParams,
+    rounds: int,
+) -> None:
+    """Run both in turn, so that whatever else the machine does falls on both."""
+    for number in range(1, rounds + 1):
+        with working(f"Measuring, round {number} of {rounds}"):
+            for llm, runs in ((without, comparison.without), (speculative, comparison.speculative)):
+                result = llm.generate([shaped(llm, prompt.text)], params)[0]
+                runs.outputs.append(result.outputs[0])
+
+
+def _clipped(text: str) -> str:
+    """The first lines of a prompt, as wide as the terminal."""
+    lines = list(plain(text).wrap(display(), display().width))
+    more = ["..."] if len(lines) > _LINES_SHOWN else []
+    return "\n".join([*(line.plain.rstrip() for line in lines[:_LINES_SHOWN]), *more])
+
+
+def _show_setting(target: ModelOptions, llm: LLM) -> None:
+    config = llm.speculative_config
+    dtype = str(llm.dtype).removeprefix("torch.")
+    display().print(
+        plain(
+            f"{target.model} in {dtype} on {llm.device}, greedy; {config.method} drafts up to "
+            f"{config.gamma} tokens a step, the target checks them in one pass."
+        )
+    )
+
+
+def _show_table(comparisons: list[Comparison], rounds: int) -> None:
+    table = Table(box=None, pad_edge=False, header_style="head", padding=(0, 2, 0, 0))
+    table.add_column("", no_wrap=True)
+    headings = ("tokens/s\nwithout", "\nwith", "\nratio", "passes\nwithout", "\nwith")
+    for heading in (*headings, "mean\nlength", "\nidentical"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in comparisons:
+        table.add_row(
+            row.title,
+            _speed(row.without),
+            _speed(row.speculative),
+            plain(f"{row.ratio:.2f}x", "head"),
+            str(row.without.target_passes),
+            str(row.speculative.target_passes),
+            f"{row.speculative.mean_acceptance_length:.2f}",
+            plain("yes", "draft") if row.identical else plain("no", "error"),
+        )
+    console = display()
+    console.print()
+    console.rule(plain("Measured just now", "head"), align="left", style="note")
+    console.print(table)
+    console.print(
+        plain(
+            f"\n{rounds} rounds, in turn. tokens/s: median \u00b1 half the range, prompt included. "
+            "passes: forward passes of the target. mean length: tokens per pass with a draft. "
+            "identical: the same token ids in all runs.",
+            "note",
+        )
+    )
+
+
+def _speed(runs: Runs) -> str:
+    return f"{runs.tokens_per_second:.1f} \u00b1{runs.spread:.1f}"

@@ -1,0 +1,164 @@
+"""`foretoken generate`: one prompt, one answer."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretoken.cli.console import display, plain, working
+from foretoken.cli.files import check_writable, write_whole
+from foretoken.cli.options import (
+    ModelOptions,
+    SamplingOptions,
+    SpeculationOptions,
+    flat,
+    in_panel,
+)
+from foretoken.cli.prompt import read_prompt
+from foretoken.cli.report import as_json, show_summary
+from foretoken.cli.root import UsageError, examples
+from foretoken.cli.session import open_llm, shaped
+from foretoken.cli.writer import TokenWriter, retold
+
+if TYPE_CHECKING:
+    from foretoken.config import SamplingParams
+    from foretoken.llm import LLM, Prompt
+    from foretoken.outputs import CompletionOutput, RequestOutput
+
+__all__ = ["EXAMPLES", "generate"]
+
+EXAMPLES = examples(
+    'foretoken generate "Why is the sky blue?"',
+    "foretoken generate --file notes.txt --max-tokens 200",
+    "git diff | foretoken generate --method ngram_table --quiet",
+    'foretoken generate "Write a poem." --temperature 0.8 --seed 7 --json',
+    'foretoken generate "Count to ten." --trace steps.json',
+    "foretoken generate Hi --speculative-config '{\"prompt_lookup_max\": 6}'",
+)
+
+
+@flat
+def generate(
+    prompt: Annotated[
+        str | None,
+        typer.Argument(help="The prompt; - or nothing reads standard input.", metavar="PROMPT"),
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="Read the prompt from this file.", metavar="FILE")
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Put the prompt through the model's chat template, or not.",
+            show_default="chat if the model has a template",
+        ),
+    ] = None,
+    *,
+    target: ModelOptions,
+    speculation: SpeculationOptions,
+    sampling: SamplingOptions,
+    n: Annotated[int, in_panel("Sampling", "Number of answers.", "--n")] = 1,
+    logprobs: Annotated[
+        int | None,
+        in_panel("Output", "With --json: log-probabilities of the k most likely tokens."),
+    ] = None,
+    json_output: Annotated[
+        bool, in_panel("Output", "Print one JSON object; `outputs` has all if n > 1.", "--json")
+    ] = False,
+    trace: Annotated[
+        Path | None,
+        in_panel("Output", "Write what happened at every step.", metavar="FILE"),
+    ] = None,
+    quiet: Annotated[
+        bool, in_panel("Output", "The text only: no spinner, no figures.", "--quiet", "-q")
+    ] = False,
+) -> None:
+    """Generate text for one prompt.
+
+    On a terminal every token has the colour of its origin: drafted and
+    accepted, correction of a rejected draft, or bonus. On a pipe there is
+    the text and nothing else.
+    """
+    _check(n, logprobs, json_output, trace)
+    text = read_prompt(prompt, file)
+    with working("Starting", quiet=quiet):
+        config = speculation.config()
+        params = sampling.params(n=n, logprobs=logprobs)
+    llm = open_llm(target, config, quiet=quiet)
+    conversation = shaped(llm, text, chat)
+    if json_output:
+        with working("Generating", quiet=quiet):
+            result = llm.generate([conversation], params, trace=trace is not None)[0]
+        print(as_json({"model": target.model, **_fields(llm, text, result)}))
+        outputs = list(result.outputs)
+    elif n > 1:
+        outputs = _several(llm, conversation, params, quiet=quiet)
+    else:
+        outputs = [_stream(llm, conversation, params, trace=trace is not None, quiet=quiet)]
+    if trace is not None:
+        write_whole(trace, json.dumps(outputs[0].trace.as_dict()) + "\n")
+
+
+def _check(n: int, logprobs: int | None, json_output: bool, trace: Path | None) -> None:
+    """Find mistakes that need no model to be seen."""
+    if logprobs is not None and not json_output:
+        raise UsageError("--logprobs are shown with --json only: add --json")
+    if trace is not None:
+        if n > 1:
+            raise UsageError(f"--trace describes one answer: leave out --n {n}")
+        check_writable(trace)
+
+
+def _stream(
+    llm: LLM, prompt: Prompt, params: SamplingParams, *, trace: bool, quiet: bool
+) -> CompletionOutput:
+    writer = TokenWriter()
+    output = None
+    with closing(writer):
+        for chunk in llm.stream(prompt, params, trace=trace):
+            writer.write(chunk.tokens)
+            output = chunk.output
+    assert output is not None, "the last chunk has the output"
+    if not quiet:
+        show_summary(output, writer)
+    return output
+
+
+def _several(
+    llm: LLM, prompt: Prompt, params: SamplingParams, *, quiet: bool
+) -> list[CompletionOutput]:
+    """All answers in one batch, shown one after the other."""
+    with working(f"Generating {params.n} answers", quiet=quiet):
+        outputs = llm.generate([prompt], params)[0].outputs
+    console = display()
+    for output in outputs:
+        if output.index > 0:
+            console.print()
+        if console.is_terminal:
+            console.print(plain(f"Answer {output.index + 1} of {len(outputs)}", "head"))
+        writer = TokenWriter()
+        with closing(writer):
+            writer.write(retold(output, llm.tokenizer, params))
+        if not quiet:
+            show_summary(output, writer)
+    return list(outputs)
+
+
+def _fields(llm: LLM, text: str, result: RequestOutput) -> dict[str, Any]:
+    """What --json prints: the first answer's fields, then all answers if there are several."""
+    outputs = [output.as_dict() | {"trace": output.trace.as_dict()} for output in result.outputs]
+    first = {name: field for name, field in outputs[0].items() if name != "index"}
+    return {
+        "dtype": str(llm.dtype).removeprefix("torch."),
+        "device": str(llm.device),
+        "speculative_config": llm.speculative_config.as_dict(),
+        "prompt": text,
+        "prompt_token_ids": list(result.prompt_token_ids),
+        **first,
+        **({"outputs": outputs} if len(outputs) > 1 else {}),
+    }

@@ -1,0 +1,119 @@
+"""`foretoken models`: what can be fetched, what is in the cache, and how to be rid of it."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from foretoken.cli.console import display, errors, plain
+from foretoken.cli.report import as_json
+from foretoken.cli.root import DefaultGroup, UsageError, examples
+from foretoken.cli.session import resolve
+
+if TYPE_CHECKING:
+    from foretoken.models import Alias, CachedModel
+
+__all__ = ["EXAMPLES", "app"]
+
+EXAMPLES = examples(
+    "foretoken models",
+    "foretoken models fetch smollm2-135m",
+    "foretoken models remove smollm2-135m --yes",
+)
+
+app = typer.Typer(cls=DefaultGroup, rich_markup_mode="rich", epilog=EXAMPLES)
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.callback()
+def models() -> None:
+    """List, fetch and remove models. Without a command: list."""
+
+
+@app.command("list")
+def list_models(json_output: JsonOption = False) -> None:
+    """Aliases, and what is in the cache."""
+    from foretoken.models import aliases, cache_dir, cached
+
+    folders = {model.name: model for model in cached()}
+    known = aliases()
+    rows = [_row(known.get(name), folders.get(name)) for name in sorted({*known, *folders})]
+    if json_output:
+        print(as_json({"cache_dir": str(cache_dir()), "models": rows}))
+        return
+    table = Table(box=None, pad_edge=False, header_style="head", padding=(0, 3, 0, 0))
+    table.add_column("model", no_wrap=True)
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    table.add_column("source", overflow="fold")
+    for row in rows:
+        table.add_row(*(plain(cell) for cell in _cells(row)))
+    display().print(table)
+    display().print(plain(f"\nThe cache is {cache_dir()}.", "note"), soft_wrap=True)
+
+
+@app.command()
+def fetch(
+    name: Annotated[
+        str, typer.Argument(help="An alias, or a .gguf file to convert.", metavar="NAME")
+    ],
+) -> None:
+    """Fetch and convert a model now, so that its first use need not wait."""
+    folder = resolve(name)
+    display().print(plain(f"{name} is ready in {folder}"), soft_wrap=True)
+
+
+@app.command()
+def remove(
+    name: Annotated[str, typer.Argument(help="A name from `foretoken models`.", metavar="NAME")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete a model from the cache."""
+    from foretoken import models as store
+    from foretoken.models.progress import bytes_text
+
+    found = {model.name: model for model in store.cached()}
+    if name not in found:
+        held = ", ".join(found) or "nothing"
+        raise UsageError(f"{name} is not in the cache, which holds {held}")
+    size = bytes_text(found[name].size_bytes)
+    if not (yes or _confirmed(f"Delete {name} ({size})?")):
+        display().print("nothing deleted")
+        return
+    store.remove(name)
+    display().print(plain(f"{name} is deleted, {size} are free"), soft_wrap=True)
+
+
+def _row(alias: Alias | None, model: CachedModel | None) -> dict[str, Any]:
+    """One model, as --json shows it."""
+    return {
+        "name": alias.name if alias else model.name if model else None,
+        "alias": alias is not None,
+        "cached": model is not None,
+        "folder": str(model.folder) if model else None,
+        "size_bytes": model.size_bytes if model else None,
+        "download_bytes": alias.download_bytes if alias else None,
+        "source": model.source if model else alias.requirement if alias else None,
+        "description": alias.description if alias else None,
+        "licence": alias.licence if alias else None,
+    }
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, str, str, str]:
+    from foretoken.models.progress import bytes_text
+
+    size = bytes_text(row["size_bytes"]) if row["cached"] else "-"
+    state = "cached" if row["cached"] else f"{bytes_text(row['download_bytes'])} to fetch"
+    return row["name"], size, state, row["description"] or row["source"]
+
+
+def _confirmed(question: str) -> bool:
+    """Ask at a terminal; without one, nobody can agree."""
+    if not sys.stdin.isatty():
+        raise UsageError("there is nobody to ask: add --yes")
+    errors().print(plain(f"{question} [y/N] "), end="")
+    return sys.stdin.readline().strip().lower() in ("y", "yes")

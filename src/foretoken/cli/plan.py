@@ -1,0 +1,237 @@
+"""`foretoken plan`: what a draft length should bring, from theory or measured and then tried."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from foretoken.cli.advice import flag
+from foretoken.cli.console import display, plain, working
+from foretoken.cli.options import (
+    ModelOptions,
+    SamplingOptions,
+    SpeculationOptions,
+    flat,
+    in_panel,
+    parse_object,
+)
+from foretoken.cli.plan_report import show_plan, show_trials
+from foretoken.cli.plan_theory import Plan, planned
+from foretoken.cli.plan_trials import (
+    Trials,
+    check_plots,
+    open_laboratory,
+    read_texts,
+    run_trials,
+)
+from foretoken.cli.report import as_json
+from foretoken.cli.root import UsageError, examples
+
+if TYPE_CHECKING:
+    from foretoken.speculative import SpeculativeConfig
+
+__all__ = ["EXAMPLES", "plan"]
+
+EXAMPLES = examples(
+    "foretoken plan --alpha 0.8 --c 0.05",
+    "foretoken plan --alpha 0.8 --c 0.05 --c-hat 0.02 --plots figures",
+    "foretoken plan --measure --method ngram  # then predicted and measured, side by side",
+    "foretoken plan --measure --draft-model ./small --prompts mine.jsonl --temperature 1",
+)
+
+DEFAULT_MAX_GAMMA = 10
+DEFAULT_GAMMAS = "1,2,4,8"
+DEFAULT_ROUNDS = 3
+LONGEST_GAMMA = 256
+
+
+@dataclass(frozen=True)
+class TheoryOptions:
+    """The numbers of the theory."""
+
+    alpha: Annotated[
+        float | None,
+        in_panel("Theory", "Acceptance rate: mean of sum min(p, q).", min=0, max=1),
+    ] = None
+    c: Annotated[
+        float | None, in_panel("Theory", "Time of a draft step over that of a target pass.", min=0)
+    ] = None
+    c_hat: Annotated[
+        float | None,
+        in_panel("Theory", "The same for operations.", min=0, show_default="as --c"),
+    ] = None
+    max_gamma: Annotated[
+        int | None,
+        in_panel(
+            "Theory",
+            "Longest draft in the table.",
+            min=0,
+            max=256,
+            show_default=str(DEFAULT_MAX_GAMMA),
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class MeasureOptions:
+    """What to measure, and how often."""
+
+    measure: Annotated[
+        bool,
+        in_panel("Measure", "Measure alpha, c and the speed-ups on a model.", "--measure"),
+    ] = False
+    prompts: Annotated[
+        Path | None,
+        in_panel(
+            "Measure",
+            "Text with a prompt a line, or .jsonl with a prompt in each object.",
+            metavar="FILE",
+            show_default="three short ones",
+        ),
+    ] = None
+    gammas: Annotated[
+        str | None,
+        in_panel(
+            "Measure", "Draft lengths to try.", metavar="N,N,...", show_default=DEFAULT_GAMMAS
+        ),
+    ] = None
+    rounds: Annotated[
+        int | None,
+        in_panel("Measure", "Runs of every length.", min=1, show_default=str(DEFAULT_ROUNDS)),
+    ] = None
+
+
+@dataclass(frozen=True)
+class DrafterOptions:
+    """What drafts while measuring."""
+
+    method: Annotated[
+        str | None,
+        in_panel("Measure", "Drafter (`foretoken methods`).", show_default="ngram"),
+    ] = None
+    draft_model: Annotated[
+        str | None, in_panel("Measure", "Folder, .gguf file or alias of a draft model.")
+    ] = None
+    speculative_config: Annotated[
+        str | None,
+        in_panel("Measure", "The same as a JSON object, with more fields.", metavar="JSON"),
+    ] = None
+
+    def config(self) -> SpeculativeConfig:
+        """The configuration, with the rule the theory is about unless the JSON names another.
+
+        Raises:
+            UsageError: the JSON is not an object, contradicts a flag, or sets the draft length.
+            ConfigError: a value is unknown or out of range.
+        """
+        fields = parse_object("--speculative-config", self.speculative_config)
+        for name in ("num_speculative_tokens", "controller"):
+            if name in fields:
+                raise UsageError(f"{name} in --speculative-config: --gammas says how much to draft")
+        shared = SpeculationOptions(
+            method=self.method,
+            draft_model=self.draft_model,
+            acceptance=None if "acceptance" in fields else "rejection",
+            speculative_config=self.speculative_config,
+        )
+        return shared.config()
+
+
+@flat
+def plan(
+    theory: TheoryOptions,
+    trial: MeasureOptions,
+    drafter: DrafterOptions,
+    target: ModelOptions,
+    sampling: SamplingOptions,
+    plots: Annotated[
+        Path | None,
+        in_panel("Output", "Draw figures 2 to 4 as PNG into this folder.", metavar="DIR"),
+    ] = None,
+    json_output: Annotated[bool, in_panel("Output", "Print one JSON object.", "--json")] = False,
+) -> None:
+    """Find the best draft length, from theory or on your own model.
+
+    With --alpha and --c: expected tokens per step, speed-up and operations
+    for every draft length (Leviathan et al., 2023, equation 1 and theorems
+    3.8 and 3.11). With --measure: alpha, c and the cost of verification are
+    measured, every speed-up is predicted and then measured too.
+    """
+    if plots is not None:
+        check_plots(plots)
+    if trial.measure:
+        _refuse("--measure finds this out by itself", theory)
+        found = _measured(trial, drafter, target, sampling, quiet=json_output)
+        if json_output:
+            display().out(as_json({"model": target.model, **found.as_dict()}))
+        else:
+            show_trials(found, target.model)
+        numbers = (found.assumed.alpha, found.assumed.c)
+    else:
+        for options in (trial, drafter, target, sampling):
+            _refuse("only --measure uses this", options)
+        expected = _expected(theory)
+        if json_output:
+            display().out(as_json(expected.as_dict()))
+        else:
+            show_plan(expected)
+        numbers = (expected.alpha, expected.c)
+    if plots is not None:
+        _draw(plots, *numbers, quiet=json_output)
+
+
+def _refuse(reason: str, options: Any) -> None:
+    """Refuse options that would have no effect."""
+    for item in fields(options):
+        if getattr(options, item.name) != item.default:
+            raise UsageError(f"{flag(item.name)}: {reason}")
+
+
+def _expected(theory: TheoryOptions) -> Plan:
+    if theory.alpha is None:
+        raise UsageError("give --alpha (and --c), or --measure to find them out")
+    c = 0.0 if theory.c is None else theory.c
+    c_hat = c if theory.c_hat is None else theory.c_hat
+    longest = DEFAULT_MAX_GAMMA if theory.max_gamma is None else theory.max_gamma
+    return planned(theory.alpha, c, c_hat, longest)
+
+
+def _measured(
+    trial: MeasureOptions,
+    drafter: DrafterOptions,
+    target: ModelOptions,
+    sampling: SamplingOptions,
+    *,
+    quiet: bool,
+) -> Trials:
+    gammas = _gammas(DEFAULT_GAMMAS if trial.gammas is None else trial.gammas)
+    texts = read_texts(trial.prompts)
+    with working("Starting", quiet=quiet):
+        config = drafter.config()
+        params = sampling.params()
+    if config.method == "none":
+        raise UsageError("--method none drafts nothing: there is nothing to measure")
+    rounds = DEFAULT_ROUNDS if trial.rounds is None else trial.rounds
+    laboratory = open_laboratory(target, config, quiet=quiet)
+    return run_trials(laboratory, texts, params, gammas, rounds, quiet=quiet)
+
+
+def _gammas(text: str) -> list[int]:
+    try:
+        gammas = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise UsageError(f"--gammas takes draft lengths, as in 1,2,4, got {text}") from None
+    if not 1 <= gammas[0] <= gammas[-1] <= LONGEST_GAMMA:
+        raise UsageError(f"--gammas must be between 1 and {LONGEST_GAMMA}, got {text}")
+    return gammas
+
+
+def _draw(folder: Path, alpha: float, c: float, *, quiet: bool) -> None:
+    with working("Drawing", quiet=quiet):
+        from foretoken.analysis.plots import draw
+
+        files = draw(folder, alpha, c)
+    if not quiet:
+        names = ", ".join(file.name for file in files)
+        display().print(plain(f"\n{names} are in {folder}.", "note"), soft_wrap=True)

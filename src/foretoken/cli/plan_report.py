@@ -1,0 +1,155 @@
+"""How `foretoken plan` shows what it found."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from foretoken.cli.console import display, plain
+
+if TYPE_CHECKING:
+    from foretoken.analysis.compare import Trial
+    from foretoken.cli.plan_theory import Plan, PlanRow
+    from foretoken.cli.plan_trials import Trials
+
+__all__ = ["show_plan", "show_trials"]
+
+
+def show_plan(plan: Plan) -> None:
+    """The table of the theory, its best row marked, and the sentences below it."""
+    console = display()
+    table = _table("gamma", "tokens\nper step", "\nspeed-up", "opera-\ntions")
+    for row in plan.rows:
+        style = "draft" if row.gamma == plan.best.gamma else ""
+        table.add_row(*(plain(cell, style) for cell in _cells(row)))
+    setting = f"alpha {plan.alpha:g}, c {plan.c:g}, c_hat {plan.c_hat:g}"
+    console.print(plain(f"{setting}, against decoding without drafts\n"))
+    console.print(table)
+    console.print()
+    for line in _verdict(plan):
+        console.print(plain(line))
+
+
+def _cells(row: PlanRow) -> tuple[str, ...]:
+    return (
+        str(row.gamma),
+        f"{row.expected_tokens:.3f}",
+        f"{row.improvement:.3f}x",
+        f"{row.operations:.3f}x",
+    )
+
+
+def _verdict(plan: Plan) -> list[str]:
+    best = plan.best
+    if not best.gamma:
+        return ["Best gamma: 0. Drafting does not pay: alpha is not above c (corollary 3.9)."]
+    least = (1 + plan.alpha) / (1 + plan.c)
+    if plan.unbounded:
+        first = "Best gamma: as long as possible; a longer draft is always better here."
+    else:
+        first = f"Best gamma: {best.gamma}, {best.improvement:.3f}x faster."
+    return [
+        first,
+        f"Drafting pays, at least {least:.3f}x: alpha is above c (corollary 3.9).",
+        f"Oracle that knows how many guesses will pass: {_times(plan.oracle)}.",
+    ]
+
+
+def _times(factor: float) -> str:
+    return "no bound" if math.isinf(factor) else f"{factor:.3f}x"
+
+
+def show_trials(found: Trials, model: str) -> None:
+    """What was measured, the two columns, and what parts them."""
+    console = display()
+    for line in _setting(found, model):
+        console.print(plain(line))
+    console.print()
+    console.print(_trial_table(found))
+    console.print()
+    for trial in found.trials:
+        console.print(plain(_agreement(trial)))
+    console.print(
+        plain(
+            f"\nBest gamma: {found.best_predicted} by measured costs of up to "
+            f"{len(found.assumed.verify_cost) - 1}; {found.best_measured} measured, of those tried."
+        )
+    )
+    console.print(
+        plain(
+            f"\n{found.rounds} rounds, in turn with none; range: slowest and fastest round. The "
+            "first step of an output, where the prompt is read, does not count. const.: theorem "
+            "3.8. curve: with the measured costs of passes and lengths of drafts. ok: within 15 %.",
+            "note",
+        )
+    )
+
+
+def _setting(found: Trials, model: str) -> list[str]:
+    assumed = found.assumed
+    curve = assumed.verify_cost
+    shown = sorted({1, len(curve) // 2, len(curve) - 1} - {0})
+    costs = ", ".join(f"v({gamma}) {curve[gamma]:.2f}" for gamma in shown)
+    how = "greedy" if found.temperature == 0 else f"temperature {found.temperature:g}"
+    lines = [
+        f"{model}, {found.method}, rule {found.acceptance}, {how}, {found.prompts} prompt(s)",
+        f"alpha {assumed.alpha:.3f}: mean of sum min(p, q) over {len(assumed.betas)} positions",
+        f"c {assumed.c:.4f}: a drafted token against a pass of {assumed.pass_seconds * 1e3:.2f} ms",
+        f"verification, v(0) = 1: {costs}",
+    ]
+    if assumed.drafting_share < 1:
+        lines.append(f"drafted at {assumed.drafting_share:.0%} of the positions only")
+    return lines
+
+
+def _trial_table(found: Trials) -> Table:
+    headings = ("expected\nconst.", "\ncurve", "\nmeasured", "\nrange", "ok\nconst.", "\ncurve")
+    table = _table("gamma", *headings, "tokens\neq. 1", "\nmeasured")
+    for trial in found.trials:
+        table.add_row(
+            str(trial.gamma),
+            f"{trial.predicted:.2f}x",
+            f"{trial.predicted_on_curve:.2f}x",
+            plain(f"{trial.measured:.2f}x", "head"),
+            f"{trial.low:.2f}-{trial.high:.2f}",
+            _yes(trial.agrees),
+            _yes(trial.agrees_on_curve),
+            f"{trial.expected_tokens:.2f}",
+            f"{trial.measured_tokens:.2f}",
+        )
+    return table
+
+
+def _yes(holds: bool) -> str:
+    return "yes" if holds else "no"
+
+
+def _agreement(trial: Trial) -> str:
+    """One sentence for one draft length."""
+    apart = f"{trial.measured / trial.predicted - 1:+.0%}"
+    if trial.agrees:
+        return f"gamma {trial.gamma}: agrees with theorem 3.8 ({apart})."
+    factors = {
+        "drafts": f"drafts have {trial.mean_drafted:.1f} tokens on average, not {trial.gamma}",
+        "acceptance": (
+            f"acceptance is not i.i.d. with alpha (accepted lengths are {trial.distance:.2f} from "
+            "the geometric law in total variation)"
+        ),
+        "verification": f"a pass costs {trial.mean_verify_cost:.2f} plain ones, not 1",
+        "drafting": "a drafted token did not cost the measured c",
+        "passes": "passes did not cost what they were timed at",
+        "overhead": "a step costs more or less than its drafting and its pass",
+    }
+    reasons = "; ".join(
+        f"{factors[name]}: x{getattr(trial.factors, name):.2f}" for name in trial.factors.failing()
+    )
+    return f"gamma {trial.gamma}: {apart} from theorem 3.8. {reasons}."
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="head", padding=(0, 2, 0, 0))
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table

@@ -1,0 +1,197 @@
+"""`foretoken plan --measure`: prompts, the model, and the runs in turn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foretoken.cli.console import working
+from foretoken.cli.demo_prompts import PROMPTS
+from foretoken.cli.root import UsageError
+from foretoken.cli.session import resolve, shaped
+
+if TYPE_CHECKING:
+    from foretoken.analysis.compare import Assumptions, StepSample, Trial
+    from foretoken.analysis.measure import Laboratory
+    from foretoken.cli.options import ModelOptions
+    from foretoken.config import SamplingParams
+    from foretoken.speculative import SpeculativeConfig
+
+__all__ = ["Trials", "check_plots", "open_laboratory", "read_texts", "run_trials"]
+
+TEXT_FIELDS = ("prompt", "text", "question", "instruction")
+"""Where the text of a prompt stands in a JSON line; the first one found counts."""
+
+
+@dataclass(frozen=True)
+class Trials:
+    """What was assumed, and how every draft length did."""
+
+    method: str
+    acceptance: str
+    temperature: float
+    prompts: int
+    rounds: int
+    assumed: Assumptions
+    trials: tuple[Trial, ...]
+
+    @property
+    def best_predicted(self) -> int:
+        """The best draft length by the measured cost of passes, none (0) included."""
+        gammas = range(len(self.assumed.verify_cost))
+        return max(gammas, key=self.assumed.predicted_on_curve)
+
+    @property
+    def best_measured(self) -> int:
+        """The fastest length that was tried, none (0) included."""
+        best = max(self.trials, key=lambda trial: trial.measured)
+        return best.gamma if best.measured > 1 else 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "method": self.method,
+            "acceptance": self.acceptance,
+            "temperature": self.temperature,
+            "prompts": self.prompts,
+            "rounds": self.rounds,
+            **self.assumed.as_dict(),
+            "best_gamma_predicted": self.best_predicted,
+            "best_gamma_measured": self.best_measured,
+            "trials": [trial.as_dict() for trial in self.trials],
+        }
+
+
+def check_plots(folder: Path) -> None:
+    """Find out before the work that there is nothing to draw with, or nowhere to.
+
+    Raises:
+        UsageError: Matplotlib is not installed, or the path is a file.
+    """
+    from importlib.util import find_spec
+
+    if find_spec("matplotlib") is None:
+        raise UsageError("--plots needs Matplotlib: pip install 'foretoken[plots]'")
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--plots takes a folder, and {folder} is a file")
+
+
+def read_texts(file: Path | None) -> list[str]:
+    """Prompts of a file, or three built-in ones.
+
+    Args:
+        file: `.jsonl` has one JSON string or object a line, with the text under `prompt`, `text`,
+            `question` or `instruction`, or first of `turns`; any other file has one prompt a
+            line. Empty lines are skipped.
+
+    Raises:
+        UsageError: the file is not UTF-8, a line is not a prompt, or there is none.
+        OSError: it cannot be read.
+    """
+    if file is None:
+        return [prompt.text for prompt in PROMPTS]
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise UsageError(f"{file} is not UTF-8 text") from None
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise UsageError(f"{file} has no prompts")
+    if file.suffix != ".jsonl":
+        return [line.strip() for _, line in numbered]
+    return [_json_text(line, f"{file}, line {number}") for number, line in numbered]
+
+
+def _json_text(line: str, place: str) -> str:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{place}: not JSON ({error})") from None
+    if isinstance(value, dict):
+        turns = value.get("turns")
+        first = turns[0] if isinstance(turns, list) and turns else None
+        value = next((value[name] for name in TEXT_FIELDS if name in value), first)
+    if not isinstance(value, str) or not value.strip():
+        names = ", ".join(TEXT_FIELDS)
+        raise UsageError(f"{place}: no text under turns, {names}")
+    return value
+
+
+def open_laboratory(options: ModelOptions, config: SpeculativeConfig, *, quiet: bool) -> Laboratory:
+    """Load target and draft model, once for all draft lengths."""
+    for name in (options.model, config.model):
+        if name is not None:
+            resolve(name)
+    with working(f"Loading {options.model}", quiet=quiet):
+        from foretoken.analysis.measure import Laboratory
+
+        return Laboratory(
+            options.model,
+            speculative_config=config,
+            dtype=options.dtype,
+            device=options.device,
+            max_model_len=options.max_model_len,
+        )
+
+
+def run_trials(
+    laboratory: Laboratory,
+    texts: Sequence[str],
+    params: SamplingParams,
+    gammas: Sequence[int],
+    rounds: int,
+    *,
+    quiet: bool,
+) -> Trials:
+    """Measure what the theory assumes, then every draft length in turn with none.
+
+    Args:
+        laboratory: the model.
+        texts: prompts.
+        params: how to sample; round r adds r to the seed, which is 0 if none is given.
+        gammas: draft lengths, ascending.
+        rounds: runs of every length.
+        quiet: show no progress.
+
+    Raises:
+        ConfigError: nothing was drafted, or the outputs are too short to measure.
+    """
+    from foretoken.analysis.compare import compare
+
+    prompts = [laboratory.encode(shaped(laboratory, text)) for text in texts]
+    seeded = params.model_copy(update={"seed": params.seed or 0})
+    with working("Measuring alpha, c and the cost of verification", quiet=quiet):
+        assumed = laboratory.assumptions(prompts, seeded, gammas[-1])
+    samples = []
+    for index in range(rounds):
+        with working(f"Measuring speed, round {index + 1} of {rounds}", quiet=quiet):
+            samples.append(_round(laboratory, prompts, seeded, [0, *gammas], index))
+    return Trials(
+        method=laboratory.speculative_config.method,
+        acceptance=laboratory.speculative_config.rule_name,
+        temperature=params.temperature,
+        prompts=len(prompts),
+        rounds=rounds,
+        assumed=assumed,
+        trials=tuple(compare(assumed, samples, gamma) for gamma in gammas),
+    )
+
+
+def _round(
+    laboratory: Laboratory,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    gammas: Sequence[int],
+    index: int,
+) -> dict[int, list[StepSample]]:
+    """Every length on every prompt, prompt by prompt, so that a slow moment falls on all."""
+    params = params.model_copy(update={"seed": (params.seed or 0) + index})
+    steps: dict[int, list[StepSample]] = {gamma: [] for gamma in gammas}
+    for number, prompt in enumerate(prompts):
+        start = (index + number) % len(gammas)
+        for gamma in (*gammas[start:], *gammas[:start]):
+            steps[gamma] += laboratory.run(prompt, params, gamma)
+    return steps

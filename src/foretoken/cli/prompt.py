@@ -1,0 +1,60 @@
+"""The one prompt of a command: an argument, a file, or standard input."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import typer
+
+from foretoken.cli.root import UsageError
+from foretoken.errors import ForetokenError
+
+__all__ = ["read_prompt"]
+
+STDIN = "-"
+
+
+def read_prompt(argument: str | None, file: Path | None) -> str:
+    """The prompt; the line end at the end of a file or of piped text is not part of it.
+
+    Args:
+        argument: PROMPT, or "-" for standard input, or None.
+        file: --file, or None.
+
+    Raises:
+        UsageError: there are two prompts, or none, or an empty one.
+        ForetokenError: what was read is not UTF-8 text.
+        OSError: the file cannot be read.
+    """
+    if argument is not None and file is not None:
+        raise UsageError("give PROMPT or --file, not both")
+    if file is not None:
+        text = _decode(file.read_bytes(), str(file))
+    elif argument is not None and argument != STDIN:
+        text = _checked(argument)
+    elif argument is None and sys.stdin.isatty():
+        raise UsageError("no prompt: give PROMPT, --file FILE, or pipe text in")
+    else:
+        text = _decode(typer.get_binary_stream("stdin").read(), "standard input")
+    if not text:
+        raise UsageError("the prompt is empty")
+    return text
+
+
+def _decode(content: bytes, source: str) -> str:
+    try:
+        return content.decode("utf-8").removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise ForetokenError(
+            f"{source} is not UTF-8 text: byte {error.start} is {content[error.start]:#04x}"
+        ) from None
+
+
+def _checked(argument: str) -> str:
+    """Arguments in another encoding arrive with surrogates in them."""
+    try:
+        argument.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UsageError("PROMPT is not UTF-8 text") from None
+    return argument

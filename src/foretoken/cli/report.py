@@ -1,0 +1,62 @@
+"""One finished output in words: a line of figures for people, an object for programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from foretoken.cli.console import display, errors, plain
+
+if TYPE_CHECKING:
+    from collections import Counter
+
+    from foretoken.cli.writer import TokenWriter
+    from foretoken.outputs import CompletionOutput, Metrics
+
+__all__ = ["as_json", "legend", "show_summary", "summary"]
+
+
+def legend(origins: Counter[str]) -> Text:
+    """The colours, and how many tokens have each."""
+    line = Text()
+    for name, label in (("draft", "accepted"), ("correction", "correction"), ("bonus", "bonus")):
+        line.append(f"\u25a0 {label} {origins[name]}", name).append("   ")
+    line.rstrip()
+    return line
+
+
+def summary(metrics: Metrics, finish_reason: str) -> str:
+    """Speed and acceptance of one output."""
+    cut = " (cut short)" if finish_reason == "length" else ""
+    parts = [
+        f"{metrics.generated_tokens} tokens{cut}, {metrics.tokens_per_second:.1f}/s",
+        f"{metrics.target_passes} passes",
+    ]
+    if metrics.num_drafts:
+        parts.append(f"mean acceptance length {metrics.mean_acceptance_length:.2f}")
+    return " \u00b7 ".join(parts)
+
+
+def show_summary(output: CompletionOutput, writer: TokenWriter) -> None:
+    """Legend and figures on stderr, if a person reads it."""
+    console = errors()
+    if not console.is_terminal:
+        return
+    console.print()
+    if display().is_terminal:
+        console.print(legend(writer.origins))
+    console.print(plain(summary(output.metrics, output.finish_reason), "note"))
+
+
+def as_json(value: dict[str, Any]) -> str:
+    """One JSON object, a line per field: `jq` reads it, and so does a person."""
+    # A terminal that cannot show a character gets its escape, which means the same.
+    ascii_only = "utf" not in (sys.stdout.encoding or "").lower()
+    lines = [
+        f"  {json.dumps(name)}: {json.dumps(field, ensure_ascii=ascii_only)}"
+        for name, field in value.items()
+    ]
+    return "{\n" + ",\n".join(lines) + "\n}"

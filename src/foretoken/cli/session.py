@@ -1,0 +1,71 @@
+"""From options to a loaded model, with what a person at a terminal wants to see meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from foretoken.cli.console import working
+from foretoken.cli.options import ModelOptions
+from foretoken.cli.root import UsageError
+
+if TYPE_CHECKING:
+    from foretoken.llm import LLM, Prompt
+    from foretoken.speculative import SpeculativeConfig
+
+__all__ = ["open_llm", "resolve", "shaped"]
+
+
+def open_llm(options: ModelOptions, config: SpeculativeConfig, *, quiet: bool = False) -> LLM:
+    """Load the target, and the draft model if the configuration names one."""
+    for name in (options.model, config.model):
+        if name is not None:
+            resolve(name)
+    with working(f"Loading {options.model}", quiet=quiet):
+        from foretoken.llm import LLM
+
+        return LLM(
+            options.model,
+            speculative_config=config,
+            dtype=options.dtype,
+            device=options.device,
+            max_model_len=options.max_model_len,
+        )
+
+
+def resolve(name: str) -> Path:
+    """A model's folder, fetched or converted first if need be, under its own progress bar.
+
+    Raises:
+        UsageError: no model is called this.
+        ModelError: it cannot be fetched, read or converted.
+    """
+    from foretoken import models
+    from foretoken.errors import ModelError
+
+    try:
+        return models.resolve(name)
+    except ModelError as error:
+        if name in models.aliases() or _exists(name):
+            raise
+        raise UsageError(str(error)) from error
+
+
+def _exists(name: str) -> bool:
+    try:
+        return bool(name) and Path(name).expanduser().exists()
+    except (OSError, RuntimeError):  # a name no file can have, or no home of that name
+        return False
+
+
+def shaped(llm: LLM, text: str, chat: bool | None = None) -> Prompt:
+    """Text as a conversation's first message, or as it is.
+
+    Args:
+        llm: the model.
+        text: the prompt.
+        chat: whether to; None does where the model has a chat template.
+    """
+    if chat is None:
+        chat = llm.tokenizer is not None and bool(llm.tokenizer.chat_template)
+    return [{"role": "user", "content": text}] if chat else text

