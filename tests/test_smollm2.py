@@ -18,7 +18,7 @@ from tests.tiny import reference_greedy
 
 pytestmark = pytest.mark.model
 
-TOKENS = 64
+TOKENS = 32
 COSTLY = ("draft_model", "cascade", "early_exit", "layer_skip")
 """Methods that run a large model to draft: they get fewer prompts."""
 PASSAGE = (

@@ -20,6 +20,9 @@ from foretoken.tree import TokenTree
 
 __all__ = ["Laws", "Sampler", "truncate"]
 
+_LIKELIEST = 1024
+"""Tokens among which a nucleus is looked for before the whole vocabulary is sorted."""
+
 
 class Sampler:
     """Turns one position's logits into p under a request's parameters.
@@ -144,24 +147,31 @@ def truncate(logits: Tensor, params: SamplingParams) -> Law:
         logits: [V], already divided by the temperature.
         params: only min_p, top_k and top_p are read.
     """
-    vocab_size = len(logits)
-    top_k = vocab_size if params.top_k < 1 else min(params.top_k, vocab_size)
     if params.min_p > 0:
         probs = logits.softmax(-1)
         logits = logits.masked_fill(probs < params.min_p * probs.max(), -torch.inf)
-    if top_k == vocab_size and params.top_p == 1:
-        return Law.of(logits.softmax(-1))
-    # Sorting is stable so that equal logits fall on the same side of the cut every time.
-    values, tokens = logits.sort(descending=True, stable=True)
-    values, tokens = values[:top_k], tokens[:top_k]  # [k]
-    probs = values.softmax(-1)
-    if params.top_p < 1:
+    if 1 <= params.top_k < len(logits):
+        # Tokens as likely as the k-th stay, as in Transformers.
+        logits = logits.masked_fill(logits < logits.topk(params.top_k).values[-1], -torch.inf)
+    law = Law.of(logits.softmax(-1))
+    return law if params.top_p == 1 else nucleus(law, params.top_p)
+
+
+def nucleus(law: Law, top_p: float) -> Law:
+    """The law on the smallest set of its most probable tokens whose mass reaches `top_p`.
+
+    Sorting a whole vocabulary takes milliseconds and the set is small as a rule, so the search
+    begins among the likeliest tokens.
+    """
+    size = len(law.probs)
+    for count in (_LIKELIEST, size):
+        probs, order = law.probs.topk(min(count, size))  # [k] descending
         before = probs.cumsum(-1) - probs  # mass of the tokens ahead of each
-        probs = probs[before < params.top_p]
-        probs = probs / probs.sum()
-    tokens, order = tokens[: len(probs)].sort()
-    probs = probs[order]
-    return Law(probs[probs > 0], tokens[probs > 0])
+        if count >= size or float(before[-1]) >= top_p:
+            break
+    kept = order[before < top_p].sort().values
+    probs = law.probs[kept]
+    return Law(probs / probs.sum(), law.tokens[kept])
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
@@ -196,7 +206,8 @@ class Laws:
         self._output_ids = output_ids
         self._laws: dict[int, Law] = {}
         if sampler.plain_greedy:
-            tokens = logits.argmax(-1).tolist()  # [n+1]
+            # Six times faster than argmax in bfloat16, and also the first of equals.
+            tokens = logits.max(-1).indices.tolist()  # [n+1]
             self._laws = {node: Law.one_hot(token) for node, token in enumerate(tokens)}
 
     def __getitem__(self, node: int) -> Law:
