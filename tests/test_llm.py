@@ -136,6 +136,13 @@ def test_a_tiny_temperature_is_greedy(llm: LLM) -> None:
         assert llm.generate("hello", params)[0].token_ids == greedy
 
 
+def test_a_template_that_refuses(model: PreTrainedModel) -> None:
+    tokenizer = TOKENIZER.__class__(tokenizer_object=TOKENIZER.backend_tokenizer)
+    tokenizer.chat_template = "{{ raise_exception('no system messages, please') }}"
+    with pytest.raises(PromptError, match="refuses this: no system messages, please"):
+        LLM(model, tokenizer=tokenizer).chat([{"role": "system", "content": "hi"}])
+
+
 # Endings, the same with and without speculation
 
 

@@ -8,7 +8,7 @@ rules, drafters and noise see nothing else.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ class Law:
     support: Tensor | None = None
 
     @staticmethod
+    @lru_cache(maxsize=4096)  # making two tensors takes longer than everything else about it
     def one_hot(token: int) -> Law:
         """All mass on one token: a greedy target, or a drafter that does not sample."""
         return Law(torch.ones(1), torch.tensor([token]))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken import models
@@ -213,11 +214,14 @@ class LLM:
             return list(self.tokenizer.encode(prompt))
         if not self.tokenizer.chat_template:
             raise PromptError("this model has no chat template: pass text instead of messages.")
-        ids = self.tokenizer.apply_chat_template(
-            [dict(message) for message in prompt],  # type: ignore[arg-type]
-            add_generation_prompt=True,
-            return_dict=False,
-        )
+        try:
+            ids = self.tokenizer.apply_chat_template(
+                [dict(message) for message in prompt],  # type: ignore[arg-type]
+                add_generation_prompt=True,
+                return_dict=False,
+            )
+        except TemplateError as error:  # a template may refuse roles or their order
+            raise PromptError(f"the model's chat template refuses this: {error}") from error
         return list(ids)
 
     # Inside

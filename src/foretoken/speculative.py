@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 from annotated_types import Ge, Le
-from pydantic import ConfigDict, model_validator
+from pydantic import ConfigDict, Strict, model_validator
 
 from foretoken.acceptance import rule_class
 from foretoken.config import Config, nearest
@@ -44,7 +44,7 @@ class SpeculativeConfig(Config):
     model_config = ConfigDict(frozen=True, extra="allow", arbitrary_types_allowed=True)
 
     method: str = "none"
-    num_speculative_tokens: Annotated[int, Ge(0), Le(256)] | None = None
+    num_speculative_tokens: Annotated[int, Strict(), Ge(0), Le(256)] | None = None
     model: Any = None
     acceptance: str | dict[str, Any] = "coupled"
     controller: str | dict[str, Any] = "fixed"

@@ -85,6 +85,8 @@ def default_device(device: str | torch.device) -> torch.device:
         place = torch.device(device)
     except RuntimeError:
         raise ConfigError(f"device: unknown device '{device}'; try 'cpu' or 'cuda'.") from None
+    if place.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device: '{place.type}' is not supported; use 'cpu' or 'cuda'.")
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: no CUDA device is available here; use device='cpu'.")
     return place

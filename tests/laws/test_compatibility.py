@@ -137,6 +137,7 @@ def test_a_model_that_ignores_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"method": "ngram", "prompt_lokup_max": 3}, "did you mean 'prompt_lookup_max'?"),
         ({"method": "none", "prompt_lookup_max": 3}, "no field 'prompt_lookup_max'"),
         ({"method": "ngram", "num_speculative_tokens": -1}, "num_speculative_tokens"),
+        ({"method": "ngram", "num_speculative_tokens": True}, "num_speculative_tokens"),
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, "larger than"),
         ({"method": "draft_model"}, "needs a draft model: set 'model'"),
         ({"method": "ngram", "model": "x"}, "takes no draft model"),
@@ -179,8 +180,9 @@ def test_dtypes_and_devices() -> None:
     for dtype in ("float16", "int8", "fp32", torch.int8):
         with pytest.raises(ConfigError, match="dtype"):
             default_dtype(dtype, cpu)
-    with pytest.raises(ConfigError, match="device"):
-        default_device("gpu0")
+    for device in ("gpu0", "meta"):
+        with pytest.raises(ConfigError, match="device"):
+            default_device(device)
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="no CUDA device"):
             default_device("cuda")

@@ -36,7 +36,7 @@ class SuffixOptions(DrafterOptions):
         suffix_decoding_max_tree_depth: most tokens of match and draft together.
         suffix_decoding_max_cached_requests: most earlier outputs that are kept; 0 keeps none.
         suffix_decoding_max_cached_tokens: most tokens of earlier outputs that are kept, at about
-            a kilobyte each; 0 keeps none.
+            0.4 kB each; 0 keeps none.
         suffix_decoding_max_spec_factor: most drafted tokens per matched token (the paper's alpha).
         suffix_decoding_min_token_prob: least estimated probability of a drafted token, that of
             its ancestors included.
