@@ -62,8 +62,8 @@ def test_recurrent_state() -> None:
         LLM(model)
 
 
-def test_alternating_windows() -> None:
-    model = small(
+def gemma2(sliding_window: int) -> PreTrainedModel:
+    return small(
         "gemma2",
         hidden_size=32,
         intermediate_size=64,
@@ -71,28 +71,20 @@ def test_alternating_windows() -> None:
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=16,
-        sliding_window=16,
+        sliding_window=sliding_window,
         max_position_embeddings=64,
     )
+
+
+def test_alternating_windows() -> None:
     with pytest.raises(CompatibilityError, match="window of 16"):
-        LLM(model)
+        LLM(gemma2(sliding_window=16))
 
 
 def test_attention_that_ours_does_not_do() -> None:
     """Gemma 2 caps its attention logits: refused even where its window is large enough."""
-    model = small(
-        "gemma2",
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        sliding_window=64,
-        max_position_embeddings=64,
-    )
     with pytest.raises(CompatibilityError, match="softcap"):
-        LLM(model)
+        LLM(gemma2(sliding_window=64))
 
 
 def test_positions_that_do_not_come_from_position_ids() -> None:

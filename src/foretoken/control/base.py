@@ -76,6 +76,10 @@ class Controller(ABC):
         self.num_speculative_tokens = num_speculative_tokens
         self.options = self.Options() if options is None else options
         self.costs = CostCurve() if costs is None else costs
+        self.setup()
+
+    def setup(self) -> None:  # noqa: B027
+        """Make the controller's own state; some have none."""
 
     @abstractmethod
     def budgets(self, batch: Sequence[Request]) -> list[Budget]:

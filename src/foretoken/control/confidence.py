@@ -16,7 +16,6 @@ from annotated_types import Ge, Le
 
 from foretoken.config import Config
 from foretoken.control.base import Budget, Controller, within
-from foretoken.control.costs import CostCurve
 from foretoken.request import Request
 
 if TYPE_CHECKING:
@@ -46,13 +45,8 @@ class Confidence(Controller):
     name: ClassVar[str] = "confidence"
     summary: ClassVar[str] = "stops below a token whose q falls under an adaptive threshold"
 
-    def __init__(
-        self,
-        num_speculative_tokens: int,
-        options: Config | None = None,
-        costs: CostCurve | None = None,
-    ) -> None:
-        super().__init__(num_speculative_tokens, options, costs)
+    def setup(self) -> None:
+        """See `Controller.setup`."""
         self._thresholds: dict[int, float] = {}
 
     def budgets(self, batch: Sequence[Request]) -> list[Budget]:

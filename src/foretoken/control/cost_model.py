@@ -22,7 +22,6 @@ from annotated_types import Ge
 
 from foretoken.config import Config
 from foretoken.control.base import Budget, Controller, within
-from foretoken.control.costs import CostCurve
 from foretoken.request import Request
 
 if TYPE_CHECKING:
@@ -65,13 +64,8 @@ class CostModel(Controller):
     summary: ClassVar[str] = "the length with most expected tokens per second, zero included"
     needs_costs: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        num_speculative_tokens: int,
-        options: Config | None = None,
-        costs: CostCurve | None = None,
-    ) -> None:
-        super().__init__(num_speculative_tokens, options, costs)
+    def setup(self) -> None:
+        """See `Controller.setup`."""
         self._evidence: dict[int, _Evidence] = {}
         self._overall = _Evidence(1.0, 1.0)
         self._draft_cost: float | None = None  # seconds per drafted position, once measured

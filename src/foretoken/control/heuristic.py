@@ -12,7 +12,6 @@ from annotated_types import Ge, Le
 
 from foretoken.config import Config
 from foretoken.control.base import Budget, Controller, within
-from foretoken.control.costs import CostCurve
 from foretoken.request import Request
 
 if TYPE_CHECKING:
@@ -34,13 +33,8 @@ class Heuristic(Controller):
     name: ClassVar[str] = "heuristic"
     summary: ClassVar[str] = "grows on full acceptance, shrinks otherwise (Transformers' schedule)"
 
-    def __init__(
-        self,
-        num_speculative_tokens: int,
-        options: Config | None = None,
-        costs: CostCurve | None = None,
-    ) -> None:
-        super().__init__(num_speculative_tokens, options, costs)
+    def setup(self) -> None:
+        """See `Controller.setup`."""
         self._lengths: dict[int, int] = {}
 
     def budgets(self, batch: Sequence[Request]) -> list[Budget]:
