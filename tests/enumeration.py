@@ -49,6 +49,8 @@ class ScriptedNoise:
 class TableLaws:
     """p at every node of a tree, looked up by the node's own path."""
 
+    greedy = False
+
     def __init__(self, law_of: LawOf, tree: TokenTree) -> None:
         self._law_of = law_of
         self._tree = tree

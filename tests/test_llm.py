@@ -173,6 +173,18 @@ def test_stop_token() -> None:
     assert (reason, stop_reason) == ("stop", stop)
 
 
+def test_the_text_of_a_stop_token_shows_only_on_request() -> None:
+    ((free, *_), *_) = ends(PROMPT, max_tokens=20)
+    stop = free[7]
+    cut = free[: free.index(stop) + 1]
+    ((_, _, _, hidden), *_) = ends(PROMPT, max_tokens=20, stop_token_ids=[stop])
+    ((_, _, _, shown), *_) = ends(
+        PROMPT, max_tokens=20, stop_token_ids=[stop], include_stop_str_in_output=True
+    )
+    assert hidden == TOKENIZER.decode(list(cut[:-1]))
+    assert shown == TOKENIZER.decode(list(cut))
+
+
 def test_stop_string() -> None:
     ((_, _, _, text), *_) = ends(PROMPT, max_tokens=30)
     stop = text[10:13]
@@ -266,6 +278,30 @@ def test_an_interrupt_frees_everything(llm: LLM, monkeypatch: pytest.MonkeyPatch
     assert not llm._engine.busy
     monkeypatch.undo()
     assert len(llm.generate("hello", GREEDY)[0].token_ids) == 20
+
+
+def test_an_interrupted_admission_does_not_spoil_the_other_request(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream waits; another call admits it and is interrupted in the middle of its prefill."""
+    expected = llm.generate("a waiting prompt", GREEDY)[0].token_ids
+    stream = llm.stream("a waiting prompt", GREEDY)
+    original = llm._target.prefill
+
+    def interrupted(key: int, tokens: Any) -> None:
+        original(key, tokens[:3])
+        raise KeyboardInterrupt
+
+    (request,) = llm._requests("a waiting prompt", GREEDY, False)
+    llm._engine.add(request)
+    monkeypatch.setattr(llm._target, "prefill", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("another", GREEDY)
+    monkeypatch.undo()
+    assert tuple(t.token_id for chunk in stream for t in chunk.tokens) == expected
+    while not request.finished:
+        llm._engine.step()
+    assert tuple(request.output_ids) == expected
 
 
 def test_two_streams_at_once(llm: LLM) -> None:

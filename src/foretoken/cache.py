@@ -152,9 +152,3 @@ class KVSlab(Cache):
                 grown[: old.shape[0], :, : old.shape[2]] = old
                 buffers[layer] = grown
         self._rows, self._positions = rows, positions
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory held by the buffers."""
-        buffers = (*self._keys.values(), *self._values.values())
-        return sum(buffer.numel() * buffer.element_size() for buffer in buffers)

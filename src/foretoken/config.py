@@ -87,13 +87,14 @@ class SamplingParams(Config):
         min_tokens: end-of-sequence and stop tokens are forbidden before this many.
         stop: stop strings, also when they cross token borders; not part of the text unless
             `include_stop_str_in_output`.
-        stop_token_ids: further tokens that end the output (kept in `token_ids`).
+        stop_token_ids: further tokens that end the output; kept in `token_ids`, and in the text
+            only with `include_stop_str_in_output`.
         ignore_eos: generate on past the end-of-sequence token.
         n: number of outputs for the prompt; output i uses seed + i.
         logprobs: report the log-probability of each token and of this many most likely ones,
             under the model itself (before temperature, penalties and masks, as in vLLM).
         skip_special_tokens: leave special tokens out of the text.
-        include_stop_str_in_output: keep the stop string in the text.
+        include_stop_str_in_output: keep the stop string or stop token in the text.
     """
 
     temperature: Annotated[FiniteFloat, Ge(0)] = 1.0

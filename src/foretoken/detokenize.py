@@ -68,7 +68,8 @@ class Detokenizer:
         """The rest of the text, unfinished characters included."""
         if self.stopped_at is None and self._tokenizer is not None:
             before = self._decode(self._token_ids[self._start : self._read])
-            self._extend(self._decode(self._token_ids[self._start :])[len(before) :], True)
+            # The output ends for another reason, so a stop string does not count any more.
+            self._extend(self._decode(self._token_ids[self._start :])[len(before) :], False)
             self._start = self._read = len(self._token_ids)
         return self._give(0)
 

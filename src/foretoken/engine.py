@@ -89,8 +89,13 @@ class Engine:
         """Compute the KV of all prompt tokens but the last (law 1)."""
         request.admitted_at = time.perf_counter()
         self._target.add(request.key)
+        try:
+            self._target.prefill(request.key, request.token_ids[:-1])
+        except BaseException:  # whoever interrupted this may not be whose request it is
+            self._target.remove(request.key)
+            self._waiting.appendleft(request)
+            raise
         self._running.append(request)
-        self._target.prefill(request.key, request.token_ids[:-1])
         request.metrics.prefill_seconds = time.perf_counter() - request.admitted_at
 
     def _release(self, request: Request) -> None:

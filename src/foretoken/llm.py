@@ -53,7 +53,7 @@ class LLM:
         tokenizer: the tokenizer, or None.
         model_path: the (converted) Hugging Face folder, or None for a loaded model.
         bit_exact: whether, on this machine and in this dtype, the bits of a position do not depend
-            on how many are computed with it (law 7); checked at construction.
+            on how many are computed with it (law 7); spot-checked at construction.
 
     Raises:
         ModelError: the model cannot be found or read.
@@ -89,7 +89,7 @@ class LLM:
         self.eos_token_ids = _eos_token_ids(loaded, tokenizer)
         self._engine = Engine(
             self._target,
-            self._drafter(self.speculative_config, self.speculative_config.gamma),
+            self._own_drafter(),
             rule_class(self.speculative_config.rule_name)(self.speculative_config.rule_options),
             self._controller(),
             max_num_seqs,
@@ -271,15 +271,18 @@ class LLM:
         costs = self._target.measure_costs() if kind.needs_costs else None
         return kind(config.gamma, config.controller_options, costs)
 
-    def _drafter(self, config: SpeculativeConfig, gamma: int) -> Drafter:
+    def _own_drafter(self) -> Drafter:
+        couples = rule_class(self.speculative_config.rule_name).couples_draft
+        return self._drafter(self.speculative_config, self._target, couples)
+
+    def _drafter(self, config: SpeculativeConfig, target: Target, coupled: bool) -> Drafter:
         parts = DrafterParts(
             options=config.options,
-            num_speculative_tokens=gamma,
-            coupled=rule_class(self.speculative_config.rule_name).couples_draft,
-            target=self._target,
-            load_model=lambda: self._load_draft_model(config.model),
-            build=lambda inner: self._drafter(_inner_config(inner), gamma),
+            coupled=coupled,
+            target=target,
             tokenizer=self.tokenizer,
+            load_model=lambda: self._load_draft_model(config.model),
+            build=lambda inner, *rest: self._drafter(_inner_config(inner), *rest),
         )
         return config.drafter_spec.build(parts)
 

@@ -9,7 +9,7 @@ to stay the same between versions.
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Protocol
 
@@ -22,6 +22,9 @@ from foretoken.law import Law
 __all__ = ["Noise", "StepNoise", "Stream", "fresh_seed"]
 
 MAX_SEED = 2**63 - 1
+
+_LANES = 64
+"""Most drafters of one ensemble; ensembles within ensembles go on counting."""
 
 
 class Stream(IntEnum):
@@ -58,6 +61,7 @@ class Noise:
     Args:
         seed: 0 to 2**63 - 1.
         position: index of the token that follows the root, from which depths count.
+        lane: tells apart drafters that draft for the same position in the same step.
         token_stream: the stream that `draw` uses. A drafter under the coupled rule draws from the
             target's own stream, so that it guesses with the target's own luck.
     """
@@ -65,19 +69,24 @@ class Noise:
     seed: int
     position: int = 0
     token_stream: Stream = Stream.TARGET
+    lane: int = 0
 
     def at(self, position: int) -> Noise:
         """The same noise, with depths counted from `position`."""
-        return Noise(self.seed, position, self.token_stream)
+        return replace(self, position=position)
 
     def drafting(self, *, coupled: bool) -> Noise:
         """The drafter's noise: the target's own stream if `coupled`, else an independent one."""
         stream = Stream.TARGET if coupled else Stream.DRAFT
-        return Noise(self.seed, self.position, stream)
+        return replace(self, token_stream=stream)
+
+    def in_lane(self, index: int) -> Noise:
+        """The noise of one of several drafters at once; the target's own stream is untouched."""
+        return replace(self, lane=_LANES * self.lane + index + 1)
 
     def derived(self, step: int) -> Noise:
         """Noise of its own for what happens inside one step, independent of all other noise."""
-        return Noise(self.seed + (step + 1 << 64), self.position)
+        return Noise(self.seed + (step + 1 << 64) + (self.lane << 112), self.position)
 
     def accepts(self, probability: float, depth: int, trial: int = 0) -> bool:
         """True with the given probability (see `StepNoise`)."""
@@ -124,8 +133,9 @@ class Noise:
         # Acceptance and drafting must be fresh in every step, although a position may be tried in
         # several: block verification rejects a position because of what was drafted after it.
         step = 0 if stream is Stream.TARGET else self.position
+        lane = self.lane if stream is Stream.DRAFT else 0
         # The lowest counter word advances within a draw; the others name the place.
-        counter = [0, trial << 48 | step, self.position + depth, int(stream)]
+        counter = [0, trial << 48 | step, self.position + depth, lane << 8 | int(stream)]
         raw = np.random.Philox(key=self.seed, counter=counter).random_raw(size)
         # 52 bits and a half: the largest number still rounds to less than 1.
         numbers: np.ndarray = ((raw >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52

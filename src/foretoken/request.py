@@ -74,6 +74,7 @@ class Request:
             skip_special_tokens=params.skip_special_tokens,
         )
         self._tokenizer = tokenizer
+        self._shows_stops = params.include_stop_str_in_output
         self._fresh: list[StreamedToken] = []
         self._origins: list[Origin] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -101,13 +102,20 @@ class Request:
         """Tokens that may still be generated; a draft deeper than this less one is wasted."""
         return self._max_tokens - len(self._origins)
 
-    def shadow(self, noise: Noise, key: int | None = None) -> Request:
-        """A request over the same tokens under the same law that never ends by itself.
+    def with_noise(self, noise: Noise) -> Request:
+        """The same request, tokens and all, as a drafter with noise of its own sees it."""
+        other = copy(self)
+        other.noise = noise
+        return other
+
+    def shadow(self, noise: Noise, max_model_len: int, key: int | None = None) -> Request:
+        """A request over the same tokens under the same law that only the context ends.
 
         The middle model of a cascade generates for it.
 
         Args:
             noise: the shadow's noise.
+            max_model_len: the middle model's context.
             key: the key of an earlier shadow that this one replaces; None takes a new one.
         """
         other = copy(self)
@@ -118,7 +126,8 @@ class Request:
         other.token_ids = list(self.token_ids)
         other.metrics = Metrics()
         other._eos = frozenset()
-        other._max_tokens = 2**31
+        other._max_tokens = max_model_len - len(self.token_ids)
+        other.trace_all = False
         other._detokenizer = Detokenizer(None)
         other._fresh, other._origins, other._logprobs = [], [], []
         other._trace = Trace()
@@ -164,7 +173,8 @@ class Request:
         self.token_ids.append(token)
         self._origins.append(origin)
         may_stop = len(self._origins) >= self.params.min_tokens
-        text = self._detokenizer.add(token, may_stop=may_stop)
+        hidden = token in self.params.stop_token_ids and not self._shows_stops
+        text = "" if may_stop and hidden else self._detokenizer.add(token, may_stop=may_stop)
         if may_stop:
             self._check_stop(token)
         if not self.finished and self.remaining <= 0:
@@ -191,7 +201,8 @@ class Request:
         metrics.num_drafts += 1
         metrics.num_draft_tokens += draft.tree.num_drafted
         metrics.num_accepted_tokens += kept
-        metrics.num_rejected_tokens += len(accepted.rejected)
+        if committed > len(accepted.path):  # else a stop came first and they were never reached
+            metrics.num_rejected_tokens += len(accepted.rejected)
         deepest = max(draft.tree.depths)
         missing = deepest - len(metrics.accepted_per_position)
         metrics.accepted_per_position.extend([0] * missing)

@@ -210,6 +210,11 @@ class Laws:
             tokens = logits.max(-1).indices.tolist()  # [n+1]
             self._laws = {node: Law.one_hot(token) for node, token in enumerate(tokens)}
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the temperature is 0."""
+        return self._sampler.params.greedy
+
     def __getitem__(self, node: int) -> Law:
         if node not in self._laws:
             self._laws[node] = self._sampler.law(self._logits[node], self._output(node))

@@ -127,17 +127,25 @@ class SpeculativeConfig(Config):
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: every field as it takes effect; a loaded draft model by its class name."""
-        model = self.model
-        if model is not None and not isinstance(model, str | Path):
-            model = type(model).__name__
         return {
             "method": self.method,
             "num_speculative_tokens": self.gamma,
-            "model": None if model is None else str(model),
+            "model": _plain(self.model),
             "acceptance": {"rule": self.rule_name, **self.rule_options.model_dump()},
             "controller": {"rule": self.controller_name, **self.controller_options.model_dump()},
-            **self.options.model_dump(),
+            **_plain(self.options.model_dump()),
         }
+
+
+def _plain(value: Any) -> Any:
+    """For JSON: loaded models by their class names, however deep they lie."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, str | int | float):
+        return value
+    return str(value) if isinstance(value, Path) else type(value).__name__
 
 
 def _name(field: str, value: str | dict[str, Any]) -> str:

@@ -48,12 +48,25 @@ def check_supported(model: PreTrainedModel, max_model_len: int) -> None:
             f"{name} keeps recurrent state, which cannot be rolled back after a rejected draft."
         )
     _check_window(name, config, layers, max_model_len)
+    _check_rope(name, config, max_model_len)
     if not model.can_generate():
         raise CompatibilityError(f"{name} has no language-model head; load a causal LM.")
     if not getattr(model, "_supports_attention_backend", False):
         raise CompatibilityError(
             f"{name} does not use Transformers' attention interface, so that a token tree's mask "
             "cannot be applied."
+        )
+
+
+def _check_rope(name: str, config: PreTrainedConfig, max_model_len: int) -> None:
+    """Frequencies that are chosen by the longest row of a pass would couple its rows."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    own = rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") in ("dynamic", "longrope") and not (own and max_model_len <= own):
+        advice = f"; set max_model_len={own} or less to use it" if own else ""
+        raise CompatibilityError(
+            f"{name} scales its rotary frequencies by the longest row of a batch "
+            f"('{rope['rope_type']}'), so that outputs would depend on their neighbours{advice}."
         )
 
 

@@ -26,7 +26,7 @@ def test_merging_deterministic_drafts() -> None:
     second = Draft.deterministic(chain([0, 1, 5]))
     third = Draft.deterministic(TokenTree((0, 7, 1), (-1, 0, 0)))
     merged = merge([first, second, third], limit=9)
-    assert merged.tree == TokenTree((0, 1, 2, 3, 5, 7), (-1, 0, 1, 2, 1, 0))
+    assert merged.tree == TokenTree((0, 1, 7, 2, 5, 3), (-1, 0, 0, 1, 1, 3))
     assert merge([first, second], limit=2).tree == chain([0, 1, 2])
     assert merge([Draft.empty(0), second], limit=9).tree == second.tree
 
@@ -91,6 +91,42 @@ def test_a_cascade_of_cascades() -> None:
     plain = tiny_llm(tiny_model()).generate(PROMPTS, params)
     deep = tiny_llm(tiny_model(), "cascade", drafter=inner).generate(PROMPTS, params)
     assert [o.token_ids for o in deep] == [o.token_ids for o in plain]
+
+
+@pytest.mark.parametrize("inner", [1, 3, 8])
+def test_a_cascade_stays_within_the_middle_models_context(inner: int) -> None:
+    """Learned positions have no row for a token beyond it."""
+    model = tiny_model("gpt2", n_positions=32)
+    llm = tiny_llm(
+        model,
+        "cascade",
+        model=tiny_model("gpt2", n_positions=24, seed=1),
+        drafter={"method": "random"},
+        inner_num_speculative_tokens=inner,
+    )
+    params = SamplingParams(temperature=0, max_tokens=None)
+    (output,) = llm.generate([PROMPTS[0]], params)
+    (plain,) = tiny_llm(model).generate([PROMPTS[0]], params)
+    assert output.token_ids == plain.token_ids
+    assert output.metrics.num_drafts > 0
+
+
+@pytest.mark.parametrize("method", ["early_exit", "layer_skip", "suffix", "ngram_table"])
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_a_cascade_over_any_drafter(method: str, rule: str) -> None:
+    """The middle model's own layers, for one, draft for the middle model."""
+    params = SamplingParams(temperature=0, max_tokens=30)
+    plain = tiny_llm(tiny_model()).generate(PROMPTS, params)
+    llm = tiny_llm(tiny_model(), "cascade", rule, drafter={"method": method})
+    assert [o.token_ids for o in llm.generate(PROMPTS, params)] == [o.token_ids for o in plain]
+
+
+def test_a_cascade_stops_where_it_is_not_sure() -> None:
+    controller = {"rule": "confidence", "threshold": 1.0, "step": 0}
+    llm = tiny_llm(tiny_model(), "cascade", controller=controller)
+    params = SamplingParams(seed=1, temperature=1.5, max_tokens=30)
+    (output,) = llm.generate([PROMPTS[0]], params)
+    assert max(len(step.drafted) for step in output.trace) == 1
 
 
 def test_a_cascade_saves_passes_of_the_middle_model() -> None:

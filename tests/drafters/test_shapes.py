@@ -16,7 +16,8 @@ from foretoken.drafters.shapes import Dynamic, Node, Paths, TreeOptions, Widths
 from foretoken.law import Law
 from foretoken.noise import Noise
 from foretoken.request import Request
-from foretoken.tree import Draft
+from foretoken.target import Target
+from foretoken.tree import Draft, chain
 from tests.matrix import LOSSLESS, PROMPTS, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, reference_greedy, tiny_model
 
@@ -146,7 +147,7 @@ def test_shapes_count_their_nodes() -> None:
     assert Paths([[0, 0], [2]]).num_nodes == 4  # a path brings its beginnings and elder siblings
     assert TreeOptions(tree=(4, 2, 2, 1)).default_num_speculative_tokens() == 44
     nodes = [Node(t, Law.one_hot(t), None, (t,), p) for t, p in enumerate((0.1, 0.5, 0.3))]
-    assert [n.token for n in Dynamic(2, 2).frontier(nodes)] == [1, 2]
+    assert [n.token for n in Dynamic(2).frontier(nodes)] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -170,6 +171,37 @@ def test_wrong_trees(fields: dict[str, Any], message: str) -> None:
 def test_block_verification_takes_no_trees() -> None:
     with pytest.raises(ValueError, match="takes chains only"):
         tiny_llm(tiny_model(), "draft_model", "block", gamma=None, tree=[2, 1])
+
+
+def test_a_row_that_is_done_keeps_its_cache_while_others_go_on() -> None:
+    """The middle row of three drafts one token, its neighbours four: its KV stays right."""
+    llm = tiny_llm(tiny_model(), "draft_model")
+    drafter = llm._engine._drafter
+    assert isinstance(drafter, ModelDrafter)
+    scorer = drafter._scorer
+    assert isinstance(scorer, OwnModel)
+    batch = [
+        Request(p, SamplingParams(temperature=0), vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
+        for p in (PROMPTS[0], PROMPTS[2], PROMPTS[4])
+    ]
+    drafter.propose(batch, [Budget(4, 4), Budget(1, 1), Budget(4, 4)])
+    draft_model = scorer._model
+    for request in batch:
+        (held,) = draft_model.verify([request.key], [chain([5])])
+        fresh = Target(tiny_model(seed=1))
+        fresh.add(0)
+        fresh.prefill(0, request.token_ids)
+        assert torch.equal(held[0], fresh.verify([0], [chain([5])])[0][0])
+
+
+def test_chains_are_as_long_as_the_budget() -> None:
+    """The heuristic controller may ask for more than it started with."""
+    llm = tiny_llm(tiny_model(), "draft_model", gamma=2)
+    request = Request(
+        PROMPTS[0], SamplingParams(temperature=0), vocab_size=VOCAB_SIZE, max_model_len=CONTEXT
+    )
+    (draft,) = llm._engine._drafter.propose([request], [Budget(9, 9)])
+    assert draft.tree.num_drafted == 9
 
 
 def test_passes_grow_with_levels_not_with_paths() -> None:

@@ -93,6 +93,19 @@ def test_positions_that_do_not_come_from_position_ids() -> None:
         LLM(small("bloom", hidden_size=32, n_layer=2, n_head=2))
 
 
+def test_rotary_frequencies_chosen_by_the_longest_row() -> None:
+    rope = {
+        "rope_type": "dynamic",
+        "rope_theta": 10000.0,
+        "factor": 2.0,
+        "original_max_position_embeddings": 128,
+    }
+    model = tiny_model(rope_parameters=rope)
+    with pytest.raises(CompatibilityError, match="longest row of a batch"):
+        LLM(model)
+    assert LLM(model, max_model_len=128).max_model_len == 128
+
+
 def test_encoder_decoder() -> None:
     config = AutoConfig.for_model(
         "t5", vocab_size=32, d_model=16, d_ff=32, d_kv=8, num_layers=1, num_heads=2

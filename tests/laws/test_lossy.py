@@ -67,6 +67,8 @@ def test_lenient_accepts_more() -> None:
 class GreedyLaws(TableLaws):
     """One-hot p, with the likelihoods still to be had."""
 
+    greedy = True
+
     def __getitem__(self, node: int) -> Law:
         law = super().__getitem__(node)
         return Law.one_hot(int(law.tokens[law.probs.argmax()]))
@@ -96,6 +98,18 @@ class DrawsTheOnly(ScriptedNoise):
     def draw(self, law: Law, depth: int) -> int:
         assert law.certain is not None
         return law.certain
+
+
+@pytest.mark.parametrize("rule", ["lenient", "top_beta"])
+def test_a_sampled_law_of_one_token_is_not_greedy_decoding(rule: str) -> None:
+    """Truncation can leave a single token; what it cut off is impossible, not merely unlikely."""
+    only = random_laws(5, 3, zeros=4)
+    best = only(()).certain
+    assert best is not None
+    draft = Draft.deterministic(chain([0, (best + 1) % 5]))
+    for decision, _ in decisions(RULES[rule](), draft, only):
+        assert decision.path == ()
+        assert decision.token == best
 
 
 @pytest.mark.parametrize("token", range(5))

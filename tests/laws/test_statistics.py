@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +91,26 @@ def test_output_law(model: PreTrainedModel, method: str, rule: str, temperature:
     llm = LLM(model, speculative_config=config, max_num_seqs=64)
     counts = sample(llm, temperature)
     assert p_value(counts, exact_law(model, temperature)) > ALARM / len(CASES)
+
+
+SAMPLERS: list[dict[str, Any]] = [
+    {"method": "random"},
+    {"method": "random"},
+    {"method": "ngram_table"},
+]
+
+
+@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+def test_an_ensemble_of_sampling_drafters(model: PreTrainedModel, rule: str) -> None:
+    """Siblings from different drafters have to be independent of each other."""
+    config = speculative_config("ensemble", rule, 6, drafters=SAMPLERS)
+    llm = LLM(model, speculative_config=config, max_num_seqs=64)
+    assert p_value(sample(llm, 1.0), exact_law(model, 1.0)) > ALARM / len(CASES)
+    drafts = llm.generate([PROMPT], SamplingParams(seed=1, max_tokens=200))[0].trace
+    twins = [step.drafted[:2] for step in drafts if step.parents[:2] == (-1, -1)]
+    assert len(twins) > 20
+    if rule == "rejection":
+        assert any(a != b for a, b in twins)
 
 
 def test_a_wrong_law_is_caught(model: PreTrainedModel) -> None:

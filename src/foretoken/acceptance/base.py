@@ -60,6 +60,11 @@ class Accepted:
 class TargetLaws(Protocol):
     """p at every node."""
 
+    @property
+    def greedy(self) -> bool:
+        """Whether every law is one-hot because the temperature is 0."""
+        ...
+
     def __getitem__(self, node: int) -> Law:
         """P after `node`: the law of the token that follows it."""
         ...

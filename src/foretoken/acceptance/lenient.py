@@ -38,7 +38,7 @@ class Lenient(AcceptanceRule):
         """See `AcceptanceRule.accept`."""
         assert isinstance(self.options, self.Options)
         lenience = self.options.lenience
-        if p[0].certain is None:
+        if not p.greedy:
             return accept_by_ratio(draft, p, noise, lenience)
 
         def passes(node: int, token: int) -> bool:

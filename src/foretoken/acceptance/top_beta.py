@@ -43,7 +43,7 @@ class TopBeta(AcceptanceRule):
         assert isinstance(options, self.Options)
 
         def passes(node: int, token: int) -> bool:
-            law = p[node] if p[node].certain is None else p.untempered(node)
+            law = p.untempered(node) if p.greedy else p[node]
             best = law.probs.topk(min(options.beta, len(law.probs))).values.tolist()
             probability = law.prob(token)
             if probability < best[-1] or probability == 0:

@@ -11,7 +11,7 @@ import math
 from typing import Annotated, ClassVar
 
 import torch
-from annotated_types import Gt, Le
+from annotated_types import Gt, Le, Lt
 
 from foretoken.acceptance.base import AcceptanceRule, Accepted, TargetLaws
 from foretoken.acceptance.walk import accept_longest
@@ -30,7 +30,7 @@ class Typical(AcceptanceRule):
         """Options of `typical`: epsilon and delta of the paper, under vLLM's names."""
 
         posterior_threshold: Annotated[float, Gt(0), Le(1)] = 0.09
-        posterior_alpha: Annotated[float, Gt(0), Le(1)] = 0.3
+        posterior_alpha: Annotated[float, Gt(0), Lt(1)] = 0.3
 
     name: ClassVar[str] = "typical"
     lossless: ClassVar[bool] = False

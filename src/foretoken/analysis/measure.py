@@ -234,7 +234,7 @@ class Laboratory(LLM):
 
     def _fresh_drafter(self, gamma: int) -> Drafter:
         """A drafter of its own for every run: none learns from the runs of another length."""
-        return self._drafter(self.speculative_config, gamma)
+        return self._own_drafter()
 
     def _load_draft_model(self, model: Any) -> Target:
         key = str(model) if isinstance(model, str | Path) else str(id(model))

@@ -2,8 +2,8 @@
 
 The threshold on q (of the token, or of the path down to it) is each request's own and adapts: a
 draft that was turned down raises it, one that was accepted whole lowers it (Transformers'
-`assistant_confidence_threshold`; EAGLE-2 and Kangaroo stop on the like). Drafters that do not
-sample are certain of what they propose and are never stopped.
+`assistant_confidence_threshold`; EAGLE-2 and Kangaroo stop on the like). Drafters without any
+probability of their own, such as `ngram`, are never stopped.
 """
 
 from __future__ import annotations

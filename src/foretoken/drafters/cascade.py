@@ -79,8 +79,8 @@ class Cascade(Drafter):
         while drafting := [key for key in inner if len(laws[key]) < lengths[key]]:
             self._advance({key: inner[key] for key in drafting}, laws)
         return [
-            self._draft(request, inner.get(request.key), laws, lengths[request.key])
-            for request in batch
+            self._draft(request, budget, inner.get(request.key), laws)
+            for request, budget in zip(batch, budgets, strict=True)
         ]
 
     def _advance(self, inner: Mapping[int, Request], laws: dict[int, list[Law]]) -> None:
@@ -94,13 +94,25 @@ class Cascade(Drafter):
             laws[key] += [outcome.p[node] for node in (0, *outcome.accepted.path)]
 
     def _draft(
-        self, request: Request, inner: Request | None, laws: Mapping[int, list[Law]], length: int
+        self,
+        request: Request,
+        budget: Budget,
+        inner: Request | None,
+        laws: Mapping[int, list[Law]],
     ) -> Draft:
+        """What the middle model generated, up to the budget or where it was not sure."""
         if inner is None:
             return Draft.empty(request.root)
-        start = len(request.token_ids)
-        tokens = inner.token_ids[start : start + length]
-        return Draft(chain([request.root, *tokens]), tuple(laws[request.key][:length]))
+        tokens: list[int] = []
+        path_prob = 1.0
+        generated = inner.token_ids[len(request.token_ids) :]
+        for token, law in zip(generated, laws[request.key], strict=False):
+            tokens.append(token)
+            token_prob = law.prob(token)
+            path_prob *= token_prob
+            if len(tokens) == budget.chain or budget.stops_below(token_prob, path_prob):
+                break
+        return Draft(chain([request.root, *tokens]), tuple(laws[request.key][: len(tokens)]))
 
     def _catch_up(self, request: Request) -> Request:
         """The inner request with the committed tokens, its KV by law 1."""
@@ -108,7 +120,8 @@ class Cascade(Drafter):
         position = len(request.token_ids)
         noise = request.noise if self._coupled else request.noise.derived(position)
         before = self._inner.get(request.key)
-        inner = request.shadow(noise, None if before is None else before.key)
+        key = None if before is None else before.key
+        inner = request.shadow(noise, self._model.max_model_len, key)
         self._inner[request.key] = inner
         if before is None:
             self._model.add(inner.key)

@@ -47,7 +47,7 @@ class SwitchOptions(CombineOptions):
 
 
 class Ensemble(Drafter):
-    """All drafters propose; their drafts are merged into one tree, the first one's nodes first."""
+    """All drafters propose; their drafts are merged into one tree, level by level."""
 
     makes_branches = True
 
@@ -56,7 +56,11 @@ class Ensemble(Drafter):
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         """Merged trees, cut to the budget's number of nodes."""
-        proposals = [drafter.propose(batch, budgets) for drafter in self._drafters]
+        # Siblings must be independent: every drafter draws from a lane of its own.
+        proposals = [
+            drafter.propose([r.with_noise(r.noise.in_lane(lane)) for r in batch], budgets)
+            for lane, drafter in enumerate(self._drafters)
+        ]
         return [
             merge(drafts, budget.nodes)
             for drafts, budget in zip(zip(*proposals, strict=True), budgets, strict=True)
@@ -88,22 +92,32 @@ def merge(drafts: Sequence[Draft], limit: int) -> Draft:
     """
     tokens, parents = [drafts[0].tree.tokens[0]], [-1]
     laws: list[Law] = []
-    for draft in drafts:
-        places = {0: 0}
-        for node in range(1, len(draft.tree)):
-            parent = places.get(draft.tree.parents[node])
-            if parent is None:
-                continue  # its parent did not fit
-            token, law = draft.tree.tokens[node], draft.law(node)
-            twin = _child(tokens, parents, parent, token) if law.certain is not None else None
-            if twin is None and len(laws) < limit:
-                twin = len(tokens)
-                tokens.append(token)
-                parents.append(parent)
-                laws.append(law)
-            if twin is not None:
-                places[node] = twin
+    places: list[dict[int, int]] = [{0: 0} for _ in drafts]  # of each draft's nodes in the tree
+    for index, node in _by_depth(drafts):
+        draft = drafts[index]
+        parent = places[index].get(draft.tree.parents[node])
+        if parent is None:
+            continue  # its parent did not fit
+        token, law = draft.tree.tokens[node], draft.law(node)
+        place = _child(tokens, parents, parent, token) if law.certain is not None else None
+        if place is None and len(laws) < limit:
+            place = len(tokens)
+            tokens.append(token)
+            parents.append(parent)
+            laws.append(law)
+        if place is not None:
+            places[index][node] = place
     return Draft(TokenTree(tuple(tokens), tuple(parents)), tuple(laws))
+
+
+def _by_depth(drafts: Sequence[Draft]) -> list[tuple[int, int]]:
+    """(draft, node) of all drafted nodes level by level, so that no draft takes all the room."""
+    nodes = [
+        (draft.tree.depths[node], index, node)
+        for index, draft in enumerate(drafts)
+        for node in range(1, len(draft.tree))
+    ]
+    return [(index, node) for _, index, node in sorted(nodes)]
 
 
 def _child(tokens: Sequence[int], parents: Sequence[int], parent: int, token: int) -> int | None:

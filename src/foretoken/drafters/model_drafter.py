@@ -120,8 +120,14 @@ class ModelDrafter(Drafter):
             )
             for growth, logits in zip(growing, scores, strict=True):
                 self._expand(growth, logits)
+                if not growth.frontier:
+                    # At once: a row that is done may ride along in the others' next pass, and
+                    # padding is written behind what is settled.
+                    self._scorer.settle(growth.request, len(growth.pending))
         return [
-            self._finish(growth) if growth else Draft.empty(request.root)
+            growth.draft(self._shape.kept(growth.nodes, growth.budget.nodes))
+            if growth
+            else Draft.empty(request.root)
             for request, growth in zip(batch, growths, strict=True)
         ]
 
@@ -197,10 +203,6 @@ class ModelDrafter(Drafter):
     def _temperature(self, request: Request) -> float:
         own = self._options.draft_temperature
         return request.params.temperature if own is None else own
-
-    def _finish(self, growth: _Growth) -> Draft:
-        self._scorer.settle(growth.request, len(growth.pending))
-        return growth.draft(self._shape.kept(growth.nodes, growth.budget.nodes))
 
 
 def most_probable(law: Law, width: int) -> list[tuple[int, Law, float]]:

@@ -46,21 +46,20 @@ class DrafterParts:
 
     Args:
         options: the method's own options.
-        num_speculative_tokens: most drafted tokens per step.
         coupled: whether the acceptance rule wants drafts drawn with the target's noise.
         target: the model being accelerated, for methods that draft with a part of it.
         load_model: loads the draft model and checks its vocabulary; only for methods that
             declare `takes_model`.
-        build: makes another drafter from its configuration, for methods that combine several.
+        build: makes another drafter, for methods that combine several: from its configuration,
+            the model it drafts for, and whether that one's rule couples.
         tokenizer: the target's, or None where it has none.
     """
 
     options: Any
-    num_speculative_tokens: int
     coupled: bool
     target: Target
     load_model: Callable[[], Target]
-    build: Callable[[Mapping[str, Any]], Drafter]
+    build: Callable[[Mapping[str, Any], Target, bool], Drafter]
     tokenizer: PreTrainedTokenizerBase | None
 
 
@@ -80,8 +79,13 @@ class NoOptions(DrafterOptions):
 
 
 def _cascade(parts: DrafterParts) -> Drafter:
-    inner = parts.build(parts.options.drafter)
-    return Cascade(parts.load_model(), inner, Coupled(), parts.options, coupled=parts.coupled)
+    model, rule = parts.load_model(), Coupled()
+    inner = parts.build(parts.options.drafter, model, rule.couples_draft)
+    return Cascade(model, inner, rule, parts.options, coupled=parts.coupled)
+
+
+def _several(parts: DrafterParts) -> list[Drafter]:
+    return [parts.build(config, parts.target, parts.coupled) for config in parts.options.drafters]
 
 
 def _corpus_ngram(parts: DrafterParts) -> Drafter:
@@ -91,7 +95,7 @@ def _corpus_ngram(parts: DrafterParts) -> Drafter:
 
 
 def _with_model(parts: DrafterParts, scorer: Scorer) -> Drafter:
-    shape = shape_of(parts.options, parts.num_speculative_tokens)
+    shape = shape_of(parts.options)
     return ModelDrafter(scorer, parts.options, shape, coupled=parts.coupled)
 
 
@@ -115,15 +119,13 @@ METHODS: dict[str, DrafterSpec] = {
     ),
     "ensemble": DrafterSpec(
         CombineOptions,
-        lambda parts: Ensemble([parts.build(config) for config in parts.options.drafters]),
+        lambda parts: Ensemble(_several(parts)),
         8,
         summary="several drafters, merged into one tree",
     ),
     "switch": DrafterSpec(
         SwitchOptions,
-        lambda parts: Switch(
-            [parts.build(config) for config in parts.options.drafters], parts.options
-        ),
+        lambda parts: Switch(_several(parts), parts.options),
         5,
         summary="per request the drafter that served it best lately",
     ),

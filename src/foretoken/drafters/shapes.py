@@ -17,7 +17,7 @@ from foretoken.config import GREEDY_BELOW
 from foretoken.drafters.base import DrafterOptions
 from foretoken.law import Law
 
-__all__ = ["Dynamic", "Node", "Paths", "Shape", "TreeOptions", "Widths", "shape_of"]
+__all__ = ["Chain", "Dynamic", "Node", "Paths", "Shape", "TreeOptions", "Widths", "shape_of"]
 
 MAX_NODES = 256
 
@@ -63,18 +63,26 @@ class Shape(ABC):
         return list(nodes[:limit])
 
     @property
-    @abstractmethod
-    def num_nodes(self) -> int:
-        """Nodes of the whole tree."""
-
-    @property
     def branches(self) -> bool:
         """Whether a node may have several children."""
         return True
 
 
+class Chain(Shape):
+    """One child each, as deep as the budget goes."""
+
+    def width(self, ranks: tuple[int, ...]) -> int:
+        """See `Shape.width`."""
+        return 1
+
+    @property
+    def branches(self) -> bool:
+        """Never."""
+        return False
+
+
 class Widths(Shape):
-    """Every node at depth d has `widths[d]` children; a chain is a shape of ones."""
+    """Every node at depth d has `widths[d]` children."""
 
     def __init__(self, widths: Sequence[int]) -> None:
         self._widths = tuple(widths)
@@ -137,12 +145,10 @@ class Dynamic(Shape):
 
     Args:
         top_k: nodes expanded per level, and children of each.
-        nodes: nodes kept.
     """
 
-    def __init__(self, top_k: int, nodes: int) -> None:
+    def __init__(self, top_k: int) -> None:
         self._top_k = top_k
-        self._nodes = nodes
 
     def width(self, ranks: tuple[int, ...]) -> int:
         """See `Shape.width`."""
@@ -156,11 +162,6 @@ class Dynamic(Shape):
         """The most probable nodes; of equals the shallower, so that parents come first."""
         best = sorted(nodes, key=lambda node: (-node.path_prob, node.depth))[:limit]
         return sorted(best, key=lambda node: node.depth)
-
-    @property
-    def num_nodes(self) -> int:
-        """Nodes kept."""
-        return self._nodes
 
 
 class TreeOptions(DrafterOptions):
@@ -218,16 +219,16 @@ class TreeOptions(DrafterOptions):
         return _static(self.tree).num_nodes if isinstance(self.tree, tuple) else None
 
 
-def _static(tree: tuple[int, ...] | tuple[tuple[int, ...], ...]) -> Shape:
+def _static(tree: tuple[int, ...] | tuple[tuple[int, ...], ...]) -> Widths | Paths:
     if isinstance(tree[0], tuple):
         return Paths([path for path in tree if isinstance(path, tuple)])
     return Widths([width for width in tree if isinstance(width, int)])
 
 
-def shape_of(options: TreeOptions, num_speculative_tokens: int) -> Shape:
-    """The shape these options ask for; without one, a chain of `num_speculative_tokens`."""
+def shape_of(options: TreeOptions) -> Shape:
+    """The shape these options ask for; without one, a chain."""
     if options.tree is None:
-        return Widths((1,) * num_speculative_tokens)
+        return Chain()
     if isinstance(options.tree, tuple):
         return _static(options.tree)
-    return Dynamic(options.tree_top_k, num_speculative_tokens)
+    return Dynamic(options.tree_top_k)

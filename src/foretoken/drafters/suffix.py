@@ -201,6 +201,10 @@ class SuffixDrafter(Drafter):
                 best = candidate
         return best
 
+    def rewind(self, request: Request) -> None:
+        """Read the text afresh; what is taken back is nobody's earlier output."""
+        self._own.pop(request.key, None)
+
     def release(self, request: Request) -> None:
         """Forget the request's trie; its output is kept for others."""
         if self._own.pop(request.key, None) is not None:
