@@ -160,6 +160,9 @@ def test_shapes_count_their_nodes() -> None:
         ({"tree": [8, 8, 8]}, "tree: the tree has 584 nodes, more than 256"),
         ({"tree": "dynamic", "expansion": "sample"}, "takes expansion 'top_k', not 'sample'"),
         ({"expansion": "beam"}, "expansion"),
+        ({"tree_depth": 3}, "tree_depth is for tree 'dynamic'"),
+        ({"tree": [2], "tree_top_k": 3}, "tree_top_k is for tree 'dynamic'"),
+        ({"expansion": "top_k", "draft_temperature": 0.5}, "draft_temperature has no effect"),
     ],
 )
 def test_wrong_trees(fields: dict[str, Any], message: str) -> None:

@@ -208,6 +208,18 @@ class TreeOptions(DrafterOptions):
             raise ValueError(f"tree 'dynamic' takes expansion 'top_k', not '{self.expansion}'.")
         return self
 
+    @model_validator(mode="after")
+    def _nothing_is_ignored(self) -> Self:
+        if self.tree != "dynamic":
+            for name in ("tree_top_k", "tree_depth"):
+                if name in self.model_fields_set:
+                    raise ValueError(f"{name} is for tree 'dynamic': remove it.")
+        if self.draft_temperature is not None and (
+            self.tree == "dynamic" or self.expansion == "top_k"
+        ):
+            raise ValueError("draft_temperature has no effect where children are the top-k.")
+        return self
+
     def takes_most_probable(self, temperature: float) -> bool:
         """Whether children are the top-k for a draft of this temperature, rather than drawn."""
         if self.expansion == "auto":
