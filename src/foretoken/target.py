@@ -176,7 +176,7 @@ class Target:
         rows = range(min(work), max(work) + 1)
         num_nodes = max(len(tree) - skip for tree, skip in work.values())
         if self.packed and len(rows) == 1:
-            num_nodes = max(num_nodes, ROW_MULTIPLE)  # free, and never a single row (cpu.MIN_ROWS)
+            num_nodes = max(num_nodes, ROW_MULTIPLE)  # free, and never a single row (see cpu.py)
         skipped = [work[row][1] if row in work else 0 for row in rows]
         span = self._slab.begin(rows, num_nodes, skipped)
         tokens, positions, mask = self._inputs(rows, work, num_nodes, span)

@@ -147,7 +147,7 @@ def test_shapes_count_their_nodes() -> None:
     assert Paths([[0, 0], [2]]).num_nodes == 4  # a path brings its beginnings and elder siblings
     assert TreeOptions(tree=(4, 2, 2, 1)).default_num_speculative_tokens() == 44
     nodes = [Node(t, Law.one_hot(t), None, (t,), p) for t, p in enumerate((0.1, 0.5, 0.3))]
-    assert [n.token for n in Dynamic(2).frontier(nodes)] == [1, 2]
+    assert [n.token for n in Dynamic(2, 9).frontier(nodes)] == [1, 2]
 
 
 @pytest.mark.parametrize(

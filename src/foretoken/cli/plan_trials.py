@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from foretoken.cli.console import working
 from foretoken.cli.demo_prompts import PROMPTS
 from foretoken.cli.root import UsageError
-from foretoken.cli.session import resolve, shaped
+from foretoken.cli.session import open_as, shaped
 
 if TYPE_CHECKING:
     from foretoken.analysis.compare import Assumptions, StepSample, Trial
@@ -122,19 +122,13 @@ def _json_text(line: str, place: str) -> str:
 
 def open_laboratory(options: ModelOptions, config: SpeculativeConfig, *, quiet: bool) -> Laboratory:
     """Load target and draft model, once for all draft lengths."""
-    for name in (options.model, config.model):
-        if name is not None:
-            resolve(name)
-    with working(f"Loading {options.model}", quiet=quiet):
+
+    def kind() -> type[Laboratory]:
         from foretoken.analysis.measure import Laboratory
 
-        return Laboratory(
-            options.model,
-            speculative_config=config,
-            dtype=options.dtype,
-            device=options.device,
-            max_model_len=options.max_model_len,
-        )
+        return Laboratory
+
+    return open_as(kind, options, config, quiet=quiet)
 
 
 def run_trials(

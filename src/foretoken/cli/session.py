@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from foretoken.cli.console import working
 from foretoken.cli.options import ModelOptions
@@ -13,18 +14,35 @@ if TYPE_CHECKING:
     from foretoken.llm import LLM, Prompt
     from foretoken.speculative import SpeculativeConfig
 
-__all__ = ["open_llm", "resolve", "shaped"]
+AnyLLM = TypeVar("AnyLLM", bound="LLM")
+
+__all__ = ["open_as", "open_llm", "resolve", "shaped"]
 
 
 def open_llm(options: ModelOptions, config: SpeculativeConfig, *, quiet: bool = False) -> LLM:
     """Load the target, and the draft model if the configuration names one."""
+
+    def kind() -> type[LLM]:
+        from foretoken.llm import LLM
+
+        return LLM
+
+    return open_as(kind, options, config, quiet=quiet)
+
+
+def open_as(
+    kind: Callable[[], type[AnyLLM]],
+    options: ModelOptions,
+    config: SpeculativeConfig,
+    *,
+    quiet: bool,
+) -> AnyLLM:
+    """The same as a class of one's own, which `kind` imports while the progress line shows."""
     for name in (options.model, config.model):
         if name is not None:
             resolve(name)
     with working(f"Loading {options.model}", quiet=quiet):
-        from foretoken.llm import LLM
-
-        return LLM(
+        return kind()(
             options.model,
             speculative_config=config,
             dtype=options.dtype,

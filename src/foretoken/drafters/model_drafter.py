@@ -8,7 +8,7 @@ whose KV it uses (`Scorer`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -141,18 +141,10 @@ class ModelDrafter(Drafter):
     def _start(self, request: Request, budget: Budget) -> _Growth | None:
         # The drafting model's own context may be shorter than the target's.
         room = self._scorer.max_model_len - len(request.token_ids)
-        budget = Budget(
-            budget.nodes,
-            min(budget.depth, room, self._deepest()),
-            budget.min_token_prob,
-            budget.min_path_prob,
-        )
+        budget = replace(budget, depth=min(budget.depth, room))
         if budget.chain < 1 or not self._shape.width(()):
             return None
         return _Growth(request, budget, self._scorer.pending(request))
-
-    def _deepest(self) -> int:
-        return self._options.tree_depth if self._options.tree == "dynamic" else 2**31
 
     def _expand(self, growth: _Growth, logits: Tensor) -> None:
         """Give the frontier its children; the best of them are the next frontier.
@@ -167,9 +159,8 @@ class ModelDrafter(Drafter):
         growth.nodes += level
         depth = level[0].depth if level else budget.depth
         wanted: list[Node] = []
-        if depth < budget.depth and (
-            self._options.tree == "dynamic" or len(growth.nodes) < budget.nodes
-        ):
+        has_room = self._shape.prunes or len(growth.nodes) < budget.nodes
+        if depth < budget.depth and has_room:
             wanted = self._shape.frontier([node for node in level if not node.stopped])
         growth.frontier = list(wanted)
         growth.scored += wanted

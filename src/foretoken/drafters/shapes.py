@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from annotated_types import Ge, Le, Len
 from pydantic import field_validator, model_validator
@@ -49,6 +49,9 @@ class Node:
 
 class Shape(ABC):
     """How a tree grows, level by level."""
+
+    prunes: ClassVar[bool] = False
+    """Whether `kept` chooses among more nodes than the budget has, so that growth goes on."""
 
     @abstractmethod
     def width(self, ranks: tuple[int, ...]) -> int:
@@ -145,18 +148,23 @@ class Dynamic(Shape):
 
     Args:
         top_k: nodes expanded per level, and children of each.
+        depth: number of levels.
     """
 
-    def __init__(self, top_k: int) -> None:
+    prunes: ClassVar[bool] = True
+
+    def __init__(self, top_k: int, depth: int) -> None:
         self._top_k = top_k
+        self._depth = depth
 
     def width(self, ranks: tuple[int, ...]) -> int:
         """See `Shape.width`."""
-        return self._top_k
+        return self._top_k if len(ranks) < self._depth else 0
 
     def frontier(self, level: Sequence[Node]) -> list[Node]:
         """The most probable of a level."""
-        return sorted(level, key=lambda node: -node.path_prob)[: self._top_k]
+        best = sorted(super().frontier(level), key=lambda node: -node.path_prob)
+        return best[: self._top_k]
 
     def kept(self, nodes: Sequence[Node], limit: int) -> list[Node]:
         """The most probable nodes; of equals the shallower, so that parents come first."""
@@ -243,4 +251,4 @@ def shape_of(options: TreeOptions) -> Shape:
         return Chain()
     if isinstance(options.tree, tuple):
         return _static(options.tree)
-    return Dynamic(options.tree_top_k)
+    return Dynamic(options.tree_top_k, options.tree_depth)

@@ -14,10 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from foretoken.runtime.share import share
 
-__all__ = ["MIN_ROWS", "PackedLinear", "can_pack", "pack"]
-
-MIN_ROWS = 2
-"""Fewest rows of a pass for which packed linear layers are invariant to their number."""
+__all__ = ["PackedLinear", "can_pack", "pack"]
 
 _PACK_HINT_ROWS = 8
 """Number of rows oneDNN is told to expect when it chooses the layout."""
