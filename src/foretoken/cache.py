@@ -58,12 +58,18 @@ class KVSlab(Cache):
         """
         last = len(self.lengths) - 1
         if row != last:
-            for buffers in (self._keys, self._values):
-                for buffer in buffers.values():
-                    buffer[row, :, : self.lengths[last]] = buffer[last, :, : self.lengths[last]]
-            self.lengths[row] = self.lengths[last]
+            self.copy_row(last, row)
         self.lengths.pop()
         return last
+
+    @torch.inference_mode()
+    def copy_row(self, source: int, row: int) -> None:
+        """Give `row` the committed KV of `source` in place of its own."""
+        length = self.lengths[source]
+        for buffers in (self._keys, self._values):
+            for buffer in buffers.values():
+                buffer[row, :, :length] = buffer[source, :, :length]
+        self.lengths[row] = length
 
     @torch.inference_mode()
     def commit(self, row: int, nodes: Sequence[int]) -> None:

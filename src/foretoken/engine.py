@@ -43,11 +43,7 @@ class Engine:
         controller: Controller,
         max_num_seqs: int = 16,
     ) -> None:
-        if drafter.makes_branches and not rule.takes_branches:
-            raise CompatibilityError(
-                f"acceptance rule '{rule.name}' takes chains only, and {type(drafter).__name__} "
-                "proposes trees."
-            )
+        _check_fit(drafter, rule)
         self._target = target
         self._drafter = drafter
         self._rule = rule
@@ -103,3 +99,20 @@ class Engine:
         self._drafter.release(request)
         self._controller.release(request)
         self._target.remove(request.key)
+
+
+def _check_fit(drafter: Drafter, rule: AcceptanceRule) -> None:
+    """Law 5, for trees; chains fit every rule."""
+    if not drafter.makes_branches:
+        return
+    if not rule.takes_branches:
+        raise CompatibilityError(
+            f"acceptance rule '{rule.name}' takes chains only, and {type(drafter).__name__} "
+            "proposes trees."
+        )
+    if rule.needs_independent_siblings and not drafter.independent_siblings:
+        raise CompatibilityError(
+            f"acceptance rule '{rule.name}' takes siblings drawn independently only, and those of "
+            f"{type(drafter).__name__} are not: draft chains, or trees with expansion "
+            "'sample_with_replacement'."
+        )

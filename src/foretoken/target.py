@@ -104,6 +104,12 @@ class Target:
         self._keys[row] = self._keys[moved]
         self._keys.pop()
 
+    def fork(self, key: int, new_key: int) -> None:
+        """Give row `new_key`, opened if it is not there, a copy of the committed KV of `key`."""
+        if new_key not in self:
+            self.add(new_key)
+        self._slab.copy_row(self._keys.index(key), self._keys.index(new_key))
+
     def __contains__(self, key: int) -> bool:
         return key in self._keys
 

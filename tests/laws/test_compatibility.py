@@ -30,6 +30,39 @@ def test_trees_with_a_rule_for_chains() -> None:
         Engine(Target(tiny_model()), drafter, RULES["block"](), Fixed(3))
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"method": "draft_model", "tree": [2, 1]},
+        {"method": "draft_model", "tree": [2, 1], "expansion": "sample"},
+        {"method": "draft_model", "tree": [2, 1], "expansion": "top_k"},
+        {"method": "draft_model", "tree": "dynamic"},
+        {"method": "suffix", "branching": True},
+        {"method": "ensemble", "drafters": [{"method": "ngram"}, {"method": "random"}]},
+    ],
+)
+def test_siblings_that_were_not_drawn_independently(fields: dict[str, Any]) -> None:
+    if fields["method"] == "draft_model":
+        fields = {**fields, "model": tiny_model(seed=1)}
+    with pytest.raises(CompatibilityError, match="siblings drawn independently only") as caught:
+        LLM(tiny_model(), speculative_config={**fields, "acceptance": "k_sequential"})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tree": [2, 1], "expansion": "sample_with_replacement"},
+        {"tree": [1, 1]},
+        {"expansion": "sample"},
+    ],
+)
+def test_independent_siblings_and_chains_fit(fields: dict[str, Any]) -> None:
+    config = {"model": tiny_model(seed=1), "acceptance": "k_sequential", **fields}
+    (output,) = LLM(tiny_model(), speculative_config=config).generate([[1, 2, 3]])
+    assert output.metrics.num_drafts > 0
+
+
 def test_draft_model_with_another_vocabulary() -> None:
     config = {"method": "draft_model", "model": tiny_model(vocab_size=64)}
     with pytest.raises(

@@ -23,9 +23,15 @@ from tests.enumeration import (
     trees,
     without_replacement,
 )
+from tests.matrix import takes_any_tree
 
 LOSSLESS = [name for name, rule in RULES.items() if rule.lossless]
-LOSSLESS_ON_TREES = [name for name in LOSSLESS if RULES[name].takes_branches]
+ON_TREES = [
+    (name, siblings)
+    for name in LOSSLESS
+    for siblings in (independent, without_replacement, most_likely)
+    if takes_any_tree(name) or (RULES[name].takes_branches and siblings is independent)
+]
 TOLERANCE = 1e-6
 
 
@@ -54,8 +60,7 @@ def test_a_perfect_drafter_is_always_accepted(rule: str) -> None:
     assert distance(outcomes, p, 3) < TOLERANCE
 
 
-@pytest.mark.parametrize("rule", LOSSLESS_ON_TREES)
-@pytest.mark.parametrize("siblings", [independent, without_replacement, most_likely])
+@pytest.mark.parametrize(("rule", "siblings"), ON_TREES)
 @pytest.mark.parametrize(("width", "depth"), [(2, 1), (3, 1), (2, 2)])
 @pytest.mark.parametrize("seed", range(2))
 def test_trees(rule: str, siblings: Siblings, width: int, depth: int, seed: int) -> None:
@@ -64,8 +69,7 @@ def test_trees(rule: str, siblings: Siblings, width: int, depth: int, seed: int)
     assert distance(outcomes, p, depth + 1) < TOLERANCE
 
 
-@pytest.mark.parametrize("rule", LOSSLESS_ON_TREES)
-@pytest.mark.parametrize("siblings", [independent, without_replacement, most_likely])
+@pytest.mark.parametrize(("rule", "siblings"), ON_TREES)
 def test_trees_with_impossible_tokens(rule: str, siblings: Siblings) -> None:
     p, q = random_laws(5, 3, zeros=3), random_laws(5, 8, zeros=2)
     outcomes = output_law(RULES[rule](), trees(q, siblings, 2, 1), p, length=2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from foretoken.acceptance.base import AcceptanceRule, Accepted, Origin, TargetLaws
 from foretoken.acceptance.block import Block
 from foretoken.acceptance.coupled import Coupled
+from foretoken.acceptance.k_sequential import KSequential
 from foretoken.acceptance.lenient import Lenient
 from foretoken.acceptance.rejection import Rejection
 from foretoken.acceptance.top_beta import TopBeta
@@ -18,7 +19,7 @@ from foretoken.errors import ConfigError
 __all__ = ["RULES", "AcceptanceRule", "Accepted", "Origin", "TargetLaws", "rule_class"]
 
 RULES: dict[str, type[AcceptanceRule]] = {
-    rule.name: rule for rule in (Coupled, Rejection, Block, Typical, TopBeta, Lenient)
+    rule.name: rule for rule in (Coupled, Rejection, KSequential, Block, Typical, TopBeta, Lenient)
 }
 
 

@@ -87,10 +87,10 @@ class AcceptanceRule(ABC):
     name: ClassVar[str]
     lossless: ClassVar[bool]
     """Whether the output law is exactly p."""
-    needs_q: ClassVar[bool]
-    """Whether q is read; a rule that does not accepts drafts from any source."""
     takes_branches: ClassVar[bool]
     """Whether a node may have several children."""
+    needs_independent_siblings: ClassVar[bool] = False
+    """Whether several children of a node have to be independent draws from one law."""
     couples_draft: ClassVar[bool] = False
     """Whether a sampling drafter should draw with the target's own noise."""
 

@@ -25,7 +25,6 @@ class Block(AcceptanceRule):
 
     name: ClassVar[str] = "block"
     lossless: ClassVar[bool] = True
-    needs_q: ClassVar[bool] = True
     takes_branches: ClassVar[bool] = False
 
     def accept(self, draft: Draft, p: TargetLaws, noise: StepNoise) -> Accepted:

@@ -25,7 +25,6 @@ class Coupled(AcceptanceRule):
 
     name: ClassVar[str] = "coupled"
     lossless: ClassVar[bool] = True
-    needs_q: ClassVar[bool] = False
     takes_branches: ClassVar[bool] = True
     couples_draft: ClassVar[bool] = True
 

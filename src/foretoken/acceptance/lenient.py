@@ -31,7 +31,6 @@ class Lenient(AcceptanceRule):
 
     name: ClassVar[str] = "lenient"
     lossless: ClassVar[bool] = False
-    needs_q: ClassVar[bool] = True
     takes_branches: ClassVar[bool] = True
 
     def accept(self, draft: Draft, p: TargetLaws, noise: StepNoise) -> Accepted:

@@ -22,7 +22,6 @@ class Rejection(AcceptanceRule):
 
     name: ClassVar[str] = "rejection"
     lossless: ClassVar[bool] = True
-    needs_q: ClassVar[bool] = True
     takes_branches: ClassVar[bool] = True
 
     def accept(self, draft: Draft, p: TargetLaws, noise: StepNoise) -> Accepted:

@@ -34,7 +34,6 @@ class Typical(AcceptanceRule):
 
     name: ClassVar[str] = "typical"
     lossless: ClassVar[bool] = False
-    needs_q: ClassVar[bool] = False
     takes_branches: ClassVar[bool] = True
 
     def accept(self, draft: Draft, p: TargetLaws, noise: StepNoise) -> Accepted:

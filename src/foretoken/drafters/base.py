@@ -13,6 +13,7 @@ from foretoken.tree import Draft
 
 if TYPE_CHECKING:
     from foretoken.decode import Outcome, StepTimes
+    from foretoken.drafters.vocabulary import VocabularyOverlap
 
 __all__ = ["Drafter", "DrafterOptions"]
 
@@ -35,6 +36,16 @@ class Drafter(ABC):
 
     makes_branches: bool = False
     """Whether a node of its drafts may have several children; an instance may say so of itself."""
+
+    independent_siblings: bool = False
+    """Whether several children of a node are independent draws from one law, and share its object;
+    an instance may say so of itself."""
+
+    reads_target_kv: bool = False
+    """Whether it drafts on the target's own KV, and so only what follows the committed tokens."""
+
+    vocabulary_overlap: VocabularyOverlap | None = None
+    """How its draft model's tokens compare with the target's, if it has one and both have names."""
 
     @abstractmethod
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:

@@ -1,0 +1,117 @@
+"""Tree verification in its naive form: every path of the tree is a batch row with KV of its own.
+
+What SpecInfer (Miao et al.) calls sequence-based decoding and compares tree attention with, and the
+form in which SpecTr (Sun et al.) verifies k drafts. A prefix that k paths share is computed k
+times, and so is the context copied; a row is an ordinary causal pass, without branches or masks of
+ancestors. Here it is the oracle of `Target.verify`, and what a tree saves is measured against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from foretoken.target import Target
+from foretoken.tree import TokenTree, chain
+
+__all__ = ["RowsVerifier"]
+
+_FIRST_FORK_KEY = -2
+"""Forks count downwards from here: requests have keys from 0, the target's own row has -1."""
+
+
+@dataclass(frozen=True)
+class _Path:
+    """A path from the root to a leaf, and the row that verifies it."""
+
+    key: int
+    nodes: tuple[int, ...]
+
+
+class RowsVerifier:
+    """Verifies and commits like the target, one batch row per path (see `Verifier`).
+
+    Rows are opened and closed through the target. The first path takes the request's own row, the
+    others forks of it, which stay open until every request of the pass has committed.
+
+    Args:
+        target: holds the requests' rows.
+
+    Attributes:
+        num_positions: positions computed so far: per pass the number of rows times the longest
+            path, root included.
+        num_copied: positions whose KV was copied for forks so far.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._paths: dict[int, list[_Path]] = {}  # by request, where it has not committed yet
+        self._forks: list[int] = []
+        self._fork_keys = count(_FIRST_FORK_KEY, -1)
+        self.num_positions = 0
+        self.num_copied = 0
+
+    @torch.inference_mode()
+    def verify(self, keys: Sequence[int], trees: Sequence[TokenTree]) -> list[Tensor]:
+        """One forward pass over all paths of all trees; see `Target.verify`.
+
+        Returns:
+            Per tree the logits after every node, [n+1, V]; for a node on several paths, those of
+            the first.
+        """
+        self.close()
+        self._paths = {key: self._open(key, tree) for key, tree in zip(keys, trees, strict=True)}
+        paths = [path for key in keys for path in self._paths[key]]
+        chains = [
+            chain([tree.tokens[node] for node in path.nodes])
+            for key, tree in zip(keys, trees, strict=True)
+            for path in self._paths[key]
+        ]
+        self.num_positions += len(paths) * max(map(len, chains))
+        scores = iter(self._target.verify([path.key for path in paths], chains))
+        return [
+            _by_node(len(tree), [(path, next(scores)) for path in self._paths[key]])
+            for key, tree in zip(keys, trees, strict=True)
+        ]
+
+    def commit(self, key: int, nodes: Sequence[int]) -> None:
+        """Keep the KV of these nodes, root included; `key` takes over the row that has them."""
+        kept = tuple(nodes)
+        row = next(p.key for p in self._paths.pop(key) if p.nodes[: len(kept)] == kept)
+        self._target.commit(row, range(len(kept)))
+        if row != key:
+            self._target.fork(row, key)
+        if not self._paths:
+            self.close()
+
+    def close(self) -> None:
+        """Close all forks; what was not committed is forgotten."""
+        # Together, since closing a row moves the last one, and of that only what is committed; the
+        # youngest first, so that none of them is moved.
+        self._paths = {}
+        while self._forks:
+            self._target.remove(self._forks.pop())
+
+    def _open(self, key: int, tree: TokenTree) -> list[_Path]:
+        leaves = [node for node in range(len(tree)) if not tree.children[node]]
+        rows = [key, *(self._fork(key) for _ in leaves[1:])]
+        return [_Path(row, (0, *tree.path(leaf))) for row, leaf in zip(rows, leaves, strict=True)]
+
+    def _fork(self, key: int) -> int:
+        fork = next(self._fork_keys)
+        self._target.fork(key, fork)
+        self._forks.append(fork)
+        self.num_copied += self._target.cached(key)
+        return fork
+
+
+def _by_node(num_nodes: int, scored: Sequence[tuple[_Path, Tensor]]) -> Tensor:
+    """[n+1, V] from the paths' logits."""
+    logits = scored[0][1].new_empty(num_nodes, scored[0][1].shape[1])
+    for path, rows in reversed(scored):
+        logits[list(path.nodes)] = rows
+    return logits
