@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
-from foretoken import ForetokenError
+from foretoken import ForetokenError, corpus, tensor_file
 from foretoken import ngrams as module
-from foretoken.ngrams import NgramTables, build_ngrams, count_ngrams, fingerprint
+from foretoken.corpus import fingerprint
+from foretoken.ngrams import FILE, NgramTables, build_ngrams, count_ngrams
 from tests.cli.conftest import ascii_tokenizer
 
 V = 5
@@ -87,7 +88,7 @@ def test_files_are_counted_block_by_block(
     block: int,
 ) -> None:
     """Characters are not cut in two, n-grams reach over blocks and not over files."""
-    monkeypatch.setattr(module, "BLOCK", block)
+    monkeypatch.setattr(corpus, "BLOCK", block)
     contents = [TEXT, "naïve caf\u00e9s \u20ac \U0001f600 without a newline" * 5, ""]
     files = [tmp_path / f"{i}.txt" for i in range(len(contents))]
     for file, content in zip(files, contents, strict=True):
@@ -117,23 +118,7 @@ def test_saved_and_loaded(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) ->
     assert path.stat().st_mode == (tmp_path / "text").stat().st_mode
 
 
-def test_a_fingerprint_tells_vocabularies_apart(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert fingerprint(tokenizer) == fingerprint(ascii_tokenizer(chat_template=None))
-    other = ascii_tokenizer()
-    other.add_tokens(["more"])
-    assert fingerprint(other) != fingerprint(tokenizer)
-
-
 # Bad input
-
-
-def test_not_utf_8(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    (tmp_path / "latin").write_bytes(b"caf\xe9 au lait")
-    with pytest.raises(ForetokenError, match=r"latin is not UTF-8 text: .*, byte 3\."):
-        build_ngrams([tmp_path / "latin"], tokenizer)
-    (tmp_path / "cut").write_bytes("naïve caf\u00e9".encode()[:-1])
-    with pytest.raises(ForetokenError, match=r"cut is not UTF-8 text: .*, byte 10\."):
-        build_ngrams([tmp_path / "cut"], tokenizer)
 
 
 def test_nothing_to_count(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -172,7 +157,7 @@ def test_foreign_and_missing_files(tmp_path: Path, file: Path) -> None:
     save_file({"weight": torch.ones(2)}, tmp_path / "model")
     with pytest.raises(ForetokenError, match="is no n-gram file"):
         NgramTables.load(tmp_path / "model")
-    newer = {"format": module.FORMAT, "version": "2"}
+    newer = {"format": FILE.format, "version": "2"}
     save_file(load_file(file), tmp_path / "newer", newer)
     with pytest.raises(ForetokenError, match=r"version 2 .* reads version 1"):
         NgramTables.load(tmp_path / "newer")
@@ -189,7 +174,7 @@ def test_a_cut_file(tmp_path: Path, file: Path) -> None:
 @pytest.mark.parametrize("name", list(module._DTYPES))
 def test_arrays_that_do_not_fit_together(tmp_path: Path, file: Path, name: str) -> None:
     """Nothing that is loaded leads outside the arrays or outside the vocabulary."""
-    metadata = {"format": module.FORMAT, "version": "1"}
+    metadata = {"format": FILE.format, "version": "1"}
     whole = load_file(file)
     damaged = [
         {k: v for k, v in whole.items() if k != name},
@@ -214,7 +199,7 @@ def test_nothing_is_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "save_file", full)
+    monkeypatch.setattr(tensor_file, "save_file", full)
     with pytest.raises(ForetokenError, match=r"cannot write .*a\.ngrams: No space left"):
         tables.save(path)
     assert path.read_text() == "what was there"

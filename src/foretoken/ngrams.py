@@ -11,32 +11,24 @@ The file is a safetensors file: the arrays of `NgramTables` under their names, a
 
 from __future__ import annotations
 
-import codecs
-import hashlib
-import json
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
+from foretoken.corpus import EMPTY, check_tokens, fingerprint, read_tokens
 from foretoken.errors import ForetokenError
+from foretoken.tensor_file import TensorFile
 
-__all__ = ["NgramTables", "build_ngrams", "count_ngrams", "fingerprint"]
+__all__ = ["FILE", "NgramTables", "build_ngrams", "count_ngrams"]
 
-FORMAT = "foretoken-ngrams"
-VERSION = 1
+FILE = TensorFile("foretoken-ngrams", 1, "n-gram file", "foretoken ngrams build")
 MAX_VOCAB = 1 << 21
 """Three tokens have to fit into 63 bits while they are counted."""
-
-BLOCK = 1 << 20
-"""Bytes of text that are tokenised at once."""
 
 Ints = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -110,26 +102,12 @@ class NgramTables:
         Raises:
             ForetokenError: it cannot be written; what was there before is untouched.
         """
-        path = Path(path)
-        tensors = {name: torch.from_numpy(getattr(self, name)) for name in _DTYPES}
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            beside.touch()
-            mode = beside.stat().st_mode  # safetensors makes its files private
-            save_file(tensors, beside, self._metadata())
-            beside.chmod(mode)
-            beside.replace(path)
-        except (OSError, SafetensorError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise ForetokenError(f"cannot write {path}: {reason}") from error
-        finally:
-            beside.unlink(missing_ok=True)
+        arrays = {name: getattr(self, name) for name in _DTYPES}
+        FILE.save(path, arrays, self._metadata())
 
     def _metadata(self) -> dict[str, str]:
         known = {} if self.fingerprint is None else {"fingerprint": self.fingerprint}
         return {
-            "format": FORMAT,
-            "version": str(VERSION),
             "vocab_size": str(self.vocab_size),
             "num_tokens": str(self.num_tokens),
             **known,
@@ -142,30 +120,10 @@ class NgramTables:
         Raises:
             ForetokenError: there is none, or it is damaged, of another kind or another version.
         """
-        try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                _check_metadata(path, metadata)
-                tensors = {name: file.get_tensor(name) for name in _DTYPES if name in file.keys()}  # noqa: SIM118
-        except OSError as error:
-            raise ForetokenError(f"cannot read {path}: {error.strerror or error}") from error
-        except SafetensorError as error:
-            raise ForetokenError(
-                f"{path} is damaged or no n-gram file: make one with 'foretoken ngrams build'."
-            ) from error
+        tensors, metadata = FILE.load(path, _DTYPES)
         _check_tensors(path, tensors)
         arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
         return NgramTables(**arrays, fingerprint=metadata.get("fingerprint"))
-
-
-def _check_metadata(path: str | Path, metadata: dict[str, str]) -> None:
-    if metadata.get("format") != FORMAT:
-        raise ForetokenError(f"{path} is no n-gram file: make one with 'foretoken ngrams build'.")
-    if metadata.get("version") != str(VERSION):
-        raise ForetokenError(
-            f"{path} has version {metadata.get('version')} of the format and this Foretoken reads "
-            f"version {VERSION}: build it again with 'foretoken ngrams build'."
-        )
 
 
 def _check_tensors(path: str | Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -183,7 +141,7 @@ def _check_tensors(path: str | Path, tensors: dict[str, torch.Tensor]) -> None:
         and _delimits(tensors, "trigram", len(tensors["bigram_tokens"]))
         and bool((tensors["unigrams"][tensors["bigram_tokens"]] > 0).all())
     ):
-        raise ForetokenError(f"{path} is damaged: build it again with 'foretoken ngrams build'.")
+        raise FILE.damaged(path)
 
 
 def _delimits(tensors: dict[str, torch.Tensor], order: str, rows: int) -> bool:
@@ -216,14 +174,10 @@ def build_ngrams(
         ForetokenError: a file cannot be read or is not UTF-8, or there is no text in any.
     """
     counter = _Counter(len(tokenizer))
-    done = 0
-    for file in files:
+    for text in read_tokens(files, tokenizer, progress):
         counter.begin_text()
-        for text, size in _blocks(Path(file)):
-            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            counter.add(np.array(ids, dtype=np.int64))
-            done += size
-            progress(done)
+        for tokens in text:
+            counter.add(tokens)
     return counter.tables(fingerprint(tokenizer))
 
 
@@ -238,32 +192,6 @@ def count_ngrams(texts: Iterable[Sequence[int]], vocab_size: int) -> NgramTables
         counter.begin_text()
         counter.add(np.array(text, dtype=np.int64))
     return counter.tables(None)
-
-
-def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of the vocabulary: equal if every token has the same id."""
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
-    return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
-
-
-def _blocks(path: Path) -> Iterator[tuple[str, int]]:
-    """Pieces of a text that end at ends of lines where they can, with the bytes read for each."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    read, pending = 0, ""
-    try:
-        with path.open("rb") as file:
-            while block := file.read(BLOCK):
-                read += len(block)
-                pending += decoder.decode(block)
-                cut = pending.rfind("\n") + 1 or len(pending)
-                yield pending[:cut], len(block)
-                pending = pending[cut:]
-        yield pending + decoder.decode(b"", final=True), 0
-    except UnicodeDecodeError as error:
-        place = read - len(error.object) + error.start
-        raise ForetokenError(f"{path} is not UTF-8 text: {error.reason}, byte {place}.") from error
-    except OSError as error:
-        raise ForetokenError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 class _Counter:
@@ -286,8 +214,7 @@ class _Counter:
         """Count the n-grams that end in these tokens."""
         if not len(tokens):
             return
-        if not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
-            raise ForetokenError(f"a token is outside the vocabulary of {self._vocab_size} tokens.")
+        check_tokens(tokens, self._vocab_size)
         self._unigrams += np.bincount(tokens, minlength=self._vocab_size)
         text = np.concatenate([self._before, tokens])
         pairs = text[:-1] * self._vocab_size + text[1:]
@@ -314,7 +241,7 @@ class _Counter:
 
     def tables(self, fingerprint: str | None) -> NgramTables:
         if not self._unigrams.any():
-            raise ForetokenError("the corpus is empty: there is no text to count.")
+            raise ForetokenError(EMPTY)
         pairs, pair_counts = self._all(2)
         triples, triple_counts = self._all(3)
         pair_of_triple = triples // self._vocab_size

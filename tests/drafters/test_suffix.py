@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from foretoken import CompatibilityError, ConfigError, SamplingParams
-from foretoken.acceptance import RULES
 from foretoken.control import Budget
 from foretoken.drafters.suffix import (
     EarlierOutputs,
@@ -22,7 +21,7 @@ from foretoken.drafters.suffix_trie import SuffixTrie
 from foretoken.request import Request
 from foretoken.tree import Draft, TokenTree
 from tests.drafters.test_suffix_trie import expected_counts, fill
-from tests.matrix import LOSSLESS, PROMPTS, tiny_llm
+from tests.matrix import LOSSLESS, PROMPTS, takes_any_tree, tiny_llm
 from tests.tiny import ARCHITECTURES, tiny_model
 
 
@@ -168,7 +167,7 @@ def test_trees_need_a_rule_that_takes_them() -> None:
     tiny_llm(tiny_model(), "suffix", "block")
 
 
-TREE_RULES = [name for name in (*LOSSLESS, "typical") if RULES[name].takes_branches]
+TREE_RULES = [name for name in (*LOSSLESS, "typical") if takes_any_tree(name)]
 
 
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))

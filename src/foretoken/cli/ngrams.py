@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from foretoken.cli.console import display, plain, working
+from foretoken.cli.console import display, plain
 from foretoken.cli.files import check_writable
 from foretoken.cli.options import DEFAULT_MODEL
-from foretoken.cli.root import UsageError, examples
-from foretoken.cli.session import resolve
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from foretoken.cli.root import examples
+from foretoken.cli.session import open_tokenizer
 
 __all__ = ["EXAMPLES", "app"]
 
@@ -43,7 +40,7 @@ def build(
     """Count unigrams, bigrams and trigrams of text files."""
     check_writable(output)
     total = sum(file.stat().st_size for file in files)
-    tokenizer = _tokenizer(model)
+    tokenizer = open_tokenizer(model)
     from foretoken.models.progress import bytes_text, progress
     from foretoken.ngrams import build_ngrams
 
@@ -54,14 +51,3 @@ def build(
     counts = f"{tables.num_tokens:,} tokens, {len(tables.bigram_tokens):,} bigrams, "
     counts += f"{len(tables.trigram_tokens):,} trigrams"
     display().print(plain(f"{output} has {counts} ({size})"), soft_wrap=True)
-
-
-def _tokenizer(model: str) -> PreTrainedTokenizerBase:
-    folder = resolve(model)
-    with working(f"Loading the tokenizer of {model}"):
-        from foretoken.models import load_tokenizer
-
-        tokenizer = load_tokenizer(folder)
-    if tokenizer is None:
-        raise UsageError(f"{model} has no tokenizer")
-    return tokenizer

@@ -15,7 +15,6 @@ a, b is one of b, so the support does not depend on a. This law is q, and sampli
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, Self
@@ -24,15 +23,15 @@ import numpy as np
 import torch
 from annotated_types import Ge
 from numpy.typing import NDArray
-from pydantic import FiniteFloat, field_validator, model_validator
+from pydantic import FiniteFloat, model_validator
 from transformers import PreTrainedTokenizerBase
 
 from foretoken.config import GREEDY_BELOW
 from foretoken.control import Budget
+from foretoken.corpus import PathText, check_target
 from foretoken.drafters.base import Drafter, DrafterOptions
-from foretoken.errors import CompatibilityError
 from foretoken.law import Law
-from foretoken.ngrams import NgramTables, fingerprint
+from foretoken.ngrams import FILE, NgramTables
 from foretoken.request import Request
 from foretoken.tree import Draft, chain
 
@@ -49,13 +48,8 @@ class CorpusNgramOptions(DrafterOptions):
             the smoothed law) for sampled ones.
     """
 
-    corpus: str = ""
+    corpus: PathText = ""
     draft_temperature: Annotated[FiniteFloat, Ge(0)] | None = None
-
-    @field_validator("corpus", mode="before")
-    @classmethod
-    def _path(cls, value: Any) -> Any:
-        return os.fspath(value) if isinstance(value, os.PathLike) else value
 
     @model_validator(mode="after")
     def _given(self) -> Self:
@@ -136,17 +130,7 @@ def load_corpus(
     """
     tables = NgramTables.load(path)
     highest = int(tables.unigrams.nonzero()[0][-1])
-    if highest >= vocab_size:
-        raise CompatibilityError(
-            f"{path} has token {highest} and the target a vocabulary of {vocab_size} tokens: build "
-            "it again for this model with 'foretoken ngrams build'."
-        )
-    made_with = tables.fingerprint
-    if made_with is not None and tokenizer is not None and made_with != fingerprint(tokenizer):
-        raise CompatibilityError(
-            f"{path} was made with the vocabulary of another model: build it again for this one "
-            "with 'foretoken ngrams build'."
-        )
+    check_target(path, FILE.made_by, highest, tables.fingerprint, vocab_size, tokenizer)
     return SmoothedNgrams(tables)
 
 

@@ -14,14 +14,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from heapq import heappop, heappush
-from itertools import accumulate, count
+from itertools import accumulate
 from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
 
 from foretoken.control import Budget
 from foretoken.drafters.base import Drafter, DrafterOptions
+from foretoken.drafters.best_first import best_first
 from foretoken.drafters.suffix_trie import Node, Place, SuffixTrie, Text
 from foretoken.request import Request
 from foretoken.tree import Draft, TokenTree
@@ -265,25 +265,11 @@ def grow_tree(place: Place, nodes: int, budget: Budget, least: float) -> Candida
     Arguments as for `grow_chain`; the budget also bounds the depth.
     """
     tree = Candidate()
-    order = count()  # of equally probable nodes the one that came first
-    frontier: list[tuple[float, int, int, int, int, bool, Place]] = []
-
-    def expand(place: Place, parent: int, depth: int, probability: float) -> None:
-        for token, share, child in successors(place):
-            path = probability * share
-            last = depth >= budget.depth or budget.stops_below(share, path)
-            if path >= least:
-                heappush(frontier, (-path, next(order), depth, parent, token, last, child))
-
-    expand(place, -1, 1, 1.0)
-    while frontier and len(tree.tokens) < nodes:
-        path, _, depth, parent, token, last, child = heappop(frontier)
+    for parent, token, path, child in best_first(place, successors, nodes, budget, least):
         tree.tokens.append(token)
         tree.parents.append(parent)
-        tree.score -= path
+        tree.score += path
         tree.source = child.source if isinstance(child, Node) else child[0].key
-        if not last:
-            expand(child, len(tree.tokens) - 1, depth + 1, -path)
     return tree
 
 

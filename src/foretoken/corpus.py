@@ -1,0 +1,175 @@
+"""A corpus: text files as token ids, and whether what was made of them fits a target.
+
+Files are read in blocks, and blocks are tokenised in pieces, many at once. A piece ends before the
+end of a line that ends with a letter or a digit, where there is one: byte-level tokenizers divide
+text there themselves, so the tokens are those of the whole text. Elsewhere (a long text without
+such lines, a tokenizer that marks where a text begins) one or two tokens next to a cut may differ.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BeforeValidator
+from transformers import PreTrainedTokenizerBase
+
+from foretoken.errors import CompatibilityError, ForetokenError
+
+__all__ = [
+    "EMPTY",
+    "PathText",
+    "check_target",
+    "check_tokens",
+    "fingerprint",
+    "read_tokens",
+]
+
+BLOCK = 1 << 20
+"""Bytes of text that are read at once."""
+
+PIECE = 1 << 14
+"""Characters that are tokenised as one text."""
+
+EMPTY = "the corpus is empty: there is no text in it."
+
+Ints = NDArray[np.int64]
+
+
+def _path_text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+PathText = Annotated[str, BeforeValidator(_path_text)]
+"""An option that names a file: given as text or as a path, kept as text."""
+
+
+def read_tokens(
+    files: Iterable[str | Path],
+    tokenizer: PreTrainedTokenizerBase,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Iterator[Iterator[Ints]]:
+    """The tokens of every file, block by block; they have to be taken in this order.
+
+    Args:
+        files: UTF-8 text.
+        tokenizer: the target's.
+        progress: called with the bytes read so far.
+
+    Raises:
+        ForetokenError: a file cannot be read or is not UTF-8.
+    """
+    done = 0
+
+    def tokens(file: str | Path) -> Iterator[Ints]:
+        nonlocal done
+        for text, size in _blocks(Path(file)):
+            yield _tokenise(text, tokenizer)
+            done += size
+            progress(done)
+
+    return map(tokens, files)
+
+
+def _blocks(path: Path) -> Iterator[tuple[str, int]]:
+    """Pieces of a text that end where `_cut` says, with the bytes read for each."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    read, pending = 0, ""
+    try:
+        with path.open("rb") as file:
+            while block := file.read(BLOCK):
+                read += len(block)
+                pending += decoder.decode(block)
+                cut = _cut(pending)
+                yield pending[:cut], len(block)
+                pending = pending[cut:]
+        yield pending + decoder.decode(b"", final=True), 0
+    except UnicodeDecodeError as error:
+        place = read - len(error.object) + error.start
+        raise ForetokenError(f"{path} is not UTF-8 text: {error.reason}, byte {place}.") from error
+    except OSError as error:
+        raise ForetokenError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _cut(text: str) -> int:
+    """Where to cut off what is tokenised by itself: as late as possible, and not at 0."""
+    end = text.rfind("\n", 1)
+    while end > 0 and not text[end - 1].isalnum():
+        end = text.rfind("\n", 1, end)
+    return end if end > 0 else text.rfind("\n") + 1 or len(text)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    start = 0
+    while start < len(text):
+        end = start + PIECE
+        if end < len(text):
+            end = start + _cut(text[start:end])
+        yield text[start:end]
+        start = end
+
+
+def _tokenise(text: str, tokenizer: PreTrainedTokenizerBase) -> Ints:
+    """Token ids of a text; a fast tokenizer does its pieces in parallel."""
+    pieces = list(_pieces(text))
+    if not pieces:
+        return np.empty(0, dtype=np.int64)
+    ids = tokenizer(pieces, add_special_tokens=False, return_attention_mask=False, verbose=False)
+    return np.fromiter(itertools.chain.from_iterable(ids["input_ids"]), dtype=np.int64)
+
+
+def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of the vocabulary: equal if every token has the same id."""
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+    return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
+
+
+def check_tokens(tokens: NDArray[Any], vocab_size: int) -> None:
+    """Refuse tokens that are none.
+
+    Raises:
+        ForetokenError: a token is outside the vocabulary.
+    """
+    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        raise ForetokenError(f"a token is outside the vocabulary of {vocab_size} tokens.")
+
+
+def check_target(
+    path: str,
+    made_by: str,
+    highest: int,
+    made_with: str | None,
+    vocab_size: int,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> None:
+    """Refuse what was made of a corpus with another vocabulary than the target's.
+
+    Args:
+        path: the file, for the message.
+        made_by: the command that makes such files.
+        highest: the highest token in it.
+        made_with: fingerprint of the vocabulary it was made with, or None if that is not known.
+        vocab_size: width of the target's logits.
+        tokenizer: the target's, or None where it has none.
+
+    Raises:
+        CompatibilityError: the vocabularies differ.
+    """
+    if highest >= vocab_size:
+        raise CompatibilityError(
+            f"{path} has token {highest} and the target a vocabulary of {vocab_size} tokens: build "
+            f"it again for this model with '{made_by}'."
+        )
+    if made_with is not None and tokenizer is not None and made_with != fingerprint(tokenizer):
+        raise CompatibilityError(
+            f"{path} was made with the vocabulary of another model: build it again for this one "
+            f"with '{made_by}'."
+        )
