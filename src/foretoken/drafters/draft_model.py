@@ -1,42 +1,91 @@
-"""`draft_model`: a second, smaller model with the same vocabulary guesses.
+"""`draft_model`: a second, smaller model guesses.
 
 Leviathan et al., "Fast Inference from Transformers via Speculative Decoding"; Chen et al.,
 "Accelerating Large Language Model Decoding with Speculative Sampling"; trees as in SpecInfer and
 EAGLE-2. The model has its own KV and draws under the request's own sampling parameters, so that q
-is as close to p as it can be.
+is as close to p as it can be. Models with other tokens than the target's: `vocabulary.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, Self
 
+from pydantic import model_validator
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from foretoken.drafters.shapes import TreeOptions
 from foretoken.request import Request
 from foretoken.target import Target
 from foretoken.tree import TokenTree
 
-__all__ = ["OwnModel"]
+__all__ = ["DraftModelOptions", "OwnModel"]
 
 FIRST_PASS = 32
 """Committed tokens that are computed along with the first drafting pass; more are prefilled."""
 
 
-class OwnModel:
-    """A draft model with its own rows (see `Scorer`)."""
+class DraftModelOptions(TreeOptions):
+    """Options of `draft_model`, besides those of trees.
 
-    def __init__(self, model: Target) -> None:
+    Args:
+        vocabulary: what to do about a draft model with other tokens than the target's. `same`
+            refuses it. `intersection` drafts only tokens that both have. `text` drafts text, which
+            the target's tokenizer splits anew: greedy chains only. `auto` is `same` where the
+            tokens are the same, else `intersection` if the draft model has at least half of the
+            target's tokens, else `text`. `LLM.vocabulary_overlap` says what was chosen.
+        draft_tokenizer: the draft model's tokenizer, or a folder or alias that has it; None takes
+            the one in the draft model's folder.
+    """
+
+    vocabulary: Literal["auto", "same", "intersection", "text"] = "auto"
+    draft_tokenizer: str | Path | PreTrainedTokenizerBase | None = None
+
+    @model_validator(mode="after")
+    def _text_is_drafted_greedily(self) -> Self:
+        if self.vocabulary == "text" and (reason := self.refused_for_text()):
+            raise ValueError(reason)
+        return self
+
+    def refused_for_text(self) -> str | None:
+        """Why drafts of text cannot be as the options ask; None where they can."""
+        for name in ("tree", "expansion", "draft_temperature"):
+            if name in self.model_fields_set:
+                return (
+                    f"{name}: with vocabulary 'text' drafts are greedy chains: remove it, or set "
+                    "vocabulary to 'intersection'."
+                )
+        return None
+
+
+class OwnModel:
+    """A draft model with its own rows (see `Scorer`).
+
+    Args:
+        model: the draft model.
+        partial: whether its logits leave out tokens of the target's.
+    """
+
+    reads_target_kv = False
+
+    def __init__(self, model: Target, *, partial: bool = False) -> None:
+        self.partial = partial
         self._model = model
         self._cached: dict[int, list[int]] = {}  # tokens whose KV the model holds
 
-    @property
-    def max_model_len(self) -> int:
-        """The draft model's own context."""
-        return self._model.max_model_len
+    def seen(self, request: Request) -> Sequence[int]:
+        """The committed tokens as the draft model reads them."""
+        return request.token_ids
+
+    def room(self, request: Request) -> int:
+        """What the draft model's own context has left."""
+        return self._model.max_model_len - len(self.seen(request))
 
     def pending(self, request: Request) -> list[int]:
         """Roll back what was not committed; prefill what would not fit into one pass."""
-        key, tokens = request.key, request.token_ids
+        key, tokens = request.key, list(self.seen(request))
         if key not in self._cached:
             self._model.add(key)
             self._cached[key] = []
@@ -57,7 +106,7 @@ class OwnModel:
     def settle(self, request: Request, num_tokens: int) -> None:
         """The pending tokens are committed ones, so their KV stays; drafted KV goes."""
         self._model.commit(request.key, range(num_tokens))
-        self._cached[request.key] = list(request.token_ids)
+        self._cached[request.key] = list(self.seen(request))
 
     def release(self, request: Request) -> None:
         """Free the request's row."""
