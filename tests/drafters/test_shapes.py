@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from foretoken.noise import Noise
 from foretoken.request import Request
 from foretoken.target import Target
 from foretoken.tree import Draft, chain
-from tests.matrix import LOSSLESS, PROMPTS, tiny_llm
+from tests.matrix import LOSSLESS, PROMPTS, takes_any_tree, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, reference_greedy, tiny_model
 
 TREES: dict[str, dict[str, Any]] = {
@@ -29,7 +30,12 @@ TREES: dict[str, dict[str, Any]] = {
     "sample": {"tree": [2, 2], "expansion": "sample"},
     "with_replacement": {"tree": [2, 2], "expansion": "sample_with_replacement"},
 }
-ON_TREES = [rule for rule in LOSSLESS if RULES[rule].takes_branches]
+ON_TREES = [
+    (rule, shape)
+    for rule in LOSSLESS
+    for shape in TREES
+    if takes_any_tree(rule) or (RULES[rule].takes_branches and shape == "with_replacement")
+]
 
 
 def tree_llm(rule: str, shape: str, **fields: Any) -> LLM:
@@ -37,8 +43,7 @@ def tree_llm(rule: str, shape: str, **fields: Any) -> LLM:
     return tiny_llm(tiny_model(), "draft_model", rule, **{"gamma": None, **TREES[shape], **fields})
 
 
-@pytest.mark.parametrize("rule", ON_TREES)
-@pytest.mark.parametrize("shape", list(TREES))
+@pytest.mark.parametrize(("rule", "shape"), ON_TREES)
 def test_greedy_output_is_transformers(rule: str, shape: str) -> None:
     model = tiny_model()
     llm = tree_llm(rule, shape, model=model)
@@ -169,6 +174,72 @@ def test_wrong_trees(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         TreeOptions(**fields)
     assert message in str(caught.value)
+
+
+def tree_file(folder: Path, content: str) -> Path:
+    """A file with this text after the format, as `foretoken tree` writes it."""
+    path = folder / "tree.json"
+    path.write_text(f'{{"format": "foretoken-tree-1", {content}}}')
+    return path
+
+
+def options_of(tree: Any) -> TreeOptions:
+    """Options with a tree as a user may give it."""
+    return TreeOptions(tree=tree)
+
+
+def test_a_tree_from_a_file_is_the_tree_itself(tmp_path: Path) -> None:
+    path = tree_file(tmp_path, '"paths": [[0], [1], [0, 0], [0, 1], [1, 0]]')
+    inline = TreeOptions(tree=((0,), (1,), (0, 0), (0, 1), (1, 0)))
+    for given in (path, str(path)):
+        options = options_of(given)
+        assert options == inline
+        assert options.default_num_speculative_tokens() == 5
+    llm = tiny_llm(tiny_model(), "draft_model", gamma=None, tree=str(path))
+    path.unlink()  # what has been read is not read again while generating
+    request = Request(
+        PROMPTS[0], SamplingParams(temperature=0), vocab_size=VOCAB_SIZE, max_model_len=CONTEXT
+    )
+    (draft,) = llm._engine._drafter.propose([request], [Budget(5, 5)])
+    assert draft.tree.parents == (-1, 0, 0, 1, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('"paths": []', "is a damaged tree: paths must be a list of lists of ranks"),
+        ('"paths": [[]]', "is a damaged tree: paths"),
+        ('"paths": [[0, -1]]', "is a damaged tree: paths"),
+        ('"paths": [[64]]', "each between 0 and 63"),
+        ('"paths": [[true]]', "is a damaged tree: paths"),
+        ('"paths": {"0": 1}', "is a damaged tree: paths"),
+        ('"size": 3', "is a damaged tree: paths"),
+        (f'"paths": [{[0] * 65}]', "the tree is 65 levels deep, more than 64."),
+        (f'"paths": [{[63] * 5}]', "the tree has 320 nodes, more than 256."),
+        ('"paths": [[0]], "format": "foretoken-trace-1"', "is not a tree: expected an object with"),
+        ('"paths": [[0]', "is not a tree: no JSON in UTF-8"),
+    ],
+)
+def test_wrong_tree_files(tmp_path: Path, content: str, message: str) -> None:
+    path = tree_file(tmp_path, content)
+    with pytest.raises(ConfigError) as caught:
+        options_of(str(path))
+    assert message in str(caught.value)
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tree_file_that_is_not_there(tmp_path: Path) -> None:
+    for given in (tmp_path / "none", str(tmp_path / "none.json"), tmp_path):
+        with pytest.raises(ConfigError, match=r"cannot read tree .*: (No such|Is a dir)"):
+            options_of(given)
+    path = tmp_path / "latin.json"
+    path.write_bytes(b"caf\xe9")
+    with pytest.raises(ConfigError, match="no JSON in UTF-8"):
+        options_of(path)
+    path.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="no JSON in UTF-8"):
+        options_of(path)
 
 
 def test_block_verification_takes_no_trees() -> None:

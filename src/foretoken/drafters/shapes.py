@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import Ge, Le, Len
 from pydantic import field_validator, model_validator
@@ -16,10 +16,9 @@ from pydantic import field_validator, model_validator
 from foretoken.config import GREEDY_BELOW
 from foretoken.drafters.base import DrafterOptions
 from foretoken.law import Law
+from foretoken.tree_file import MAX_NODES, TreeFile, is_tree_file
 
 __all__ = ["Chain", "Dynamic", "Node", "Paths", "Shape", "TreeOptions", "Widths", "shape_of"]
-
-MAX_NODES = 256
 
 
 @dataclass(eq=False)
@@ -178,7 +177,8 @@ class TreeOptions(DrafterOptions):
     Args:
         draft_temperature: temperature of the draft; None takes the request's, 0 drafts the argmax.
         tree: None is a chain; [4, 2, 2, 1] gives the root four children, each of them two, and so
-            on; [[0], [0, 0], [1]] names the nodes by their ranks; "dynamic" grows EAGLE-2's tree.
+            on; [[0], [0, 0], [1]] names the nodes by their ranks; "dynamic" grows EAGLE-2's tree; a
+            `Path`, or text that ends in .json, is a file written by `foretoken tree`, read here.
         tree_top_k: for "dynamic", nodes expanded per level and children of each.
         tree_depth: for "dynamic", the number of levels.
         expansion: how children are chosen: `top_k` takes the most probable (q is one-hot), `sample`
@@ -196,6 +196,13 @@ class TreeOptions(DrafterOptions):
     tree_top_k: Annotated[int, Ge(1), Le(64)] = 4
     tree_depth: Annotated[int, Ge(1), Le(64)] = 5
     expansion: Literal["auto", "top_k", "sample", "sample_with_replacement"] = "auto"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tree_of_a_file(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and is_tree_file(fields.get("tree")):
+            return {**fields, "tree": TreeFile.load(fields["tree"]).paths}
+        return fields
 
     @field_validator("tree")
     @classmethod

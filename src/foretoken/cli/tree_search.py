@@ -1,0 +1,192 @@
+"""`foretoken tree`: the measurement, the best tree, and what it is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from foretoken.cli.console import working
+from foretoken.cli.session import open_as, shaped
+from foretoken.tree_file import TreeFile
+
+if TYPE_CHECKING:
+    from foretoken.analysis.measure_tree import Acceptance, TreeLaboratory
+    from foretoken.analysis.sequoia import BestTree
+    from foretoken.cli.options import ModelOptions
+    from foretoken.config import SamplingParams
+    from foretoken.control.costs import CostCurve
+    from foretoken.speculative import SpeculativeConfig
+
+__all__ = ["LARGEST", "Costs", "Found", "Rival", "measured", "open_laboratory", "solved"]
+
+LARGEST = 128
+"""Most nodes where the cost decides; beyond 64 positions it is extrapolated."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a step costs: verification by positions, and drafting by levels.
+
+    Args:
+        curve: seconds of a target pass by positions.
+        level: seconds of drafting a level.
+    """
+
+    curve: CostCurve
+    level: float
+
+    def seconds(self, nodes: int, levels: int) -> float:
+        """Of drafting and verifying a tree."""
+        return levels * self.level + self.curve(1 + nodes)
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A shape in the comparison."""
+
+    name: str
+    nodes: int
+    levels: int
+    expected_tokens: float
+
+    def as_dict(self, costs: Costs | None) -> dict[str, Any]:
+        """For JSON."""
+        rate = None if costs is None else self.tokens_per_second(costs)
+        return {**vars(self), "tokens_per_second": rate}
+
+    def tokens_per_second(self, costs: Costs) -> float:
+        """Expected, by measured costs."""
+        return self.expected_tokens / costs.seconds(self.nodes, self.levels)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best tree and where it comes from.
+
+    Args:
+        acceptance: the positional acceptance vector.
+        measured: its counts; None where the vector was given.
+        costs: measured where the size was to be found.
+        tree: the best tree.
+        depth: most levels that were allowed.
+        method: what drafted; None where nothing ran.
+        model: the target; None likewise.
+    """
+
+    acceptance: tuple[float, ...]
+    measured: Acceptance | None
+    costs: Costs | None
+    tree: BestTree
+    depth: int
+    method: str | None = None
+    model: str | None = None
+
+    def rivals(self) -> list[Rival]:
+        """The tree, the chain of as many nodes, the best full tree, and no draft at all."""
+        from foretoken.analysis import expected_tokens
+        from foretoken.analysis.sequoia import best_widths
+
+        nodes = self.tree.num_nodes
+        none = Rival("no draft", 0, 0, 1.0)
+        if not nodes:
+            return [none]
+        widths, tokens = best_widths(self.acceptance, nodes, self.depth)
+        return [
+            Rival("this tree", nodes, self.tree.depth, self.tree.expected_tokens),
+            Rival("chain", nodes, nodes, expected_tokens(self.acceptance[0], nodes)),
+            Rival(str(list(widths)), _full_nodes(widths), len(widths), tokens),
+            none,
+        ]
+
+    def file(self) -> TreeFile:
+        """For `--output`."""
+        tree = self.tree
+        return TreeFile(tree.paths, self.acceptance, tree.expected_tokens, self.method, self.model)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the file's fields, the measurement and the comparison."""
+        found = self.measured
+        return {
+            **self.file().as_dict(),
+            "nodes": self.tree.num_nodes,
+            "depth": self.tree.depth,
+            "drafts": None if found is None else found.drafts,
+            "errors": None if found is None else found.errors,
+            "compared": [rival.as_dict(self.costs) for rival in self.rivals()],
+        }
+
+
+def _full_nodes(widths: Sequence[int]) -> int:
+    """Sum over the levels of the product of widths."""
+    total = 0
+    for width in reversed(widths):
+        total = width * (1 + total)
+    return total
+
+
+def solved(
+    acceptance: Sequence[float],
+    nodes: int | None,
+    depth: int,
+    measured: Acceptance | None = None,
+    costs: Costs | None = None,
+    **origin: str,
+) -> Found:
+    """The best tree of this many nodes; None takes the number that costs say is best."""
+    from foretoken.analysis.sequoia import BestTree, best_size, best_tree
+
+    levels = depth
+    if nodes is None:
+        assert costs is not None, "measured where the number is open"
+        size = best_size(acceptance, costs.curve, LARGEST, depth, costs.level)
+        nodes, levels = size.nodes, size.depth
+    tree = best_tree(acceptance, nodes, levels) if nodes else BestTree((), 1.0)
+    return Found(tuple(acceptance), measured, costs, tree, depth, **origin)
+
+
+def open_laboratory(
+    options: ModelOptions, config: SpeculativeConfig, *, quiet: bool
+) -> TreeLaboratory:
+    """Load target and drafting model."""
+
+    def kind() -> type[TreeLaboratory]:
+        from foretoken.analysis.measure_tree import TreeLaboratory
+
+        return TreeLaboratory
+
+    return open_as(kind, options, config, quiet=quiet)
+
+
+def measured(
+    laboratory: TreeLaboratory,
+    texts: Sequence[str],
+    params: SamplingParams,
+    ranks: int,
+    *,
+    costs: bool,
+    quiet: bool,
+) -> tuple[Acceptance, Costs | None]:
+    """Run the prompts.
+
+    Args:
+        laboratory: the model, drafting one level.
+        texts: prompts.
+        params: how to sample; the seed is 0 if none is given.
+        ranks: children of that level.
+        costs: whether to time passes as well.
+        quiet: show no progress.
+
+    Raises:
+        ConfigError: nothing was drafted.
+    """
+    from foretoken.analysis.measure_tree import measure_acceptance
+
+    prompts = [laboratory.encode(shaped(laboratory, text)) for text in texts]
+    seeded = params.model_copy(update={"seed": params.seed or 0})
+    with working("Measuring the acceptance of every rank", quiet=quiet):
+        found = measure_acceptance(laboratory, prompts, seeded, ranks)
+    if not costs:
+        return found, None
+    with working("Measuring the cost of verification", quiet=quiet):
+        return found, Costs(laboratory.costs(), found.draft_seconds)

@@ -1,0 +1,130 @@
+"""A drafted tree's shape as a file: what `foretoken tree` writes and the field `tree` reads.
+
+The file is one JSON object, {"format": "foretoken-tree-1", "paths": [[0], [1], [0, 0]], ...}, with
+the fields of `TreeFile`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from foretoken.errors import ForetokenError
+
+__all__ = ["MAX_DEPTH", "MAX_NODES", "MAX_RANKS", "TreeFile", "closed", "is_tree_file"]
+
+FORMAT = "foretoken-tree-1"
+
+MAX_NODES = 256
+MAX_DEPTH = 64
+MAX_RANKS = 64
+"""Most children of a node."""
+
+
+@dataclass(frozen=True)
+class TreeFile:
+    """A tree and where it came from.
+
+    Args:
+        paths: every node as the ranks of its ancestors and its own, as `Paths` takes them.
+        acceptance: the positional acceptance vector it is optimal for.
+        expected_tokens: expected tokens per target pass under this vector.
+        method: what drafted while the vector was measured; None where it was given.
+        model: the target of the measurement; None likewise.
+    """
+
+    paths: tuple[tuple[int, ...], ...]
+    acceptance: tuple[float, ...] = ()
+    expected_tokens: float | None = None
+    method: str | None = None
+    model: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"format": FORMAT, **asdict(self)}
+
+    @staticmethod
+    def load(path: str | Path) -> TreeFile:
+        """Read and check a file.
+
+        Raises:
+            ForetokenError: there is none, it is no tree, or it is larger than a tree may be.
+        """
+        value = _read(Path(path))
+        if not isinstance(value, dict) or value.get("format") != FORMAT:
+            raise ForetokenError(
+                f"{path} is not a tree: expected an object with format '{FORMAT}', as written by "
+                "`foretoken tree --output`."
+            )
+        _check_origin(path, value)
+        return TreeFile(
+            _checked_paths(path, value.get("paths")),
+            tuple(value.get("acceptance", ())),
+            *(value.get(name) for name in ("expected_tokens", "method", "model")),
+        )
+
+
+def is_tree_file(value: object) -> bool:
+    """Whether the field `tree` means a file by this: a `Path`, or text that ends in .json."""
+    return isinstance(value, Path) or (isinstance(value, str) and value.endswith(".json"))
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ForetokenError(f"cannot read tree {path}: {error.strerror or error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise ForetokenError(f"{path} is not a tree: no JSON in UTF-8 ({error}).") from error
+
+
+def _checked_paths(path: str | Path, paths: Any) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(paths, list) or not paths or not all(map(_is_path, paths)):
+        raise ForetokenError(
+            f"{path} is a damaged tree: paths must be a list of lists of ranks, each between 0 "
+            f"and {MAX_RANKS - 1}."
+        )
+    deepest = max(map(len, paths))
+    if deepest > MAX_DEPTH:
+        raise ForetokenError(f"{path}: the tree is {deepest} levels deep, more than {MAX_DEPTH}.")
+    nodes = len(closed(paths))
+    if nodes > MAX_NODES:
+        raise ForetokenError(f"{path}: the tree has {nodes} nodes, more than {MAX_NODES}.")
+    return tuple(map(tuple, paths))
+
+
+def _check_origin(path: str | Path, value: dict[str, Any]) -> None:
+    acceptance = value.get("acceptance", [])
+    if not isinstance(acceptance, list) or not all(map(_is_number, acceptance)):
+        raise ForetokenError(f"{path} is a damaged tree: acceptance must be a list of numbers.")
+    tokens = value.get("expected_tokens")
+    if tokens is not None and not _is_number(tokens):
+        raise ForetokenError(f"{path} is a damaged tree: expected_tokens must be a number.")
+    for name in ("method", "model"):
+        if not isinstance(value.get(name), str | None):
+            raise ForetokenError(f"{path} is a damaged tree: {name} must be text.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_path(path: Any) -> bool:
+    return (
+        isinstance(path, list)
+        and bool(path)
+        and all(type(rank) is int and 0 <= rank < MAX_RANKS for rank in path)
+    )
+
+
+def closed(paths: Sequence[Sequence[int]]) -> set[tuple[int, ...]]:
+    """All nodes of a tree: the paths, their beginnings, and the siblings ranked before these."""
+    return {
+        (*path[:depth], rank)
+        for path in paths
+        for depth, last in enumerate(path)
+        for rank in range(last + 1)
+    }
