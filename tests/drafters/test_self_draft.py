@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from foretoken import ConfigError, SamplingParams
+from foretoken import CompatibilityError, ConfigError, SamplingParams, SpeculativeConfig
 from foretoken.control import Budget
 from foretoken.request import Request
 from tests.matrix import PROMPTS, tiny_llm
@@ -97,3 +99,113 @@ def test_layers_out_of_range(method: str, fields: dict[str, Any], message: str) 
     with pytest.raises(ConfigError) as caught:
         tiny_llm(tiny_model(), method, **fields)
     assert message in str(caught.value)
+
+
+# Files of `foretoken tune-layers`
+
+TUNED = {
+    "format": "foretoken-layers-1",
+    "skip_attention": [1],
+    "skip_mlp": [1, 2],
+    "num_hidden_layers": 4,
+    "num_speculative_tokens": 6,
+    "measured": {"speedup": 0.9},
+}
+
+
+def layers_file(folder: Path, **changes: Any) -> Path:
+    file = folder / "layers.json"
+    file.write_text(json.dumps({**TUNED, **changes}))
+    return file
+
+
+def test_a_file_says_what_to_skip(tmp_path: Path) -> None:
+    file = layers_file(tmp_path)
+    by_hand = first_draft("layer_skip", skip_attention=[1], skip_mlp=[1, 2])
+    assert first_draft("layer_skip", layers=str(file)) == by_hand
+    assert first_draft("layer_skip", layers=file) == by_hand
+    assert by_hand != first_draft("layer_skip")
+
+
+def test_one_kind_alone_is_not_the_default(tmp_path: Path) -> None:
+    file = layers_file(tmp_path, skip_attention=[], skip_mlp=[2])
+    assert first_draft("layer_skip", layers=file) == first_draft("layer_skip", skip_mlp=[2])
+
+
+def test_the_draft_length_is_the_files_unless_given(tmp_path: Path) -> None:
+    def gamma(**fields: Any) -> int:
+        return SpeculativeConfig.parse({"method": "layer_skip", **fields}).gamma
+
+    file = str(layers_file(tmp_path))
+    assert gamma(layers=file) == 6
+    assert gamma(layers=file, num_speculative_tokens=2) == 2
+    assert gamma(layers=file, tree=[2, 1]) == 4  # a tree has its nodes
+    assert gamma() == 3
+
+
+@pytest.mark.parametrize("field", ["skip_attention", "skip_mlp"])
+def test_a_file_and_indices_contradict(tmp_path: Path, field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        first_draft("layer_skip", layers=layers_file(tmp_path), **{field: []})
+    assert f"says what to skip: remove {field}" in str(caught.value)
+
+
+def test_a_file_for_another_depth(tmp_path: Path) -> None:
+    with pytest.raises(CompatibilityError) as caught:
+        tiny_llm(tiny_model(), "layer_skip", layers=layers_file(tmp_path))
+    assert "was made for a model of 4 layers and this one has 2" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is damaged or no file of layers"),
+        (b'{"format": "foretoken-layers-1"', "is damaged or no file of layers"),
+        (b"\xff", "is damaged or no file of layers"),
+        (b"[" * 100_000, "is damaged or no file of layers"),
+        (b'["foretoken-layers-1"]', "is damaged or no file of layers"),
+        (b'{"skip_mlp": [1]}', "is damaged or no file of layers"),
+        (b'{"format": "foretoken-layers-2"}', "is damaged or no file of layers"),
+        (b'{"format": "foretoken-layers-1"}', "is damaged (skip_attention: field required"),
+    ],
+)
+def test_files_of_another_kind(tmp_path: Path, content: bytes, message: str) -> None:
+    file = tmp_path / "layers.json"
+    file.write_bytes(content)
+    assert f"{file} {message}" in refusal(file)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"skip_mlp": [4]}, "skip_mlp: layer 4 of 4 layers"),
+        ({"skip_mlp": [-1]}, "skip_mlp: "),
+        ({"skip_mlp": "1"}, "skip_mlp: "),
+        ({"skip_attention": [], "skip_mlp": []}, "it leaves nothing out"),
+        ({"num_hidden_layers": 4.5}, "num_hidden_layers: "),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens: "),
+        ({"measured": None}, "measured: "),
+        ({"skip": [1]}, "has no field 'skip'"),
+        ({"self": 1}, "is damaged ("),
+    ],
+)
+def test_damaged_files(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    found = refusal(layers_file(tmp_path, **changes))
+    assert "is damaged (" in found
+    assert message in found
+    assert found.endswith("make it again with 'foretoken tune-layers'.")
+
+
+def test_no_file_at_all(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "absent") == f"cannot read {tmp_path / 'absent'}: " + (
+        "No such file or directory"
+    )
+    assert "Is a directory" in refusal(tmp_path)
+
+
+def refusal(file: Path) -> str:
+    """The one line that is said before any model is looked at."""
+    with pytest.raises(ConfigError) as caught:
+        SpeculativeConfig.parse({"method": "layer_skip", "layers": file})
+    assert "\n" not in str(caught.value)
+    return str(caught.value)

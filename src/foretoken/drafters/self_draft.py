@@ -8,24 +8,32 @@ writes behind it, where the target's verification writes next.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar
+import os
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from annotated_types import Ge
+from pydantic import PrivateAttr, field_validator, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from foretoken.drafters.shapes import TreeOptions
+from foretoken.drafters.tuned_layers import LayerIndices, TunedLayers
 from foretoken.errors import CompatibilityError, ConfigError
 from foretoken.request import Request
 from foretoken.runtime.share import decoder_layers
 from foretoken.target import Target
 from foretoken.tree import TokenTree
 
-__all__ = ["EarlyExitOptions", "LayerSkipOptions", "SharedLayers", "exit_early", "skip_layers"]
-
-LayerIndices = tuple[Annotated[int, Ge(0)], ...]
+__all__ = [
+    "EarlyExitOptions",
+    "LayerSkipOptions",
+    "SharedLayers",
+    "exit_early",
+    "leave_out",
+    "skip_layers",
+]
 
 
 class EarlyExitOptions(TreeOptions):
@@ -44,24 +52,64 @@ class LayerSkipOptions(TreeOptions):
 
     Args:
         skip_attention: layers (from 0) whose attention is left out.
-        skip_mlp: layers whose MLP is left out. With neither given, every second layer but the first
+        skip_mlp: layers whose MLP is left out. With nothing given, every second layer but the first
             and last is skipped whole.
+        layers: instead of both, a file made by `foretoken tune-layers`; the draft length is then
+            the file's unless it is given.
     """
 
     skip_attention: LayerIndices = ()
     skip_mlp: LayerIndices = ()
+    layers: str | None = None
+
+    _tuned: TunedLayers | None = PrivateAttr(default=None)
+
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _path(cls, value: Any) -> Any:
+        return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.layers is not None:
+            for name in ("skip_attention", "skip_mlp"):
+                if name in self.model_fields_set:
+                    raise ValueError(f"layers names a file that says what to skip: remove {name}.")
+            self._tuned = TunedLayers.load(self.layers)
+        return self
+
+    def default_num_speculative_tokens(self) -> int | None:
+        """A static tree's nodes, else the file's draft length if there is a file."""
+        implied = super().default_num_speculative_tokens()
+        return self._tuned.num_speculative_tokens if implied is None and self._tuned else implied
+
+    def skipped(self, num_layers: int) -> dict[str, LayerIndices]:
+        """What to leave out of a model of this depth, under "skip_attention" and "skip_mlp".
+
+        Raises:
+            CompatibilityError: the file was made for another depth.
+        """
+        chosen: LayerSkipOptions | TunedLayers = self
+        if self._tuned is not None and self.layers is not None:
+            self._tuned.check_fits(self.layers, num_layers)
+            chosen = self._tuned
+        if chosen.skip_attention or chosen.skip_mlp:
+            return {"skip_attention": chosen.skip_attention, "skip_mlp": chosen.skip_mlp}
+        return dict.fromkeys(("skip_attention", "skip_mlp"), tuple(range(1, num_layers - 1, 2)))
 
 
 class SharedLayers:
     """A part of the target as drafting model, on the target's own KV (see `Scorer`)."""
 
+    reads_target_kv = True
+    partial = False
+
     def __init__(self, target: Target, model: PreTrainedModel) -> None:
         self._target = target.with_model(model)
 
-    @property
-    def max_model_len(self) -> int:
-        """The target's."""
-        return self._target.max_model_len
+    def room(self, request: Request) -> int:
+        """What the target's context has left."""
+        return self._target.max_model_len - len(request.token_ids)
 
     def pending(self, request: Request) -> list[int]:
         """Just the root: the KV of everything before it is the target's (law 1)."""
@@ -104,22 +152,34 @@ def skip_layers(target: Target, options: LayerSkipOptions) -> SharedLayers:
 
     Raises:
         ConfigError: a layer does not exist.
-        CompatibilityError: the architecture's layers have no attention or MLP to be told apart.
+        CompatibilityError: the architecture's layers have no attention or MLP to be told apart, or
+            the file was made for a model of another depth.
     """
     model = target.shared_model()
+    leave_out(model, options.skipped(len(decoder_layers(model))))
+    return SharedLayers(target, model)
+
+
+def leave_out(model: PreTrainedModel, skipped: Mapping[str, Sequence[int]]) -> None:
+    """Replace sublayers of a module tree by nothing.
+
+    Args:
+        model: changed in place; a copy over shared weights.
+        skipped: layers (from 0) under "skip_attention" and "skip_mlp".
+
+    Raises:
+        ConfigError: a layer does not exist.
+        CompatibilityError: the architecture's layers have no attention or MLP to be told apart.
+    """
     layers = decoder_layers(model)
-    chosen = {"skip_attention": options.skip_attention, "skip_mlp": options.skip_mlp}
-    if not any(chosen.values()):
-        chosen = dict.fromkeys(chosen, tuple(range(1, len(layers) - 1, 2)))
-    for field, indices in chosen.items():
+    for field, indices in skipped.items():
         for index in indices:
-            if index >= len(layers):
+            if not 0 <= index < len(layers):
                 raise ConfigError(
                     f"{field}: must be 0 to {len(layers) - 1} for this model of {len(layers)} "
                     f"layers, got {index}."
                 )
             _skip(layers[index], Skipped.KINDS[field])
-    return SharedLayers(target, model)
 
 
 class Skipped(nn.Module):

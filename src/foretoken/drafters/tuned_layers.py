@@ -1,0 +1,92 @@
+"""The file of `foretoken tune-layers`: which sublayers `layer_skip` should leave out of a model.
+
+A JSON object, so that a person can read it and write one by hand:
+
+    {"format": "foretoken-layers-1", "skip_attention": [3, 5], "skip_mlp": [5],
+     "num_hidden_layers": 30, "num_speculative_tokens": 3, "measured": {...}}
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self
+
+from annotated_types import Ge, Le
+from pydantic import Field, Strict, model_validator
+
+from foretoken.config import Config
+from foretoken.errors import CompatibilityError, ForetokenError
+
+__all__ = ["LayerIndices", "TunedLayers"]
+
+FORMAT: Final = "foretoken-layers-1"
+
+LayerIndices = tuple[Annotated[int, Ge(0)], ...]
+
+
+class TunedLayers(Config):
+    """A skip set with the draft length it was found to be fastest with.
+
+    Args:
+        format: the kind of file and its version.
+        skip_attention: layers (from 0) whose attention is left out.
+        skip_mlp: layers whose MLP is left out.
+        num_hidden_layers: L of the model it was found for.
+        num_speculative_tokens: the draft length.
+        measured: on what and with which result; for people, nothing depends on it.
+    """
+
+    format: Literal["foretoken-layers-1"] = FORMAT
+    skip_attention: LayerIndices
+    skip_mlp: LayerIndices
+    num_hidden_layers: Annotated[int, Strict(), Ge(1)]
+    num_speculative_tokens: Annotated[int, Strict(), Ge(1), Le(256)]
+    measured: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _layers_exist(self) -> Self:
+        for name in ("skip_attention", "skip_mlp"):
+            highest = max(getattr(self, name), default=0)
+            if highest >= self.num_hidden_layers:
+                raise ValueError(f"{name}: layer {highest} of {self.num_hidden_layers} layers")
+        if not (self.skip_attention or self.skip_mlp):
+            raise ValueError("it leaves nothing out")
+        return self
+
+    @classmethod
+    def load(cls, path: str) -> TunedLayers:
+        """Read a file.
+
+        Raises:
+            ForetokenError: there is none, or it is damaged or of another kind.
+        """
+        try:
+            value = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ForetokenError(f"cannot read {path}: {error.strerror or error}") from error
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict) or value.get("format") != FORMAT:
+            raise ForetokenError(
+                f"{path} is damaged or no file of layers: make one with 'foretoken tune-layers'."
+            )
+        try:
+            return cls(**value)
+        except (ForetokenError, TypeError) as error:
+            reason = str(error).rstrip(".")
+            raise ForetokenError(
+                f"{path} is damaged ({reason}): make it again with 'foretoken tune-layers'."
+            ) from error
+
+    def check_fits(self, path: str, num_layers: int) -> None:
+        """See that it was made for a model of this depth.
+
+        Raises:
+            CompatibilityError: it was not.
+        """
+        if self.num_hidden_layers != num_layers:
+            raise CompatibilityError(
+                f"{path} was made for a model of {self.num_hidden_layers} layers and this one has "
+                f"{num_layers}: make one for this model with 'foretoken tune-layers'."
+            )
