@@ -13,33 +13,44 @@ from transformers import PreTrainedModel
 
 from foretoken import LLM
 from foretoken.acceptance import RULES
+from foretoken.datastore import Datastore, index_texts
 from foretoken.drafters.registry import METHODS
-from foretoken.ngrams import count_ngrams
-from tests.tiny import tiny_model
+from foretoken.ngrams import NgramTables, count_ngrams
+from tests.tiny import tiny_model, tiny_tokenizer
 
 SPECULATIVE = [name for name in METHODS if name != "none"]
 LOSSLESS = [name for name, rule in RULES.items() if rule.lossless]
-BRANCHING = ("ensemble",)
+BRANCHING = ("ensemble", "lookahead", "pad")
 """Methods whose drafts are trees whatever their options."""
 ON_CHAINS = [name for name in SPECULATIVE if name not in BRANCHING]
 """Methods that law 7 promises the very bits for: the others promise the tokens."""
 
 
-def tiny_corpus() -> str:
-    """A file of n-grams of tokens 0 to 5, which every tiny vocabulary has."""
+def tiny_texts() -> list[list[int]]:
+    """Texts of tokens 0 to 5, which every tiny vocabulary has."""
+    dice = random.Random(0)
+    return [[dice.randrange(6) for _ in range(40)] for _ in range(5)]
+
+
+def tiny_file(made: NgramTables | Datastore) -> str:
+    """A file until the tests are over."""
     folder = Path(tempfile.mkdtemp(prefix="foretoken-tests-"))
     atexit.register(shutil.rmtree, folder)
-    dice = random.Random(0)
-    texts = [[dice.randrange(6) for _ in range(40)] for _ in range(5)]
-    count_ngrams(texts, vocab_size=6).save(folder / "tiny.ngrams")
-    return str(folder / "tiny.ngrams")
+    made.save(folder / "tiny")
+    return str(folder / "tiny")
 
+
+WITH_TOKENIZER = ("regex",)
+"""Methods that know tokens by their text."""
+LEAST_NODES = {"pad": 3}
+"""Nodes without which a method drafts nothing."""
 
 # Short suffixes, so that n-gram drafters find something in random text.
 METHOD_FIELDS: dict[str, dict[str, Any]] = {
     "ngram": {"prompt_lookup_min": 1},
     "copy": {"copy_min_match": 1},
-    "corpus_ngram": {"corpus": tiny_corpus()},
+    "corpus_ngram": {"corpus": tiny_file(count_ngrams(tiny_texts(), vocab_size=6))},
+    "rest": {"datastore": tiny_file(index_texts(tiny_texts(), vocab_size=6)), "min_match": 1},
     "cascade": {"drafter": {"method": "ngram", "prompt_lookup_min": 1}},
     "ensemble": {
         "drafters": [{"method": "ngram", "prompt_lookup_min": 1}, {"method": "ngram_table"}]
@@ -48,12 +59,22 @@ METHOD_FIELDS: dict[str, dict[str, Any]] = {
         "drafters": [{"method": "ngram", "prompt_lookup_min": 1}, {"method": "ngram_table"}],
         "try_every": 2,
     },
+    "horizontal_cascade": {
+        "drafters": [{"method": "ngram", "prompt_lookup_min": 1}, {"method": "ngram_table"}],
+        "tokens": [2, 3],
+    },
+    "regex": {"expected": {"regex": "(%){60}[0-9]*"}},
 }
+
+
+def takes_any_tree(rule: str) -> bool:
+    """Whether the rule takes trees, however their siblings were chosen."""
+    return RULES[rule].takes_branches and not RULES[rule].needs_independent_siblings
 
 
 def fits(method: str, rule: str) -> bool:
     """Whether the rule takes what the method drafts."""
-    return method not in BRANCHING or RULES[rule].takes_branches
+    return method not in BRANCHING or takes_any_tree(rule)
 
 
 def speculative_config(
@@ -84,7 +105,9 @@ def tiny_llm(
     if METHODS[method].takes_model and "model" not in fields:
         vocab_size = model.config.get_text_config().vocab_size
         fields["model"] = tiny_model(seed=1, dtype=model.dtype, vocab_size=vocab_size)
-    return LLM(model, speculative_config=speculative_config(method, rule, gamma, **fields))
+    tokenizer = tiny_tokenizer() if method in WITH_TOKENIZER else None
+    config = speculative_config(method, rule, gamma, **fields)
+    return LLM(model, tokenizer=tokenizer, speculative_config=config)
 
 
 # Prompts with repetitions, of very different lengths.

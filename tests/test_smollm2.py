@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken import LLM, SamplingParams
 from foretoken.drafters.registry import METHODS
-from tests.matrix import METHOD_FIELDS, ON_CHAINS, SPECULATIVE
+from tests.matrix import METHOD_FIELDS, ON_CHAINS, SPECULATIVE, WITH_TOKENIZER
 from tests.tiny import reference_greedy
 
 pytestmark = pytest.mark.model
@@ -50,12 +50,21 @@ def prompts(smollm2_tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     ]
 
 
-def llm_with(model: PreTrainedModel, method: str, gamma: int = 5) -> LLM:
+def llm_with(
+    model: PreTrainedModel,
+    method: str,
+    gamma: int = 5,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> LLM:
     config: dict[str, Any] = {"method": method, "num_speculative_tokens": gamma}
     config |= METHOD_FIELDS.get(method, {})
     if METHODS[method].takes_model:
         config["model"] = model  # a perfect draft model: everything accepted
-    return LLM(model, speculative_config=config if method != "none" else None)
+    return LLM(
+        model,
+        tokenizer=tokenizer if method in WITH_TOKENIZER else None,
+        speculative_config=config if method != "none" else None,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +75,14 @@ def reference(smollm2_float32: PreTrainedModel, prompts: list[list[int]]) -> lis
 @pytest.mark.parametrize("method", ["none", *SPECULATIVE])
 def test_float32_equals_transformers(
     smollm2_float32: PreTrainedModel,
+    smollm2_tokenizer: PreTrainedTokenizerBase,
     prompts: list[list[int]],
     reference: list[tuple[int, ...]],
     method: str,
 ) -> None:
     some = slice(0, 2 if method in COSTLY else None)
-    outputs = llm_with(smollm2_float32, method).generate(prompts[some], GREEDY)
+    llm = llm_with(smollm2_float32, method, tokenizer=smollm2_tokenizer)
+    outputs = llm.generate(prompts[some], GREEDY)
     assert [output.token_ids for output in outputs] == reference[some]
 
 
@@ -88,11 +99,12 @@ def plain(smollm2_bfloat16: PreTrainedModel, prompts: list[list[int]]) -> dict[s
 @pytest.mark.parametrize("method", ON_CHAINS)
 def test_bfloat16_has_the_bits_of_none(
     smollm2_bfloat16: PreTrainedModel,
+    smollm2_tokenizer: PreTrainedTokenizerBase,
     prompts: list[list[int]],
     plain: dict[str, list[Any]],
     method: str,
 ) -> None:
-    llm = llm_with(smollm2_bfloat16, method)
+    llm = llm_with(smollm2_bfloat16, method, tokenizer=smollm2_tokenizer)
     for name, params in (("greedy", GREEDY), ("seeded", SEEDED)):
         some = slice(0, 2 if method in COSTLY else None)
         outputs = llm.generate(prompts[some], params)

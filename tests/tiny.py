@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 VOCAB_SIZE = 96
 CONTEXT = 256
@@ -71,3 +78,15 @@ def reference_greedy(model: PreTrainedModel, prompt: list[int], max_tokens: int)
     )
     tokens: list[int] = output[0, len(prompt) :].tolist()
     return tokens
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character, and 95 is special: `VOCAB_SIZE` in all."""
+    # Byte-level BPE writes Ġ for a space.
+    names = ["Ġ", *(chr(code) for code in range(33, 127)), "<special>"]
+    model = BPE(vocab={name: index for index, name in enumerate(names)}, merges=[])
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<special>")])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from foretoken.acceptance.base import Origin
-    from foretoken.config import SamplingParams
+    from foretoken.config import SamplingParams, StructuredOutputs
+    from foretoken.drafters.vocabulary import VocabularyOverlap
     from foretoken.errors import (
         CompatibilityError,
         ConfigError,
@@ -40,7 +41,8 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "foretoken.acceptance.base": ["Origin"],
-    "foretoken.config": ["SamplingParams"],
+    "foretoken.config": ["SamplingParams", "StructuredOutputs"],
+    "foretoken.drafters.vocabulary": ["VocabularyOverlap"],
     "foretoken.errors": [
         "CompatibilityError",
         "ConfigError",
@@ -78,8 +80,10 @@ __all__ = [
     "StepTrace",
     "StreamChunk",
     "StreamedToken",
+    "StructuredOutputs",
     "TokenLogprobs",
     "Trace",
+    "VocabularyOverlap",
     "__version__",
 ]
 

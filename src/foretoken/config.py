@@ -8,13 +8,16 @@ guessed and checked stands in `speculative.py`.
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
+    Field,
     FiniteFloat,
     ValidationError,
     field_validator,
@@ -22,9 +25,10 @@ from pydantic import (
 )
 
 from foretoken.errors import ConfigError
+from foretoken.grammar import check_grammar
 from foretoken.noise import MAX_SEED
 
-__all__ = ["GREEDY_BELOW", "Config", "SamplingParams", "nearest"]
+__all__ = ["GREEDY_BELOW", "Config", "SamplingParams", "StructuredOutputs", "nearest"]
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM: dividing by them would overflow."""
@@ -55,6 +59,9 @@ class Config(BaseModel):
     def _explain(cls, error: ValidationError) -> str:
         first = error.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else ""
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):  # of a configuration inside this one
+            return f"{name}: {cause}" if name else str(cause)
         if first["type"] == "extra_forbidden":
             return f"{cls.__name__} has no field '{name}': {nearest(name, cls.field_names())}"
         reason = first["msg"].removeprefix("Value error, ")
@@ -65,7 +72,70 @@ class Config(BaseModel):
     @classmethod
     def field_names(cls) -> list[str]:
         """Names a user may set."""
-        return list(cls.model_fields)
+        return [field.alias or name for name, field in cls.model_fields.items()]
+
+
+class StructuredOutputs(Config):
+    """What form an output must have; one of the first five, named as in vLLM.
+
+    Args:
+        json: a JSON schema, as a dict or as text.
+        regex: a regular expression that the whole output matches.
+        choice: the output is one of these strings.
+        grammar: a context-free grammar in Lark's notation.
+        json_object: any JSON object.
+        disable_any_whitespace: write JSON without optional whitespace, which leaves less to
+            choose and more to draft for free.
+    """
+
+    json_schema: Mapping[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: Annotated[tuple[Annotated[str, MinLen(1)], ...], MinLen(1)] | None = None
+    grammar: str | None = None
+    json_object: Literal[True] | None = None
+    disable_any_whitespace: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Which of the fields is given, by its public name."""
+        return self._given()[0]
+
+    @property
+    def value(self) -> Any:
+        """What it is given as."""
+        return self.json_schema if self.kind == "json" else getattr(self, self.kind)
+
+    def _given(self) -> list[str]:
+        kinds = ("regex", "choice", "grammar", "json_object")
+        given = [kind for kind in kinds if getattr(self, kind) is not None]
+        return given if self.json_schema is None else ["json", *given]
+
+    @model_validator(mode="after")
+    def _one_valid_grammar(self) -> Self:
+        given = self._given()
+        if len(given) != 1:
+            found = " and ".join(given) or "none of them"
+            raise ConfigError(f"give one of json, regex, choice, grammar, json_object: got {found}")
+        if self.disable_any_whitespace and self.kind not in ("json", "json_object"):
+            raise ConfigError(f"disable_any_whitespace is for json, not for {self.kind}: remove it")
+        if isinstance(self.json_schema, str):
+            try:
+                is_object = isinstance(json.loads(self.json_schema), dict)
+            except ValueError as error:
+                raise ConfigError(f"json: the schema is not valid JSON: {error}") from None
+            if not is_object:
+                raise ConfigError("json: a schema is a JSON object, such as {...}")
+        check_grammar(self)
+        return self
+
+
+def _structured(value: Any) -> Any:
+    # Through the constructor, which explains what is wrong in one line.
+    return StructuredOutputs(**value) if isinstance(value, Mapping) else value
+
+
+Structured = Annotated[StructuredOutputs | Mapping[str, Any], BeforeValidator(_structured)]
+"""A field that is given as `StructuredOutputs` or a dict of its fields, and holds the former."""
 
 
 class SamplingParams(Config):
@@ -95,6 +165,8 @@ class SamplingParams(Config):
             under the model itself (before temperature, penalties and masks, as in vLLM).
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string or stop token in the text.
+        structured_outputs: `StructuredOutputs` or a dict of its fields: only outputs of this form
+            are possible, and the end comes where the form is complete.
     """
 
     temperature: Annotated[FiniteFloat, Ge(0)] = 1.0
@@ -116,6 +188,7 @@ class SamplingParams(Config):
     logprobs: Annotated[int, Ge(0)] | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    structured_outputs: Structured | None = None
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -149,6 +222,12 @@ class SamplingParams(Config):
                 f"n={self.n} with temperature 0 would give {self.n} copies of one output; "
                 "set temperature above 0."
             )
+        for name in ("min_tokens", "ignore_eos", "allowed_token_ids"):
+            if self.structured_outputs is not None and getattr(self, name):
+                raise ValueError(
+                    f"{name} contradicts structured_outputs, which say what may come next and "
+                    "where the output ends: remove one of them."
+                )
         return self
 
     @property
@@ -156,6 +235,12 @@ class SamplingParams(Config):
         """`stop` as a tuple, however it was given."""
         assert isinstance(self.stop, tuple), "the validator makes it one"
         return self.stop
+
+    @property
+    def form(self) -> StructuredOutputs | None:
+        """`structured_outputs`, however they were given."""
+        assert not isinstance(self.structured_outputs, Mapping), "the validator made it one"
+        return self.structured_outputs
 
     @property
     def greedy(self) -> bool:

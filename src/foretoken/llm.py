@@ -16,8 +16,10 @@ from foretoken.config import SamplingParams
 from foretoken.control import Controller, controller_class
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.registry import DrafterParts
+from foretoken.drafters.vocabulary import DraftModel, VocabularyOverlap
 from foretoken.engine import Engine
-from foretoken.errors import CompatibilityError, ConfigError, PromptError
+from foretoken.errors import ConfigError, PromptError
+from foretoken.grammar import Grammar, Grammars
 from foretoken.outputs import RequestOutput, StreamChunk
 from foretoken.request import Request
 from foretoken.speculative import SpeculativeConfig
@@ -54,6 +56,8 @@ class LLM:
         model_path: the (converted) Hugging Face folder, or None for a loaded model.
         bit_exact: whether, on this machine and in this dtype, the bits of a position do not depend
             on how many are computed with it (law 7); spot-checked at construction.
+        vocabulary_overlap: how many tokens a draft model shares with the target, and how it drafts
+            for it; None without a draft model or without the tokenizers. Of several the last.
 
     Raises:
         ModelError: the model cannot be found or read.
@@ -87,6 +91,8 @@ class LLM:
         self.tokenizer = tokenizer
         self._target = Target(loaded, max_model_len)
         self.eos_token_ids = _eos_token_ids(loaded, tokenizer)
+        self._grammars = Grammars(tokenizer, self._target.vocab_size, self.eos_token_ids)
+        self.vocabulary_overlap: VocabularyOverlap | None = None
         self._engine = Engine(
             self._target,
             self._own_drafter(),
@@ -241,9 +247,19 @@ class LLM:
                 tokenizer=self.tokenizer,
                 index=index,
                 trace_all=trace,
+                grammar=self._grammar(params),
             )
             for index in range(params.n)
         ]
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        if params.form is None:
+            return None
+        if not self.eos_token_ids:
+            raise ConfigError(
+                "structured_outputs need a model with an end-of-sequence token, to end with."
+            )
+        return self._grammars.compile(params.form)
 
     def _check_prompt(self, token_ids: Sequence[int]) -> None:
         if not token_ids:
@@ -281,29 +297,21 @@ class LLM:
             coupled=coupled,
             target=target,
             tokenizer=self.tokenizer,
+            grammars=self._grammars,
             load_model=lambda: self._load_draft_model(config.model),
             build=lambda inner, *rest: self._drafter(_inner_config(inner), *rest),
         )
-        return config.drafter_spec.build(parts)
+        drafter = config.drafter_spec.build(parts)
+        self.vocabulary_overlap = drafter.vocabulary_overlap or self.vocabulary_overlap
+        return drafter
 
-    def _load_draft_model(self, model: Any) -> Target:
+    def _load_draft_model(self, model: Any) -> DraftModel:
         tokenizer = None
         if not isinstance(model, PreTrainedModel):
             folder = models.resolve(model)
             tokenizer = models.load_tokenizer(folder)
             model = models.load_model(folder, self.dtype, self.device)
-        draft = Target(model)
-        if draft.vocab_size != self._target.vocab_size:
-            raise CompatibilityError(
-                f"the draft model has a vocabulary of {draft.vocab_size} tokens and the target one "
-                f"of {self._target.vocab_size}: use a draft model with the target's vocabulary."
-            )
-        if tokenizer and self.tokenizer and tokenizer.get_vocab() != self.tokenizer.get_vocab():
-            raise CompatibilityError(
-                "draft model and target have vocabularies of one size but with different tokens: "
-                "use a draft model with the target's tokenizer."
-            )
-        return draft
+        return DraftModel(Target(model), tokenizer)
 
 
 def _inner_config(fields: Mapping[str, Any]) -> SpeculativeConfig:

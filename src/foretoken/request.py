@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from foretoken.acceptance.base import Accepted, Origin
 from foretoken.config import SamplingParams
 from foretoken.detokenize import Detokenizer
+from foretoken.grammar import Grammar
 from foretoken.noise import Noise, fresh_seed
 from foretoken.outputs import CompletionOutput, Metrics, StreamedToken, TokenLogprobs
 from foretoken.sampling import Laws, Sampler
@@ -36,6 +37,7 @@ class Request:
         tokenizer: for text and stop strings; None leaves the text empty.
         index: which of the n outputs of its prompt this is.
         trace_all: record p of every drafted token, also where no rule looked.
+        grammar: what `params.structured_outputs` allows; of this request alone.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Request:
         tokenizer: PreTrainedTokenizerBase | None = None,
         index: int = 0,
         trace_all: bool = False,
+        grammar: Grammar | None = None,
     ) -> None:
         assert prompt_ids, "the caller refuses empty prompts"
         self.key = next(_keys)
@@ -57,7 +60,7 @@ class Request:
         self.prompt_ids = tuple(prompt_ids)
         self.token_ids = list(prompt_ids)
         self.trace_all = trace_all
-        self.sampler = Sampler(params, vocab_size, prompt_ids, eos_token_ids)
+        self.sampler = Sampler(params, vocab_size, prompt_ids, eos_token_ids, grammar)
         seed = fresh_seed() if params.seed is None else params.seed
         self.noise = Noise(seed + index)
         self.finish_reason: str | None = None
@@ -106,6 +109,12 @@ class Request:
         """The same request, tokens and all, as a drafter with noise of its own sees it."""
         other = copy(self)
         other.noise = noise
+        return other
+
+    def extended(self, tokens: Sequence[int], noise: Noise) -> Request:
+        """The request as if these tokens had been committed, for a drafter that continues them."""
+        other = self.with_noise(noise)
+        other.token_ids = [*self.token_ids, *tokens]
         return other
 
     def shadow(self, noise: Noise, max_model_len: int, key: int | None = None) -> Request:

@@ -1,8 +1,9 @@
 """The sampler's law (law 6): logits become p per node, over that node's own path.
 
 A `Sampler` belongs to one request. The order of its operations is vLLM's: allowed tokens, bias,
-the minimum length, penalties; then temperature, min-p, top-k, top-p. Every operation works on one
-[V] row, so that a law has the same bits however many nodes are verified beside it (law 7).
+the minimum length, the grammar, penalties; then temperature, min-p, top-k, top-p. Every operation
+works on one [V] row, so that a law has the same bits however many nodes are verified beside it
+(law 7).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from foretoken.config import GREEDY_BELOW, SamplingParams
 from foretoken.errors import ConfigError
+from foretoken.grammar import Grammar
 from foretoken.law import Law
 from foretoken.tree import TokenTree
 
@@ -32,6 +34,7 @@ class Sampler:
         vocab_size: V, the width of the logits.
         prompt_ids: tokens that the repetition penalty counts besides the output.
         eos_token_ids: end-of-sequence tokens, forbidden before `min_tokens`.
+        grammar: what `params.structured_outputs` allows after any output; None without them.
 
     Raises:
         ConfigError: a parameter names a token outside the vocabulary, or nothing is left to draw.
@@ -43,8 +46,11 @@ class Sampler:
         vocab_size: int,
         prompt_ids: Sequence[int],
         eos_token_ids: Sequence[int] = (),
+        grammar: Grammar | None = None,
     ) -> None:
+        assert (grammar is None) == (params.form is None)
         self.params = params
+        self.grammar = grammar
         self.vocab_size = vocab_size
         self.stop_ids = () if params.ignore_eos else tuple(eos_token_ids)
         self.stop_ids = (*self.stop_ids, *params.stop_token_ids)
@@ -73,7 +79,7 @@ class Sampler:
     def _reshapes(self) -> bool:
         params = self.params
         masks = params.logit_bias or params.allowed_token_ids is not None or params.min_tokens
-        return bool(masks) or self._penalises
+        return bool(masks) or self._penalises or self.grammar is not None
 
     @cached_property
     def _bias(self) -> Tensor | None:
@@ -107,6 +113,12 @@ class Sampler:
             logits += self._bias.to(logits)
         if len(output_ids) < self.params.min_tokens and self.stop_ids:
             logits[list(self.stop_ids)] = -torch.inf
+        if self.grammar is not None:
+            allowed = self.grammar.allowed(output_ids)
+            # Below a drafted token that the grammar forbids nothing can be accepted: any law will
+            # do there.
+            if allowed is not None:
+                logits.masked_fill_(~allowed.to(logits.device), -torch.inf)
         return self._penalise(logits, output_ids) if self._penalises else logits
 
     def _penalise(self, logits: Tensor, output_ids: Sequence[int]) -> Tensor:

@@ -7,6 +7,7 @@ rule and found through the registries; this file knows none of them by name.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -83,7 +84,7 @@ class SpeculativeConfig(Config):
         """The registry's entry for `method`."""
         return drafter_spec(self.method)
 
-    @property
+    @cached_property
     def options(self) -> DrafterOptions:
         """The method's own fields, validated."""
         options_class = self.drafter_spec.options
@@ -133,7 +134,7 @@ class SpeculativeConfig(Config):
             "model": _plain(self.model),
             "acceptance": {"rule": self.rule_name, **self.rule_options.model_dump()},
             "controller": {"rule": self.controller_name, **self.controller_options.model_dump()},
-            **_plain(self.options.model_dump()),
+            **_plain(self.options.model_dump(by_alias=True)),
         }
 
 

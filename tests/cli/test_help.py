@@ -11,7 +11,10 @@ import pytest
 from foretoken import __version__
 from tests.cli.conftest import Run, error_of
 
-COMMANDS = ["generate", "chat", "demo", "trace", "methods", "models"]
+COMMANDS = [
+    *("generate", "chat", "demo", "trace", "methods", "models", "plan", "tree", "tune-layers"),
+    *("ngrams", "datastore"),
+]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["models"], []])

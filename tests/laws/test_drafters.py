@@ -13,7 +13,7 @@ from foretoken.drafters.base import Drafter
 from foretoken.drafters.registry import METHODS
 from foretoken.request import Request
 from foretoken.tree import Draft
-from tests.matrix import PROMPTS, SPECULATIVE, tiny_llm
+from tests.matrix import LEAST_NODES, PROMPTS, SPECULATIVE, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 
 
@@ -71,7 +71,7 @@ def test_q_is_the_law_tokens_are_drawn_from(method: str) -> None:
     counts: Counter[int] = Counter()
     for seed in range(samples):
         request = request_of(prompt, SamplingParams(seed=seed, max_tokens=9))
-        (draft,) = propose(llm, [request], [Budget(1, 1)])
+        (draft,) = propose(llm, [request], [Budget(LEAST_NODES.get(method, 1), 1)])
         release(llm, request)
         counts[draft.tree.tokens[1]] += 1
     law = draft.law(1).dense(VOCAB_SIZE)

@@ -22,20 +22,23 @@ from transformers import PreTrainedModel
 from foretoken import LLM, SamplingParams
 from foretoken.drafters.registry import METHODS
 from foretoken.sampling import Sampler
-from tests.matrix import LOSSLESS, SPECULATIVE, fits, speculative_config
+from tests.matrix import SPECULATIVE, WITH_TOKENIZER, fits, speculative_config
 from tests.tiny import tiny_model
 
 VOCAB = 6
 PROMPT = [1, 2, 3, 1, 2, 3, 1, 2]
 SAMPLES = 1500
 LENGTH = 2
+TEMPERATURES = {"coupled": (1.0, 0.6), "rejection": (1.0,), "block": (0.6,)}
+"""What k_sequential does to chains is what rejection does; a test of its own has its trees."""
 CASES = [
     (method, rule, temperature)
     for method in ("none", *SPECULATIVE)
-    for rule in LOSSLESS
-    for temperature in (1.0, 0.6)
-    if fits(method, rule)
+    for rule, temperatures in TEMPERATURES.items()
+    for temperature in temperatures
+    if fits(method, rule) and method not in WITH_TOKENIZER
 ]
+"""Methods that know tokens by their text would need more than this vocabulary."""
 ALARM = 1e-6
 
 
@@ -111,6 +114,20 @@ def test_an_ensemble_of_sampling_drafters(model: PreTrainedModel, rule: str) -> 
     assert len(twins) > 20
     if rule == "rejection":
         assert any(a != b for a, b in twins)
+
+
+def test_trees_of_independent_siblings(model: PreTrainedModel) -> None:
+    """Where the younger siblings are accepted too, and tokens are drafted twice."""
+    fields = {"tree": [3, 1], "expansion": "sample_with_replacement"}
+    config = speculative_config(
+        "draft_model", "k_sequential", None, model=tiny_model(seed=1, vocab_size=VOCAB), **fields
+    )
+    llm = LLM(model, speculative_config=config, max_num_seqs=64)
+    assert p_value(sample(llm, 1.0), exact_law(model, 1.0)) > ALARM / len(CASES)
+    steps = llm.generate([PROMPT], SamplingParams(seed=1, max_tokens=200))[0].trace.steps
+    siblings = [step.drafted[:3] for step in steps if step.parents[:3] == (-1, -1, -1)]
+    assert any(len(set(tokens)) < len(tokens) for tokens in siblings)
+    assert any(step.accepted[:1] in ((1,), (2,)) for step in steps)
 
 
 def test_a_wrong_law_is_caught(model: PreTrainedModel) -> None:

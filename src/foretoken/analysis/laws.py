@@ -1,4 +1,4 @@
-"""From the two distributions to the acceptance rate: definitions 3.1 to 3.3, theorem 3.5, A.5.
+"""From the two distributions to the acceptance rate: definitions 3.1 and 3.2, theorem 3.5, A.5.
 
 p is the target's distribution and q the drafter's, as dense arrays [V]. For laws kept on their
 support, as decoding has them, see `foretoken.analysis.measure.overlap`.

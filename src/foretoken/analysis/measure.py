@@ -25,6 +25,7 @@ from foretoken.control import Budget, Fixed
 from foretoken.decode import Outcome, StepTimes
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.none import NoDrafter
+from foretoken.drafters.vocabulary import DraftModel
 from foretoken.engine import Engine
 from foretoken.errors import CompatibilityError, ConfigError
 from foretoken.law import Law
@@ -32,7 +33,6 @@ from foretoken.llm import LLM
 from foretoken.noise import StepNoise
 from foretoken.request import Request
 from foretoken.sampling import Laws
-from foretoken.target import Target
 from foretoken.trace import Trace
 from foretoken.tree import Draft, chain
 
@@ -53,7 +53,6 @@ class Watch(AcceptanceRule):
 
     name: ClassVar[str] = "watch"
     lossless: ClassVar[bool] = True
-    needs_q: ClassVar[bool] = False
     takes_branches: ClassVar[bool] = False
 
     def accept(self, draft: Draft, p: TargetLaws, noise: StepNoise) -> Accepted:
@@ -121,7 +120,7 @@ class Laboratory(LLM):
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._drafts: dict[str, Target] = {}
+        self._drafts: dict[str, DraftModel] = {}
         super().__init__(*arguments, **options)
         if self._fresh_drafter(1).makes_branches:
             raise CompatibilityError(
@@ -236,7 +235,7 @@ class Laboratory(LLM):
         """A drafter of its own for every run: none learns from the runs of another length."""
         return self._own_drafter()
 
-    def _load_draft_model(self, model: Any) -> Target:
+    def _load_draft_model(self, model: Any) -> DraftModel:
         key = str(model) if isinstance(model, str | Path) else str(id(model))
         if key not in self._drafts:
             self._drafts[key] = super()._load_draft_model(model)

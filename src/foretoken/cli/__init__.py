@@ -15,7 +15,19 @@ from typing import Annotated
 import typer
 
 from foretoken import __version__
-from foretoken.cli import chat, demo, generate, methods, models, ngrams, plan, trace
+from foretoken.cli import (
+    chat,
+    datastore,
+    demo,
+    generate,
+    methods,
+    models,
+    ngrams,
+    plan,
+    trace,
+    tree,
+    tune_layers,
+)
 from foretoken.cli.root import RootGroup, examples
 
 __all__ = ["app", "main"]
@@ -45,8 +57,11 @@ app.command(epilog=chat.EXAMPLES)(chat.chat)
 app.command(epilog=demo.EXAMPLES)(demo.demo)
 app.command(epilog=trace.EXAMPLES)(trace.trace)
 app.command(epilog=plan.EXAMPLES)(plan.plan)
+app.command(epilog=tree.EXAMPLES)(tree.tree)
+app.command("tune-layers", epilog=tune_layers.EXAMPLES)(tune_layers.tune_layers)
 app.add_typer(models.app, name="models")
 app.add_typer(ngrams.app, name="ngrams")
+app.add_typer(datastore.app, name="datastore")
 app.command(epilog=methods.EXAMPLES)(methods.methods)
 
 

@@ -154,6 +154,13 @@ class SamplingOptions:
     stop_token_ids: Annotated[
         str | None, _sampling("Stop after these tokens.", metavar="ID,ID,...")
     ] = None
+    structured_outputs: Annotated[
+        str | None,
+        _sampling(
+            'Only outputs of a form: {"json": schema}, {"regex": ...}, {"choice": [...]}, ...',
+            metavar="JSON",
+        ),
+    ] = None
     ignore_eos: Annotated[
         bool, _sampling("Go on past the end-of-sequence token.", "--ignore-eos")
     ] = False
@@ -177,6 +184,10 @@ class SamplingOptions:
                     )
         if self.logit_bias is not None:
             fields["logit_bias"] = parse_object("--logit-bias", self.logit_bias)
+        if self.structured_outputs is not None:
+            fields["structured_outputs"] = parse_object(
+                "--structured-outputs", self.structured_outputs
+            )
         for name in ("allowed_token_ids", "stop_token_ids"):
             if name in fields:
                 fields[name] = _parse_ids(flag(name), fields[name])

@@ -6,17 +6,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from foretoken.cli.console import working
+from foretoken.cli.console import errors, plain, working
 from foretoken.cli.options import ModelOptions
 from foretoken.cli.root import UsageError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from foretoken.llm import LLM, Prompt
     from foretoken.speculative import SpeculativeConfig
 
 AnyLLM = TypeVar("AnyLLM", bound="LLM")
 
-__all__ = ["open_as", "open_llm", "resolve", "shaped"]
+__all__ = ["open_as", "open_llm", "open_tokenizer", "resolve", "shaped"]
 
 
 def open_llm(options: ModelOptions, config: SpeculativeConfig, *, quiet: bool = False) -> LLM:
@@ -42,13 +44,34 @@ def open_as(
         if name is not None:
             resolve(name)
     with working(f"Loading {options.model}", quiet=quiet):
-        return kind()(
+        llm = kind()(
             options.model,
             speculative_config=config,
             dtype=options.dtype,
             device=options.device,
             max_model_len=options.max_model_len,
         )
+    overlap = llm.vocabulary_overlap
+    if overlap is not None and overlap.way != "same" and not quiet:
+        errors().print(plain(str(overlap), "note"), soft_wrap=True)
+    return llm
+
+
+def open_tokenizer(model: str) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer alone.
+
+    Raises:
+        UsageError: no model is called this, or it has none.
+        ModelError: it cannot be fetched, read or converted.
+    """
+    folder = resolve(model)
+    with working(f"Loading the tokenizer of {model}"):
+        from foretoken.models import load_tokenizer
+
+        tokenizer = load_tokenizer(folder)
+    if tokenizer is None:
+        raise UsageError(f"{model} has no tokenizer")
+    return tokenizer
 
 
 def resolve(name: str) -> Path:

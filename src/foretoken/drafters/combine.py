@@ -168,6 +168,10 @@ class Switch(Drafter):
         self._options = options
         self._choices: dict[int, _Choice] = {}
         self.makes_branches = any(drafter.makes_branches for drafter in drafters)
+        self.reads_target_kv = any(drafter.reads_target_kv for drafter in drafters)
+        self.independent_siblings = all(
+            drafter.independent_siblings or not drafter.makes_branches for drafter in drafters
+        )
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         """Each drafter proposes for the requests that chose it."""

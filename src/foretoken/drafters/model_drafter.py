@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from foretoken.control import Budget
@@ -27,9 +28,14 @@ __all__ = ["ModelDrafter", "Scorer"]
 class Scorer(Protocol):
     """A drafting model with its KV."""
 
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens it can see."""
+    reads_target_kv: bool
+    """See `Drafter.reads_target_kv`."""
+
+    partial: bool
+    """Whether tokens of the target's are missing, which have logits of minus infinity."""
+
+    def room(self, request: Request) -> int:
+        """Most tokens it can draft behind the committed ones; below 1 it has nothing to say."""
         ...
 
     def pending(self, request: Request) -> list[int]:
@@ -108,6 +114,8 @@ class ModelDrafter(Drafter):
         self._shape = shape
         self._coupled = coupled
         self.makes_branches = shape.branches
+        self.reads_target_kv = scorer.reads_target_kv
+        self.independent_siblings = options.expansion == "sample_with_replacement"
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         """One pass of the drafting model per level, over all requests still drafting."""
@@ -140,8 +148,7 @@ class ModelDrafter(Drafter):
 
     def _start(self, request: Request, budget: Budget) -> _Growth | None:
         # The drafting model's own context may be shorter than the target's.
-        room = self._scorer.max_model_len - len(request.token_ids)
-        budget = replace(budget, depth=min(budget.depth, room))
+        budget = replace(budget, depth=min(budget.depth, self._scorer.room(request)))
         if budget.chain < 1 or not self._shape.width(()):
             return None
         return _Growth(request, budget, self._scorer.pending(request))
@@ -181,6 +188,8 @@ class ModelDrafter(Drafter):
     ) -> list[tuple[int, Law, float]]:
         """Children's tokens, the law each was drawn from, and the probability it was given."""
         request, output = growth.request, growth.output_to(node)
+        if self._scorer.partial and _excluded(request.sampler.shaped(logits, output)):
+            return []
         temperature = self._temperature(request)
         if self._options.takes_most_probable(temperature):
             return most_probable(request.sampler.untempered(logits, output), width)
@@ -194,6 +203,11 @@ class ModelDrafter(Drafter):
     def _temperature(self, request: Request) -> float:
         own = self._options.draft_temperature
         return request.params.temperature if own is None else own
+
+
+def _excluded(logits: Tensor) -> bool:
+    """Whether the request allows no token that the drafting model has, so that there is no q."""
+    return bool(logits.max() == -torch.inf)
 
 
 def most_probable(law: Law, width: int) -> list[tuple[int, Law, float]]:

@@ -16,21 +16,29 @@ from foretoken.drafters.cascade import Cascade, CascadeOptions
 from foretoken.drafters.combine import CombineOptions, Ensemble, Switch, SwitchOptions
 from foretoken.drafters.copy import CopyDrafter, CopyOptions
 from foretoken.drafters.corpus_ngram import CorpusNgramDrafter, CorpusNgramOptions, load_corpus
-from foretoken.drafters.draft_model import OwnModel
+from foretoken.drafters.draft_model import DraftModelOptions
+from foretoken.drafters.horizontal import HorizontalCascade, HorizontalOptions
+from foretoken.drafters.lookahead import LookaheadDrafter, LookaheadOptions
 from foretoken.drafters.model_drafter import ModelDrafter, Scorer
 from foretoken.drafters.ngram import NgramDrafter, NgramOptions
 from foretoken.drafters.ngram_table import NgramTableDrafter, NgramTableOptions
 from foretoken.drafters.none import NoDrafter
+from foretoken.drafters.pad import PadDrafter, PadOptions
 from foretoken.drafters.random_tokens import RandomDrafter
+from foretoken.drafters.regex import RegexDrafter, RegexOptions
+from foretoken.drafters.resize import resized
+from foretoken.drafters.rest import RestDrafter, RestOptions, load_datastore
 from foretoken.drafters.self_draft import (
     EarlyExitOptions,
     LayerSkipOptions,
     exit_early,
     skip_layers,
 )
-from foretoken.drafters.shapes import TreeOptions, shape_of
+from foretoken.drafters.shapes import shape_of
 from foretoken.drafters.suffix import SuffixDrafter, SuffixOptions
+from foretoken.drafters.vocabulary import DraftModel, Vocabularies
 from foretoken.errors import ConfigError
+from foretoken.grammar import Grammars
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,19 +56,21 @@ class DrafterParts:
         options: the method's own options.
         coupled: whether the acceptance rule wants drafts drawn with the target's noise.
         target: the model being accelerated, for methods that draft with a part of it.
-        load_model: loads the draft model and checks its vocabulary; only for methods that
-            declare `takes_model`.
+        load_model: loads the draft model, whatever its vocabulary; only for methods that declare
+            `takes_model`.
         build: makes another drafter, for methods that combine several: from its configuration,
             the model it drafts for, and whether that one's rule couples.
         tokenizer: the target's, or None where it has none.
+        grammars: compiles structured outputs for the target's tokens.
     """
 
     options: Any
     coupled: bool
     target: Target
-    load_model: Callable[[], Target]
+    load_model: Callable[[], DraftModel]
     build: Callable[[Mapping[str, Any], Target, bool], Drafter]
     tokenizer: PreTrainedTokenizerBase | None
+    grammars: Grammars
 
 
 @dataclass(frozen=True)
@@ -79,7 +89,9 @@ class NoOptions(DrafterOptions):
 
 
 def _cascade(parts: DrafterParts) -> Drafter:
-    model, rule = parts.load_model(), Coupled()
+    draft, rule = parts.load_model(), Coupled()
+    Vocabularies(parts.target, parts.tokenizer, draft).check_same("method 'cascade'")
+    model = resized(draft.model, parts.target.vocab_size)
     inner = parts.build(parts.options.drafter, model, rule.couples_draft)
     return Cascade(model, inner, rule, parts.options, coupled=parts.coupled)
 
@@ -88,10 +100,26 @@ def _several(parts: DrafterParts) -> list[Drafter]:
     return [parts.build(config, parts.target, parts.coupled) for config in parts.options.drafters]
 
 
+def _pad_token_id(parts: DrafterParts) -> int:
+    chosen: int | None = parts.options.pad_token_id
+    if chosen is not None and chosen >= parts.target.vocab_size:
+        highest = parts.target.vocab_size - 1
+        raise ConfigError(f"pad_token_id: must be 0 to {highest} for this model, got {chosen}.")
+    names = ("mask_token_id", "pad_token_id", "eos_token_id")
+    candidates = [chosen, *(getattr(parts.tokenizer, name, None) for name in names), 0]
+    return next(int(token) for token in candidates if token is not None)
+
+
 def _corpus_ngram(parts: DrafterParts) -> Drafter:
     options = parts.options
     ngrams = load_corpus(options.corpus, parts.target.vocab_size, parts.tokenizer)
     return CorpusNgramDrafter(ngrams, options, coupled=parts.coupled)
+
+
+def _rest(parts: DrafterParts) -> Drafter:
+    options = parts.options
+    store = load_datastore(options.datastore, parts.target.vocab_size, parts.tokenizer)
+    return RestDrafter(store, options)
 
 
 def _with_model(parts: DrafterParts, scorer: Scorer) -> Drafter:
@@ -99,16 +127,33 @@ def _with_model(parts: DrafterParts, scorer: Scorer) -> Drafter:
     return ModelDrafter(scorer, parts.options, shape, coupled=parts.coupled)
 
 
+def _draft_model(parts: DrafterParts) -> Drafter:
+    draft = parts.load_model().with_tokenizer(parts.options.draft_tokenizer)
+    vocabularies = Vocabularies(parts.target, parts.tokenizer, draft)
+    way = vocabularies.way(parts.options.vocabulary)
+    drafter: Drafter
+    if way == "same":
+        drafter = _with_model(parts, vocabularies.same_model())
+    elif way == "intersection":
+        drafter = _with_model(parts, vocabularies.translated_model())
+    elif reason := parts.options.refused_for_text():
+        raise ConfigError(f"{vocabularies.overlap(way)}; {reason}")
+    else:
+        drafter = vocabularies.text_drafter()
+    drafter.vocabulary_overlap = vocabularies.overlap(way)
+    return drafter
+
+
 METHODS: dict[str, DrafterSpec] = {
     "none": DrafterSpec(
         NoOptions, lambda _: NoDrafter(), 0, summary="no speculation: the baseline"
     ),
     "draft_model": DrafterSpec(
-        TreeOptions,
-        lambda parts: _with_model(parts, OwnModel(parts.load_model())),
+        DraftModelOptions,
+        _draft_model,
         5,
         takes_model=True,
-        summary="a smaller model with the same vocabulary",
+        summary="a smaller model, best with the same vocabulary",
     ),
     "cascade": DrafterSpec(
         CascadeOptions,
@@ -129,6 +174,12 @@ METHODS: dict[str, DrafterSpec] = {
         5,
         summary="per request the drafter that served it best lately",
     ),
+    "horizontal_cascade": DrafterSpec(
+        HorizontalOptions,
+        lambda parts: HorizontalCascade(_several(parts), parts.options),
+        5,
+        summary="one drafter for the first positions, cheaper ones for the next",
+    ),
     "early_exit": DrafterSpec(
         EarlyExitOptions,
         lambda parts: _with_model(parts, exit_early(parts.target, parts.options)),
@@ -140,6 +191,24 @@ METHODS: dict[str, DrafterSpec] = {
         lambda parts: _with_model(parts, skip_layers(parts.target, parts.options)),
         3,
         summary="the target without some of its sublayers",
+    ),
+    "lookahead": DrafterSpec(
+        LookaheadOptions,
+        lambda parts: LookaheadDrafter(parts.options),
+        16,
+        summary="n-grams from Jacobi iteration inside the target's own passes",
+    ),
+    "pad": DrafterSpec(
+        PadOptions,
+        lambda parts: PadDrafter(_pad_token_id(parts)),
+        8,
+        summary="padding behind the text, so that one target pass guesses a block",
+    ),
+    "regex": DrafterSpec(
+        RegexOptions,
+        lambda parts: RegexDrafter(parts.options, parts.grammars),
+        16,
+        summary="what a grammar forces, for structured outputs",
     ),
     "ngram": DrafterSpec(
         NgramOptions,
@@ -170,6 +239,12 @@ METHODS: dict[str, DrafterSpec] = {
         _corpus_ngram,
         4,
         summary="trigrams of your own text files (`foretoken ngrams build`)",
+    ),
+    "rest": DrafterSpec(
+        RestOptions,
+        _rest,
+        10,
+        summary="what followed the longest suffix in a datastore (`foretoken datastore build`)",
     ),
     "random": DrafterSpec(
         NoOptions,

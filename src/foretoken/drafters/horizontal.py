@@ -1,0 +1,169 @@
+"""`horizontal_cascade`: better drafters for early positions, cheaper ones for later.
+
+The horizontal cascade of Chen et al., "Cascade Speculative Drafting for Even Faster LLM Inference":
+a token far down the draft is only of use if everything before it is accepted, so less should be
+spent on guessing it. Each drafter continues what the ones before it have drafted; together they
+make one chain, and every q is that of the drafter the token came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+from annotated_types import Ge, MinLen
+from pydantic import model_validator
+
+from foretoken.control import Budget
+from foretoken.drafters.base import Drafter, DrafterOptions
+from foretoken.errors import CompatibilityError
+from foretoken.law import Law
+from foretoken.request import Request
+from foretoken.tree import Draft, chain
+
+if TYPE_CHECKING:
+    from foretoken.decode import Outcome, StepTimes
+
+__all__ = ["HorizontalCascade", "HorizontalOptions"]
+
+
+class HorizontalOptions(DrafterOptions):
+    """Options of `horizontal_cascade`.
+
+    Args:
+        drafters: configurations in order of position, each with `method` and that method's fields.
+        tokens: most tokens drafted by each of them.
+    """
+
+    drafters: Annotated[tuple[Mapping[str, Any], ...], MinLen(2)]
+    tokens: tuple[Annotated[int, Ge(1)], ...]
+
+    @model_validator(mode="after")
+    def _a_share_for_each(self) -> Self:
+        if len(self.tokens) != len(self.drafters):
+            raise ValueError(
+                f"tokens: give one number per drafter, got {len(self.tokens)} for "
+                f"{len(self.drafters)} drafters."
+            )
+        return self
+
+    def default_num_speculative_tokens(self) -> int:
+        """What all of them may draft."""
+        return sum(self.tokens)
+
+
+@dataclass
+class _Chain:
+    """What has been drafted for one request so far."""
+
+    request: Request
+    budget: Budget
+    tokens: list[int] = field(default_factory=list)
+    laws: list[Law] = field(default_factory=list)
+    path_prob: float = 1.0
+    stopped: bool = False
+
+    def rest(self, share: int) -> Budget:
+        """The budget of the next drafter."""
+        left = self.budget.chain - len(self.tokens)
+        length = 0 if self.stopped else min(left, share)
+        least = self.budget.min_path_prob / self.path_prob
+        return replace(self.budget, nodes=length, depth=length, min_path_prob=least)
+
+    def add(self, draft: Draft) -> None:
+        for token, law in zip(draft.tree.tokens[1:], draft.q, strict=True):
+            token_prob = law.prob(token)
+            self.tokens.append(token)
+            self.laws.append(law)
+            self.path_prob *= token_prob
+            self.stopped = self.budget.stops_below(token_prob, self.path_prob)
+
+    def draft(self) -> Draft:
+        return Draft(chain([self.request.root, *self.tokens]), tuple(self.laws))
+
+
+class HorizontalCascade(Drafter):
+    """Chains, begun by the first drafter and continued by the next ones.
+
+    Args:
+        drafters: in order of position.
+        options: see `HorizontalOptions`.
+
+    Raises:
+        CompatibilityError: a drafter proposes trees, or one behind the first drafts from the
+            target's KV, which ends with the committed tokens.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter], options: HorizontalOptions) -> None:
+        for index, drafter in enumerate(drafters):
+            method = options.drafters[index]["method"]
+            if drafter.makes_branches:
+                raise CompatibilityError(
+                    f"a horizontal cascade joins chains, and drafter '{method}' proposes trees."
+                )
+            if index and drafter.reads_target_kv:
+                raise CompatibilityError(
+                    f"'{method}' drafts from the target's own KV, which ends with the committed "
+                    "tokens: in a horizontal cascade it can only come first."
+                )
+        self.reads_target_kv = drafters[0].reads_target_kv
+        self._stages = [_Stage(*pair) for pair in zip(drafters, options.tokens, strict=True)]
+
+    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
+        """One chain per request, from all drafters in turn."""
+        chains = [_Chain(*pair) for pair in zip(batch, budgets, strict=True)]
+        for lane, stage in enumerate(self._stages):
+            stage.extend(chains, lane)
+        return [drafted.draft() for drafted in chains]
+
+    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
+        """Every drafter sees what came of requests it has drafted for."""
+        for stage in self._stages:
+            stage.observe(outcomes, times)
+
+    def rewind(self, request: Request) -> None:
+        """Nothing to do: what each drafter has seen is compared with the text anyway."""
+
+    def release(self, request: Request) -> None:
+        """Every drafter forgets the request."""
+        for stage in self._stages:
+            stage.release(request)
+
+
+class _Stage:
+    """One drafter of the cascade, and the tokens it has been shown."""
+
+    def __init__(self, drafter: Drafter, share: int) -> None:
+        self._drafter = drafter
+        self._share = share
+        self._seen: dict[int, list[int]] = {}
+
+    def extend(self, chains: Sequence[_Chain], lane: int) -> None:
+        """Continue the chains that may be longer."""
+        budgets = [drafted.rest(self._share) for drafted in chains]
+        growing = [pair for pair in zip(chains, budgets, strict=True) if pair[1].chain]
+        if not growing:
+            return
+        # As in an ensemble: a position may be drafted by one stage now and by another later.
+        shown = [
+            drafted.request.extended(drafted.tokens, drafted.request.noise.in_lane(lane))
+            for drafted, _ in growing
+        ]
+        for request in shown:
+            seen = self._seen.get(request.key, [])
+            if request.token_ids[: len(seen)] != seen:
+                self._drafter.rewind(request)
+            self._seen[request.key] = request.token_ids
+        drafts = self._drafter.propose(shown, [budget for _, budget in growing])
+        for (drafted, _), draft in zip(growing, drafts, strict=True):
+            drafted.add(draft)
+
+    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
+        known = [outcome for outcome in outcomes if outcome.request.key in self._seen]
+        if known:
+            self._drafter.observe(known, times)
+
+    def release(self, request: Request) -> None:
+        if self._seen.pop(request.key, None) is not None:
+            self._drafter.release(request)

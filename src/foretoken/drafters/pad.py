@@ -1,0 +1,94 @@
+"""`pad`: padding after the text makes one target pass propose a block.
+
+Padded self-drafting, as the survey of Xia et al. ("Unlocking Efficiency in Large Language Model
+Inference") calls it; PaSS (Monea et al.) trains the padding, here it is any token of the
+vocabulary. A pass that verifies a draft of length k also computes k padding tokens below the root
+and below every drafted token: wherever acceptance ends, the logits of the padding there guess the
+tokens after the next one, and are the next draft.
+
+The padding consists of ordinary nodes of the tree with one-hot q, so nothing else in the loop
+knows about it; that it is accepted where it happens to be right does no harm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isqrt
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Ge
+
+from foretoken.control import Budget
+from foretoken.drafters.base import Drafter, DrafterOptions
+from foretoken.request import Request
+from foretoken.tree import Draft, TokenTree
+
+if TYPE_CHECKING:
+    from foretoken.decode import Outcome, StepTimes
+
+__all__ = ["PadDrafter", "PadOptions"]
+
+
+class PadOptions(DrafterOptions):
+    """Options of `pad`.
+
+    Args:
+        pad_token_id: the padding; None takes the tokenizer's mask, padding or end token, the first
+            that it has, or token 0.
+    """
+
+    pad_token_id: Annotated[int, Ge(0)] | None = None
+
+
+class PadDrafter(Drafter):
+    """Deterministic: q is one-hot.
+
+    Args:
+        pad_token_id: the padding.
+    """
+
+    makes_branches = True
+
+    def __init__(self, pad_token_id: int) -> None:
+        self._pad = pad_token_id
+        self._guesses: dict[int, tuple[int, list[int]]] = {}  # length of the text, what follows it
+
+    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
+        """The last pass' guesses as a chain, with padding below all of it."""
+        return [
+            self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)
+        ]
+
+    def _propose(self, request: Request, budget: Budget) -> Draft:
+        length, guesses = self._guesses.get(request.key, (0, []))
+        if length != len(request.token_ids):
+            guesses = []  # taken back, or never verified
+        size = block_size(budget.nodes)
+        drafted = guesses[: min(size, budget.depth)]
+        tokens, parents = [request.root, *drafted], list(range(-1, len(drafted)))
+        for node in range(len(drafted) + 1):
+            parent = node
+            for _ in range(min(size, budget.depth - node)):
+                parents.append(parent)
+                parent = len(tokens)
+                tokens.append(self._pad)
+        return Draft.deterministic(TokenTree(tuple(tokens), tuple(parents)))
+
+    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
+        """Read the guesses off the padding below the last accepted token."""
+        for outcome in outcomes:
+            tree, node = outcome.draft.tree, outcome.accepted.last
+            guesses = []
+            while padding := [n for n in tree.children[node] if tree.tokens[n] == self._pad]:
+                node = padding[-1]
+                guesses.append(int(outcome.logits[node].argmax()))
+            self._guesses[outcome.request.key] = (len(outcome.request.token_ids), guesses)
+
+    def release(self, request: Request) -> None:
+        """Forget the request's guesses."""
+        self._guesses.pop(request.key, None)
+
+
+def block_size(nodes: int) -> int:
+    """The longest draft k that fits with its padding: k + (k + 1) * k nodes."""
+    return isqrt(nodes + 1) - 1

@@ -1,0 +1,136 @@
+"""The horizontal cascade: each drafter continues the ones before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from foretoken import CompatibilityError, ConfigError, SamplingParams
+from foretoken.control import Budget
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.horizontal import HorizontalCascade, HorizontalOptions
+from foretoken.law import Law
+from foretoken.request import Request
+from foretoken.tree import Draft, chain
+from tests.matrix import PROMPTS, tiny_llm
+from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
+
+PARAMS = SamplingParams(temperature=0, max_tokens=40)
+
+
+class Counting(Drafter):
+    """Drafts root + step, root + 2 step, ... and writes down what it was shown."""
+
+    def __init__(self, step: int, most: int = 99, sure: float = 1.0) -> None:
+        self._step = step
+        self._most = most
+        self._sure = sure
+        self.shown: list[list[int]] = []
+        self.rewound = 0
+
+    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
+        drafts = []
+        for request, budget in zip(batch, budgets, strict=True):
+            self.shown.append(list(request.token_ids))
+            tokens, path_prob = [request.root], 1.0
+            for _ in range(min(self._most, budget.chain)):
+                tokens.append(tokens[-1] + self._step)
+                path_prob *= self._sure
+                if budget.stops_below(self._sure, path_prob):
+                    break
+            laws = tuple(_unsure(token, self._sure) for token in tokens[1:])
+            drafts.append(Draft(chain(tokens), laws))
+        return drafts
+
+    def rewind(self, request: Request) -> None:
+        self.rewound += 1
+
+
+def _unsure(token: int, probability: float) -> Law:
+    if probability == 1:
+        return Law.one_hot(token)
+    return Law(torch.tensor([probability, 1 - probability]), torch.tensor([token, token + 1]))
+
+
+def cascade(*drafters: Drafter, tokens: Sequence[int]) -> HorizontalCascade:
+    configs = tuple({"method": "test"} for _ in drafters)
+    return HorizontalCascade(drafters, HorizontalOptions(drafters=configs, tokens=tuple(tokens)))
+
+
+def request_of(tokens: list[int]) -> Request:
+    return Request(tokens, PARAMS, vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
+
+
+def tokens_of(drafter: Drafter, request: Request, budget: Budget) -> list[int]:
+    (draft,) = drafter.propose([request], [budget])
+    return list(draft.tree.tokens[1:])
+
+
+def test_positions_are_shared_out_in_order() -> None:
+    first, second = Counting(1), Counting(10)
+    drafter = cascade(first, second, tokens=[2, 3])
+    assert tokens_of(drafter, request_of([1, 2]), Budget(9, 9)) == [3, 4, 14, 24, 34]
+    assert second.shown == [[1, 2, 3, 4]]
+    assert tokens_of(drafter, request_of([1, 2]), Budget(3, 9)) == [3, 4, 14]
+    assert tokens_of(drafter, request_of([1, 2]), Budget(2, 9)) == [3, 4]
+
+
+def test_the_next_goes_on_where_one_has_nothing_to_say() -> None:
+    drafter = cascade(Counting(1, most=0), Counting(10), tokens=[2, 2])
+    assert tokens_of(drafter, request_of([5]), Budget(9, 9)) == [15, 25]
+
+
+def test_doubt_ends_the_whole_chain() -> None:
+    drafter = cascade(Counting(1, sure=0.6), Counting(10), tokens=[3, 2])
+    request = request_of([5])
+    assert tokens_of(drafter, request, Budget(9, 9, min_token_prob=0.7)) == [6]
+    assert tokens_of(drafter, request, Budget(9, 9, min_path_prob=0.3)) == [6, 7, 8]
+    assert tokens_of(drafter, request, Budget(9, 9, min_path_prob=0.1)) == [6, 7, 8, 18, 28]
+
+
+def test_what_was_only_drafted_is_taken_back() -> None:
+    second = Counting(10)
+    drafter = cascade(Counting(1), second, tokens=[2, 2])
+    request = request_of([1])
+    tokens_of(drafter, request, Budget(4, 4))
+    request.token_ids += [2, 3]  # just what was drafted before the second one's turn
+    tokens_of(drafter, request, Budget(4, 4))
+    assert second.rewound == 0
+    request.token_ids += [9]
+    tokens_of(drafter, request, Budget(4, 4))
+    assert second.rewound == 1
+
+
+def test_the_law_of_every_token_is_its_drafters() -> None:
+    drafter = cascade(Counting(1, sure=0.6), Counting(10), tokens=[1, 1])
+    (draft,) = drafter.propose([request_of([5])], [Budget(4, 4)])
+    assert draft.law(1).prob(6) == pytest.approx(0.6)
+    assert draft.law(2).certain == 16
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "block"])
+def test_models_then_ngrams(rule: str) -> None:
+    """The first sees committed tokens only, the second what the first has drafted as well."""
+    model = tiny_model(num_hidden_layers=4)
+    stages = [{"method": "early_exit"}, {"method": "ngram", "prompt_lookup_min": 1}]
+    llm = tiny_llm(model, "horizontal_cascade", rule, 6, drafters=stages, tokens=[2, 4])
+    outputs = llm.generate(PROMPTS, PARAMS)
+    plain = tiny_llm(model).generate(PROMPTS, PARAMS)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
+
+
+def refused(drafters: list[dict[str, Any]], tokens: list[int]) -> None:
+    tiny_llm(tiny_model(), "horizontal_cascade", drafters=drafters, tokens=tokens)
+
+
+def test_what_does_not_fit() -> None:
+    ngram, exit_early = {"method": "ngram"}, {"method": "early_exit"}
+    with pytest.raises(CompatibilityError, match="can only come first"):
+        refused([ngram, exit_early], [1, 1])
+    with pytest.raises(CompatibilityError, match="'lookahead' proposes trees"):
+        refused([ngram, {"method": "lookahead"}], [1, 1])
+    with pytest.raises(ConfigError, match="one number per drafter, got 1 for 2"):
+        refused([ngram, ngram], [3])

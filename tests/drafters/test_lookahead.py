@@ -1,0 +1,116 @@
+"""Lookahead decoding: the window is a tree, and what it learns is drafted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from foretoken import LLM, SamplingParams
+from foretoken.control import Budget
+from foretoken.drafters.lookahead import LookaheadDrafter, LookaheadOptions, Pool, Window
+from foretoken.request import Request
+from tests.matrix import PROMPTS, tiny_llm
+from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=60)
+
+
+def request_of(tokens: list[int]) -> Request:
+    return Request(tokens, GREEDY, vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
+
+
+def options(**fields: Any) -> LookaheadOptions:
+    return LookaheadOptions(window_size=3, ngram_size=4, **fields)
+
+
+def test_the_pool_keeps_the_latest() -> None:
+    pool = Pool(max_ngrams=2)
+    for ngram in ([1, 2, 3], [1, 4, 5], [1, 2, 3], [1, 6, 7], [2, 1, 1]):
+        pool.add(ngram)
+    assert list(pool.after(1)) == [(6, 7), (2, 3)]
+    assert list(pool.after(2)) == [(1, 1)]
+    assert list(pool.after(9)) == []
+
+
+def test_rows_move_up_and_stay_aligned() -> None:
+    """Token j of row r stands r + j + 1 behind the root, also after several were accepted."""
+    window = Window(request_of([1, 2]), options())
+    text = {position: 50 + position for position in range(40)}  # what the target would say
+
+    def guesses(length: int) -> list[int]:
+        return [text[length + column + len(window.rows)] for column in range(3)]
+
+    length = 2
+    for accepted in (1, 1, 1, 1, 1, 3, 1, 1, 1, 1):
+        found = guesses(length)
+        length += accepted
+        window.advance(length, found)
+    for row, tokens in enumerate(window.rows):
+        known = tokens if row < 2 else tokens[:3]
+        assert known == [text[length + row + column] for column in range(3)]
+
+
+def test_the_draft_holds_ngrams_and_the_whole_window() -> None:
+    drafter = LookaheadDrafter(options(pool_from_prompt=True))
+    request = request_of([7, 8, 9, 10, 7])
+    (draft,) = drafter.propose([request], [Budget(64, 64)])
+    assert draft.tree.path_tokens(3) == [8, 9, 10]  # the prompt's n-gram that begins with 7
+    assert draft.tree.num_drafted >= 3 + 3  # and a window of one row so far
+    (small,) = drafter.propose([request], [Budget(2, 2)])
+    assert small.tree.tokens[1:] == (8, 9)
+
+
+def test_without_the_prompt_the_pool_begins_empty() -> None:
+    drafter = LookaheadDrafter(options(pool_from_prompt=False))
+    (draft,) = drafter.propose([request_of([7, 8, 9, 10, 7])], [Budget(64, 64)])
+    assert draft.tree.num_drafted <= 3
+
+
+def test_what_the_window_finds_is_accepted() -> None:
+    """A tiny greedy model repeats itself, so that its n-grams come again."""
+    llm = tiny_llm(tiny_model(), "lookahead", gamma=None, pool_from_prompt=False)
+    outputs = llm.generate(PROMPTS, GREEDY)
+    assert sum(o.metrics.num_accepted_tokens for o in outputs) > 20
+    assert [o.token_ids for o in outputs] == [
+        o.token_ids for o in tiny_llm(tiny_model()).generate(PROMPTS, GREEDY)
+    ]
+
+
+def test_new_rows_are_what_the_target_says_below_the_window() -> None:
+    model = tiny_model()
+    llm = LLM(model, speculative_config={"method": "lookahead", "window_size": 2, "ngram_size": 3})
+    request = request_of(list(PROMPTS[0]))
+    llm._engine.add(request)
+    drafter: Any = llm._engine._drafter
+    window = Window(request, LookaheadOptions(window_size=2, ngram_size=3))
+    paths = [path for path, _ in window.columns()]
+    llm._engine.step()
+    after = drafter._windows[request.key].rows
+    for column, path in enumerate(paths):
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([[*PROMPTS[0], *path]])).logits[0, -1]
+        advanced = len(request.output_ids)
+        if column - advanced >= 0:
+            assert after[1][column - advanced] == int(logits.argmax())
+    llm._engine.abort([request])
+
+
+def test_it_sees_outcomes_of_drafts_it_did_not_make() -> None:
+    """Merged with others' drafts, or cut: it reads what is there."""
+    config = {
+        "method": "ensemble",
+        "drafters": [{"method": "lookahead"}, {"method": "ngram", "prompt_lookup_min": 1}],
+    }
+    for gamma in (1, 4, 30):
+        llm = LLM(tiny_model(), speculative_config={**config, "num_speculative_tokens": gamma})
+        outputs = llm.generate(PROMPTS, GREEDY)
+        plain = LLM(tiny_model()).generate(PROMPTS, GREEDY)
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
+
+
+def test_sizes_are_checked() -> None:
+    with pytest.raises(ValueError, match="ngram_size"):
+        LookaheadOptions(ngram_size=1)
+    assert LookaheadOptions(window_size=2, ngram_size=3, max_ngrams=4)

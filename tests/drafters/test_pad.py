@@ -1,0 +1,65 @@
+"""Padding: the logits below it are the next draft, wherever acceptance ends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from foretoken import ConfigError, SamplingParams
+from foretoken.control import Budget
+from foretoken.drafters.pad import PadDrafter, block_size
+from foretoken.request import Request
+from tests.matrix import PROMPTS, tiny_llm
+from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+PAD = 90
+
+
+@pytest.mark.parametrize(("nodes", "size"), [(0, 0), (2, 0), (3, 1), (7, 1), (8, 2), (15, 3)])
+def test_the_longest_block_that_fits(nodes: int, size: int) -> None:
+    assert block_size(nodes) == size
+    assert size + (size + 1) * size <= nodes
+
+
+def test_padding_stands_below_every_drafted_token() -> None:
+    drafter = PadDrafter(PAD)
+    request = Request([1, 2, 3], GREEDY, vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
+    (first,) = drafter.propose([request], [Budget(8, 8)])
+    assert first.tree.tokens == (3, PAD, PAD)
+    drafter._guesses[request.key] = (3, [5, 6])
+    (draft,) = drafter.propose([request], [Budget(8, 8)])
+    assert draft.tree.tokens == (3, 5, 6, PAD, PAD, PAD, PAD, PAD, PAD)
+    assert draft.tree.parents == (-1, 0, 1, 0, 3, 1, 5, 2, 7)
+    (shallow,) = drafter.propose([request], [Budget(8, 1)])
+    assert max(shallow.tree.depths) == 1
+
+
+def test_the_next_draft_is_what_the_model_says_at_the_padding() -> None:
+    model = tiny_model()
+    llm = tiny_llm(model, "pad", gamma=8, pad_token_id=PAD)
+    request = Request(PROMPTS[0], GREEDY, vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
+    llm._engine.add(request)
+    llm._engine.step()
+    (draft,) = llm._engine._drafter.propose([request], [Budget(8, 8)])
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([[*PROMPTS[0], PAD, PAD]])).logits[0]
+    assert draft.tree.tokens[1:3] == tuple(logits[-2:].argmax(-1).tolist())
+    llm._engine.abort([request])
+
+
+def test_guesses_of_another_text_are_not_drafted() -> None:
+    drafter = PadDrafter(PAD)
+    request = Request([1, 2, 3], GREEDY, vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
+    drafter._guesses[request.key] = (2, [5, 6])
+    (draft,) = drafter.propose([request], [Budget(8, 8)])
+    assert set(draft.tree.tokens[1:]) == {PAD}
+
+
+def test_the_default_padding_and_a_wrong_one() -> None:
+    llm = tiny_llm(tiny_model(), "pad")
+    drafter = llm._engine._drafter
+    assert isinstance(drafter, PadDrafter)
+    assert drafter._pad == 0
+    with pytest.raises(ConfigError, match="pad_token_id: must be 0 to 95 for this model, got 96"):
+        tiny_llm(tiny_model(), "pad", pad_token_id=96)
