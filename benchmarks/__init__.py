@@ -2,6 +2,8 @@
 
     python -m benchmarks.identity --prompts FILE    output with a drafter is output without one
     python -m benchmarks.quick --prompts FILE       how much faster it is
+    python -m benchmarks.methods --prompts FILE     every method on every kind of prompt
+    python -m benchmarks.tree_cost                  a token tree against a batch row per path
 
 Prompts are read from a file (`benchmarks.prompts`); none come with the project.
 """

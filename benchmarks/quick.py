@@ -17,45 +17,17 @@ beyond doubt (the whole interval is).
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
 
-from benchmarks import BenchmarkError
-from benchmarks.loading import BASELINE, Method, llm_for, load, parse_methods
-from benchmarks.prompts import Prompt, encode, prompt_limit, read_prompts, stratified
-from benchmarks.report import machine, one_line_errors, progress_bar
-from benchmarks.speed_report import CONTROL, Report, rows_of
-from benchmarks.timing import Timed, Work, measure, time_prompt
-from foretoken import LLM, SamplingParams
+from benchmarks.loading import parse_methods
+from benchmarks.prompts import read_prompts, stratified
+from benchmarks.report import one_line_errors
+from benchmarks.speed_run import Options, check_writable, measured
 
 __all__ = ["main"]
-
-CONTROL_TEMPERATURE = 1.5
-CONTROL_TOKENS = 128
-WARM_UP_TOKENS = 16
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the command line said about models and runs."""
-
-    model: str
-    draft_model: str | None
-    num_speculative_tokens: int | None
-    dtype: str
-    device: str
-    max_tokens: int
-    max_prompt_tokens: int
-    rounds: int
-    ignore_eos: bool
-    control_prompts: int
-    seed: int
 
 
 def main(
@@ -118,101 +90,12 @@ def main(
         )
         methods = parse_methods(method or ["ngram", "ngram_table"])
         sample = stratified(read_prompts(prompts), per_kind, seed, kind or ())
-        _check_writable(json_file)
-        report = _measured(methods, sample, options)
+        check_writable(json_file)
+        report = measured(methods, sample, options)
     print(report.markdown())
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_dict(), indent=1) + "\n", encoding="utf-8")
     raise typer.Exit(0 if report.good else 1)
-
-
-def _measured(methods: Sequence[Method], sample: Sequence[Prompt], options: Options) -> Report:
-    llms = _llms(methods, options)
-    baseline = llms[BASELINE.label]
-    facts = {
-        **machine(baseline.device),
-        "dtype": str(baseline.dtype).removeprefix("torch."),
-        "load_average_before": round(os.getloadavg()[0], 2),
-    }
-    timed = _time_all(llms, sample, options)
-    rows = rows_of(timed, [method.label for method in methods], options.seed)
-    return Report(timed, rows, facts, asdict(options), _ended(timed, baseline.eos_token_ids))
-
-
-def _llms(methods: Sequence[Method], options: Options) -> dict[str, LLM]:
-    """The baseline and the methods, all on one loaded model."""
-    loaded = load(options.model, options.dtype, options.device)
-    draft = None
-    if options.draft_model:
-        draft = load(options.draft_model, options.dtype, options.device).module
-    gamma = options.num_speculative_tokens
-    return {BASELINE.label: llm_for(loaded, BASELINE)} | {
-        method.label: llm_for(loaded, method, draft, gamma) for method in methods
-    }
-
-
-def _check_writable(file: Path | None) -> None:
-    """Find out before minutes of measuring, not after."""
-    try:
-        if file is not None:
-            file.touch()
-    except OSError as error:
-        raise BenchmarkError(f"cannot write {file}: {error}") from error
-
-
-def _time_all(llms: Mapping[str, LLM], sample: Sequence[Prompt], options: Options) -> list[Timed]:
-    work = [
-        *_prompts(llms[BASELINE.label], sample, options),
-        *_control(llms[BASELINE.label], options),
-    ]
-    longest = max((item.ids for item in work), key=len)
-    for llm in llms.values():  # also makes the KV slab as long as it will be
-        measure(llm, longest, SamplingParams(temperature=0, max_tokens=WARM_UP_TOKENS))
-    with progress_bar() as bar:
-        return [
-            time_prompt(llms, item, options.rounds)
-            for item in bar.track(work, description="prompts")
-        ]
-
-
-def _prompts(llm: LLM, sample: Sequence[Prompt], options: Options) -> Iterator[Work]:
-    """The sample, generated greedily."""
-    limit = prompt_limit(llm, options.max_prompt_tokens, options.max_tokens)
-    params = SamplingParams(
-        temperature=0, max_tokens=options.max_tokens, ignore_eos=options.ignore_eos
-    )
-    for prompt in sample:
-        yield Work(prompt.id, prompt.kind, encode(llm, prompt, limit), params)
-
-
-def _control(llm: LLM, options: Options) -> Iterator[Work]:
-    """Random tokens, continued at a temperature at which hardly anything recurs."""
-    limit = prompt_limit(llm, CONTROL_TOKENS, options.max_tokens)
-    for seed in range(options.seed, options.seed + options.control_prompts):
-        params = SamplingParams(
-            temperature=CONTROL_TEMPERATURE,
-            seed=seed,
-            max_tokens=options.max_tokens,
-            ignore_eos=True,
-        )
-        yield Work(f"random {seed}", CONTROL, random_ids(llm, seed, limit), params)
-
-
-def _ended(timed: Sequence[Timed], eos_token_ids: Sequence[int]) -> int:
-    """Prompts, the control's apart, whose output went on past an end-of-sequence token."""
-    return sum(
-        not set(eos_token_ids).isdisjoint(item.runs[BASELINE.label][0].token_ids[:-1])
-        for item in timed
-        if item.kind != CONTROL
-    )
-
-
-def random_ids(llm: LLM, seed: int, length: int) -> list[int]:
-    """A prompt of different random tokens, none of them special."""
-    assert llm.tokenizer is not None
-    ordinary = np.setdiff1d(np.arange(len(llm.tokenizer)), llm.tokenizer.all_special_ids)
-    chosen: list[int] = np.random.default_rng(seed).choice(ordinary, length, replace=False).tolist()
-    return chosen
 
 
 if __name__ == "__main__":
