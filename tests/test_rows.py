@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from foretoken import SamplingParams
@@ -23,6 +21,7 @@ from foretoken.drafters.shapes import TreeOptions, shape_of
 from foretoken.request import Request
 from foretoken.target import Target
 from foretoken.tree import TokenTree, chain
+from tests.counting import counted
 from tests.matrix import PROMPTS
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 
@@ -128,17 +127,6 @@ def test_generation_is_that_of_the_tree(shape: str, rule: str, temperature: floa
     params = SamplingParams(temperature=temperature, seed=4, max_tokens=20)
     expected = generate(lambda target: target, drafter_of(TREES[shape]), rule, params)
     assert generate(RowsVerifier, drafter_of(TREES[shape]), rule, params) == expected
-
-
-def counted(target: Target) -> list[int]:
-    """Positions of each pass, as the model is given them."""
-    passes: list[int] = []
-
-    def note(_: Any, __: tuple[Tensor, ...], inputs: dict[str, Tensor]) -> None:
-        passes.append(inputs["input_ids"].numel())
-
-    target._model.register_forward_pre_hook(note, with_kwargs=True)
-    return passes
 
 
 @pytest.mark.parametrize("paths", [1, 2, 5, 8])

@@ -17,7 +17,7 @@ from foretoken.analysis.layer_laboratory import LayerLaboratory, layers_of
 from foretoken.analysis.measure import Laboratory
 from foretoken.analysis.skip_sets import KINDS, Deadline, Run, SkipSet, Sublayer
 from foretoken.analysis.tune_layers import LayerSearch
-from foretoken.drafters.self_draft import Skipped
+from foretoken.runtime.module import Skipped
 from tests.tiny import tiny_model
 
 CURVE = (1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.6)
@@ -293,6 +293,6 @@ def test_the_search_leaves_the_model_as_it_was() -> None:
 
 
 def test_layers_without_parts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(Skipped.KINDS, "skip_mlp", ("no_such_part",))
+    monkeypatch.setitem(Skipped.KINDS, "mlp", ("no_such_part",))
     with pytest.raises(CompatibilityError, match="has none of no_such_part to leave out"):
-        LayerLaboratory(model())
+        LayerLaboratory(tiny_model("phi"))

@@ -50,6 +50,8 @@ class LLM:
             where it is.
         max_model_len: most tokens of prompt and output together; None takes the model's limit.
         max_num_seqs: most sequences advanced together.
+        quantization: None keeps the weights as they are; "int8" (on a CPU) halves them, those of a
+            draft model too. Speculation is then lossless with respect to the weights that run.
 
     Attributes:
         tokenizer: the tokenizer, or None.
@@ -75,6 +77,7 @@ class LLM:
         device: str | torch.device = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 16,
+        quantization: str | None = None,
     ) -> None:
         if max_num_seqs < 1:
             raise ConfigError(f"max_num_seqs: must be at least 1, got {max_num_seqs}.")
@@ -89,7 +92,8 @@ class LLM:
             loaded = models.load_model(self.model_path, default_dtype(dtype, place), place)
             tokenizer = tokenizer or models.load_tokenizer(self.model_path)
         self.tokenizer = tokenizer
-        self._target = Target(loaded, max_model_len)
+        self._quantization = quantization
+        self._target = Target(loaded, max_model_len, quantization)
         self.eos_token_ids = _eos_token_ids(loaded, tokenizer)
         self._grammars = Grammars(tokenizer, self._target.vocab_size, self.eos_token_ids)
         self.vocabulary_overlap: VocabularyOverlap | None = None
@@ -311,7 +315,7 @@ class LLM:
             folder = models.resolve(model)
             tokenizer = models.load_tokenizer(folder)
             model = models.load_model(folder, self.dtype, self.device)
-        return DraftModel(Target(model), tokenizer)
+        return DraftModel(Target(model, quantization=self._quantization), tokenizer)
 
 
 def _inner_config(fields: Mapping[str, Any]) -> SpeculativeConfig:

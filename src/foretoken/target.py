@@ -1,4 +1,4 @@
-"""Target: one Transformers causal LM with its KV slab, verifying trees of many rows in one pass.
+"""Target: one causal LM with its KV slab, verifying trees of many rows in one pass.
 
 The loop knows it as prefill, verify, commit, rollback. A draft model is a second `Target`: what
 differs is who calls it. This file does not know about sampling, acceptance or drafting.
@@ -7,7 +7,6 @@ differs is who calls it. This file does not know about sampling, acceptance or d
 from __future__ import annotations
 
 import copy
-import inspect
 import statistics
 import time
 from collections.abc import Sequence
@@ -19,9 +18,8 @@ from transformers import PreTrainedModel
 from foretoken.cache import KVSlab
 from foretoken.control.costs import CostCurve
 from foretoken.errors import CompatibilityError
-from foretoken.runtime import cpu
-from foretoken.runtime.attention import IMPLEMENTATION, ROW_MULTIPLE, padded_rows
-from foretoken.runtime.share import share
+from foretoken.runtime.attention import ROW_MULTIPLE, padded_rows
+from foretoken.runtime.network import Network, network_for
 from foretoken.support import check_supported, context_length
 from foretoken.tree import TokenTree, chain
 
@@ -50,42 +48,39 @@ class Target:
     Args:
         model: a loaded causal LM; it is left as it is and may be used elsewhere.
         max_model_len: most tokens of a row, prompt included; None takes the model's own limit.
+        quantization: see `network_for`.
 
     Raises:
+        ConfigError: `max_model_len` or `quantization` is out of range.
         CompatibilityError: the architecture cannot be served; the message says why.
     """
 
-    def __init__(self, model: PreTrainedModel, max_model_len: int | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        max_model_len: int | None = None,
+        quantization: str | None = None,
+    ) -> None:
         self.max_model_len = context_length(model.config, max_model_len)
         check_supported(model, self.max_model_len)
         self.device = model.device
         self.dtype = model.dtype
         self.vocab_size = int(model.config.get_text_config().vocab_size)
-        self.packed = cpu.can_pack(self.dtype, self.device)
-        self._model = self._prepare(model)
-        self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.network = network_for(model, quantization)
+        # On packed linear layers never a single row (see runtime/cpu.py); on a GPU it is free.
+        self._least_nodes = ROW_MULTIPLE if self.device.type == "cpu" else 1
         self._slab = KVSlab()
         self._keys: list[int] = []  # key of each slab row
         self.num_passes = 0
         self.bit_exact = self._probe(model)
 
-    def _prepare(self, model: PreTrainedModel) -> PreTrainedModel:
-        prepared = cpu.pack(model) if self.packed else share(model)
-        prepared.train(False)
-        prepared.set_attn_implementation(IMPLEMENTATION)
-        return prepared
-
-    def shared_model(self) -> PreTrainedModel:
-        """A module tree over the weights as they run here, to be changed into a draft model."""
-        return share(self._model)
-
-    def with_model(self, model: PreTrainedModel) -> Target:
-        """This target's rows and KV under another module tree over the same layers.
+    def with_network(self, network: Network) -> Target:
+        """This target's rows and KV under another network over the same layers.
 
         What it writes stays uncommitted, to be overwritten by the next pass of this target.
         """
         other = copy.copy(self)
-        other._model = model
+        other.network = network
         other.num_passes = 0
         return other
 
@@ -124,7 +119,7 @@ class Target:
         """Compute and commit the KV of these tokens, in chunks; no logits."""
         for start in range(0, len(tokens), PREFILL_CHUNK):
             part = tokens[start : start + PREFILL_CHUNK]
-            self._forward([key], [chain(part)], [0], logits_of_all=False)
+            self._forward([key], [chain(part)], [0], scored=False)
             self.commit(key, range(len(part)))
 
     @torch.inference_mode()
@@ -145,7 +140,8 @@ class Target:
             Per row the logits after every node computed, [n + 1 - known, V].
         """
         known = known or [0] * len(trees)
-        logits = self._forward(keys, trees, known, logits_of_all=True)
+        logits = self._forward(keys, trees, known, scored=True)
+        assert logits is not None
         if self.device.type == "cuda":  # what is timed as verification is to be verification
             torch.cuda.synchronize(self.device)
         first = min(self._keys.index(key) for key in keys)
@@ -168,9 +164,9 @@ class Target:
         trees: Sequence[TokenTree],
         known: Sequence[int],
         *,
-        logits_of_all: bool,
-    ) -> Tensor:
-        """Logits [B, N or 1, V] of the rows from the first to the last one named.
+        scored: bool,
+    ) -> Tensor | None:
+        """Logits [B, N, V] of the rows from the first to the last one named; None if not wanted.
 
         The slab serves adjacent rows without copying, so rows in between that have no tree ride
         along with padding, whose KV is never committed.
@@ -181,23 +177,19 @@ class Target:
         }
         rows = range(min(work), max(work) + 1)
         num_nodes = max(len(tree) - skip for tree, skip in work.values())
-        if self.packed and len(rows) == 1:
-            num_nodes = max(num_nodes, ROW_MULTIPLE)  # free, and never a single row (see cpu.py)
+        if len(rows) == 1:
+            num_nodes = max(num_nodes, self._least_nodes)
         skipped = [work[row][1] if row in work else 0 for row in rows]
         span = self._slab.begin(rows, num_nodes, skipped)
         tokens, positions, mask = self._inputs(rows, work, num_nodes, span)
-        keep = {} if logits_of_all or not self._takes_logits_to_keep else {"logits_to_keep": 1}
         self.num_passes += 1
-        output = self._model(
-            input_ids=tokens.to(self.device),
-            position_ids=positions.to(self.device),
-            attention_mask=mask.to(self.device),
-            past_key_values=self._slab,
-            use_cache=True,
-            **keep,
+        return self.network.forward(
+            tokens.to(self.device),
+            positions.to(self.device),
+            mask.to(self.device),
+            self._slab,
+            scored=scored,
         )
-        logits: Tensor = output.logits
-        return logits
 
     def _inputs(
         self, rows: range, work: dict[int, tuple[TokenTree, int]], num_nodes: int, span: int

@@ -6,14 +6,12 @@ computes every node once.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import nn
 
 from foretoken.target import Target
 from foretoken.tree import TokenTree, chain
+from tests.counting import counted
 from tests.tiny import VOCAB_SIZE, tiny_model
 
 CONTEXT = [3, 5, 7, 2, 9]
@@ -41,13 +39,7 @@ class Counted:
         self.target = Target(tiny_model())
         self.target.add(0)
         self.target.prefill(0, CONTEXT)
-        self.positions: list[int] = []
-        self.target._model.register_forward_pre_hook(self._count, with_kwargs=True)
-
-    def _count(self, _: nn.Module, __: Any, inputs: dict[str, Any]) -> None:
-        ids = inputs["input_ids"]  # [B, N]
-        assert inputs["position_ids"].shape == ids.shape
-        self.positions.append(ids.numel())
+        self.positions = counted(self.target)
 
     def verify(self, tree: TokenTree) -> torch.Tensor:
         """[n+1, V]."""

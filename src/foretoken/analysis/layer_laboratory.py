@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from foretoken.acceptance import rule_class
 from foretoken.analysis.measure import Laboratory, overlap
@@ -31,9 +30,10 @@ from foretoken.errors import ConfigError
 from foretoken.law import Law
 from foretoken.request import Request
 from foretoken.runtime.attention import padded_rows
-from foretoken.runtime.share import decoder_layers
+from foretoken.runtime.network import Network
 from foretoken.sampling import Laws
 from foretoken.speculative import SpeculativeConfig
+from foretoken.target import Target
 from foretoken.tree import chain
 
 __all__ = ["LayerLaboratory", "Text", "layers_of"]
@@ -60,10 +60,10 @@ class Text:
 
     Args:
         request: finished; at least one token was generated.
-        model: the whole module tree.
+        model: the whole target.
     """
 
-    def __init__(self, request: Request, model: PreTrainedModel) -> None:
+    def __init__(self, request: Request, model: Target) -> None:
         self.prompt = list(request.prompt_ids)
         self.average = self.prompt + request.output_ids[: len(request.output_ids) // 2]
         """A context as long as the average one while generating."""
@@ -81,12 +81,12 @@ class Text:
         """Generated tokens."""
         return len(self._roots)
 
-    def betas(self, model: PreTrainedModel) -> list[float]:
+    def betas(self, model: Target) -> list[float]:
         """Sum of min(p, q) for every generated token, q being this model's law on our KV."""
         q = self._laws(model, commit=False)
         return [min(1.0, overlap(*pair)) for pair in zip(self._p, q, strict=True)]
 
-    def _laws(self, model: PreTrainedModel, *, commit: bool) -> list[Law]:
+    def _laws(self, model: Target, *, commit: bool) -> list[Law]:
         """The sampler's law after every root."""
         passes = [self._pass(model, part, commit=commit) for part in _chunks(self._roots)]
         tokens = self._tokens[self._roots.start : self._roots.stop].tolist()
@@ -94,7 +94,7 @@ class Text:
         return [laws[node] for node in range(len(tokens))]
 
     @torch.inference_mode()
-    def _pass(self, model: PreTrainedModel, part: range, *, commit: bool) -> Tensor:
+    def _pass(self, model: Target, part: range, *, commit: bool) -> Tensor:
         """Logits [n, V] of one pass, whose KV is written behind what is committed.
 
         A position sees the committed KV of the positions before it and its own new one; where
@@ -107,13 +107,14 @@ class Text:
         slots, own = torch.arange(span), committed + torch.arange(rows)
         seen = (slots < positions[:, None]) | (slots == own[:, None])  # [N, S]
         mask = torch.zeros(rows, span, dtype=model.dtype).masked_fill(~seen, -torch.inf)
-        logits: Tensor = model(
-            input_ids=self._tokens[positions][None].to(model.device),
-            position_ids=positions[None].to(model.device),
-            attention_mask=mask[None, None].to(model.device),
-            past_key_values=self._slab,
-            use_cache=True,
-        ).logits
+        logits = model.network.forward(
+            self._tokens[positions][None].to(model.device),
+            positions[None].to(model.device),
+            mask[None, None].to(model.device),
+            self._slab,
+            scored=True,
+        )
+        assert logits is not None
         if commit:
             self._slab.commit(0, range(len(part)))
         return logits[0, : len(part)]
@@ -134,10 +135,9 @@ class LayerLaboratory(Laboratory):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._whole = self._target.shared_model()
-        self.num_layers = len(decoder_layers(self._whole))
+        self.num_layers = self._target.network.num_layers
         every = range(self.num_layers)
-        leave_out(self._target.shared_model(), {"skip_attention": every, "skip_mlp": every})
+        self._target.network.without(every, every)  # refused before any work if it cannot be
         self._texts: list[Text] = []
         self._params = SamplingParams()
         self.verify_cost: Sequence[float] = ()
@@ -179,7 +179,7 @@ class LayerLaboratory(Laboratory):
         for prompt in prompts[:MAX_TEXTS]:
             if self._texts and enough():
                 break
-            self._texts.append(Text(self._continue(prompt, NoDrafter(), 0), self._whole))
+            self._texts.append(Text(self._continue(prompt, NoDrafter(), 0), self._target))
         if self.positions == len(self._texts):
             raise ConfigError(
                 "every output ends at its first token: there is nothing to draft. Take other "
@@ -190,12 +190,12 @@ class LayerLaboratory(Laboratory):
 
     def alpha(self, skip: SkipSet) -> float:
         """See `Objective.alpha`: corollary 3.6, every position of every text."""
-        model = self._without(skip)
+        model = self._target.with_network(self._without(skip))
         return fmean(beta for text in self._texts for beta in text.betas(model))
 
     def cost(self, skip: SkipSet) -> float:
         """See `Objective.cost`."""
-        model = self._target.with_model(self._without(skip))
+        model = self._target.with_network(self._without(skip))
         *context, root = self._texts[0].average
         key = -2  # no request has it
         seconds: dict[Any, list[float]] = {self._target: [], model: []}
@@ -226,10 +226,8 @@ class LayerLaboratory(Laboratory):
             ways.reverse()
         return Run(drafted.tokens_per_second, plain.tokens_per_second)
 
-    def _without(self, skip: SkipSet) -> PreTrainedModel:
-        model = self._target.shared_model()
-        leave_out(model, layers_of(skip))
-        return model
+    def _without(self, skip: SkipSet) -> Network:
+        return leave_out(self._target.network, layers_of(skip))
 
     def _continue(self, prompt: Sequence[int], drafter: Drafter, gamma: int) -> Request:
         rule = rule_class(self.speculative_config.rule_name)(self.speculative_config.rule_options)

@@ -10,7 +10,15 @@ _FIELDS = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "n", "logprobs", "logit_bias"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "allowed_token_ids"),
     *("min_tokens", "max_tokens", "stop", "stop_token_ids", "structured_outputs"),
-    *("num_speculative_tokens", "acceptance", "controller", "dtype", "device", "max_model_len"),
+    *(
+        "num_speculative_tokens",
+        "acceptance",
+        "controller",
+        "dtype",
+        "device",
+        "max_model_len",
+        "quantization",
+    ),
 )
 
 _ADVICE = {

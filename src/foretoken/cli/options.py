@@ -61,6 +61,9 @@ class ModelOptions:
     max_model_len: Annotated[
         int | None, _model("Most tokens of prompt and output together.", show_default="the model's")
     ] = None
+    quantization: Annotated[
+        str | None, _model("int8 halves the weights (CPU).", show_default="the weights as they are")
+    ] = None
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ def open_as(
             dtype=options.dtype,
             device=options.device,
             max_model_len=options.max_model_len,
+            quantization=options.quantization,
         )
     overlap = llm.vocabulary_overlap
     if overlap is not None and overlap.way != "same" and not quiet:

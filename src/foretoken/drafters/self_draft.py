@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, Self
 
-import torch
 from annotated_types import Ge
 from pydantic import PrivateAttr, field_validator, model_validator
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from foretoken.drafters.shapes import TreeOptions
 from foretoken.drafters.tuned_layers import LayerIndices, TunedLayers
-from foretoken.errors import CompatibilityError, ConfigError
+from foretoken.errors import ConfigError
 from foretoken.request import Request
-from foretoken.runtime.share import decoder_layers
+from foretoken.runtime.network import Network
 from foretoken.target import Target
 from foretoken.tree import TokenTree
 
@@ -104,8 +102,8 @@ class SharedLayers:
     reads_target_kv = True
     partial = False
 
-    def __init__(self, target: Target, model: PreTrainedModel) -> None:
-        self._target = target.with_model(model)
+    def __init__(self, target: Target, network: Network) -> None:
+        self._target = target.with_network(network)
 
     def room(self, request: Request) -> int:
         """What the target's context has left."""
@@ -134,17 +132,13 @@ def exit_early(target: Target, options: EarlyExitOptions) -> SharedLayers:
     Raises:
         ConfigError: there are no more layers than `exit_layer`.
     """
-    model = target.shared_model()
-    layers = decoder_layers(model)
-    count = len(layers) // 2 if options.exit_layer is None else options.exit_layer
-    if not 1 <= count < len(layers):
+    layers = target.network.num_layers
+    count = layers // 2 if options.exit_layer is None else options.exit_layer
+    if not 1 <= count < layers:
         raise ConfigError(
-            f"exit_layer: must be 1 to {len(layers) - 1} for this model of {len(layers)} layers, "
-            f"got {count}."
+            f"exit_layer: must be 1 to {layers - 1} for this model of {layers} layers, got {count}."
         )
-    del layers[count:]
-    model.config.get_text_config().num_hidden_layers = count
-    return SharedLayers(target, model)
+    return SharedLayers(target, target.network.first_layers(count))
 
 
 def skip_layers(target: Target, options: LayerSkipOptions) -> SharedLayers:
@@ -155,58 +149,26 @@ def skip_layers(target: Target, options: LayerSkipOptions) -> SharedLayers:
         CompatibilityError: the architecture's layers have no attention or MLP to be told apart, or
             the file was made for a model of another depth.
     """
-    model = target.shared_model()
-    leave_out(model, options.skipped(len(decoder_layers(model))))
-    return SharedLayers(target, model)
+    skipped = options.skipped(target.network.num_layers)
+    return SharedLayers(target, leave_out(target.network, skipped))
 
 
-def leave_out(model: PreTrainedModel, skipped: Mapping[str, Sequence[int]]) -> None:
-    """Replace sublayers of a module tree by nothing.
+def leave_out(network: Network, skipped: Mapping[str, Sequence[int]]) -> Network:
+    """A network without some sublayers, over the same weights.
 
     Args:
-        model: changed in place; a copy over shared weights.
+        network: the whole one.
         skipped: layers (from 0) under "skip_attention" and "skip_mlp".
 
     Raises:
         ConfigError: a layer does not exist.
         CompatibilityError: the architecture's layers have no attention or MLP to be told apart.
     """
-    layers = decoder_layers(model)
     for field, indices in skipped.items():
         for index in indices:
-            if not 0 <= index < len(layers):
+            if not 0 <= index < network.num_layers:
                 raise ConfigError(
-                    f"{field}: must be 0 to {len(layers) - 1} for this model of {len(layers)} "
-                    f"layers, got {index}."
+                    f"{field}: must be 0 to {network.num_layers - 1} for this model of "
+                    f"{network.num_layers} layers, got {index}."
                 )
-            _skip(layers[index], Skipped.KINDS[field])
-
-
-class Skipped(nn.Module):
-    """Stands in for a sublayer and adds nothing to the residual stream.
-
-    Args:
-        returns_weights: attention modules return their weights beside the output.
-    """
-
-    KINDS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "skip_attention": ("self_attn", "attn", "attention"),
-        "skip_mlp": ("mlp", "feed_forward"),
-    }
-
-    def __init__(self, *, returns_weights: bool) -> None:
-        super().__init__()
-        self._returns_weights = returns_weights
-
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Tensor, None]:
-        """Zeros of the input's shape."""
-        nothing = torch.zeros_like(hidden_states)
-        return (nothing, None) if self._returns_weights else nothing
-
-
-def _skip(layer: nn.Module, names: tuple[str, ...]) -> None:
-    for name in names:
-        if hasattr(layer, name):
-            setattr(layer, name, Skipped(returns_weights=names[0] == "self_attn"))
-            return
-    raise CompatibilityError(f"{type(layer).__name__} has none of {', '.join(names)} to leave out.")
+    return network.without(skipped["skip_attention"], skipped["skip_mlp"])

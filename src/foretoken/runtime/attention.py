@@ -15,7 +15,14 @@ from transformers import AttentionInterface
 
 from foretoken.errors import CompatibilityError
 
-__all__ = ["IMPLEMENTATION", "KEY_BLOCK", "ROW_MULTIPLE", "padded_rows", "slab_attention"]
+__all__ = [
+    "IMPLEMENTATION",
+    "KEY_BLOCK",
+    "ROW_MULTIPLE",
+    "attend_grouped",
+    "padded_rows",
+    "slab_attention",
+]
 
 IMPLEMENTATION = "foretoken"
 KEY_BLOCK = 512
@@ -62,13 +69,40 @@ def slab_attention(
         if kwargs.get(name) is not None:
             raise CompatibilityError(f"attention with '{name}' is not supported.")
     assert attention_mask is not None, "the target always passes a mask"
+    assert dropout == 0, "generation never trains"
     rows = query.shape[2]
     query = F.pad(query, (0, 0, 0, padded_rows(rows) - rows))
     grouped = query.shape[1] != key.shape[1]
     output = F.scaled_dot_product_attention(
-        query, key, value, attention_mask, dropout_p=dropout, scale=scaling, enable_gqa=grouped
+        query, key, value, attention_mask, scale=scaling, enable_gqa=grouped
     )  # [B, H, N padded, D]
     return output[:, :, :rows].transpose(1, 2), None
+
+
+def attend_grouped(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
+) -> Tensor:
+    """The same with all query heads of a key head as rows of one product, so that keys load once.
+
+    Args:
+        query: [B, N, H, D].
+        key: [B, G, S, D].
+        value: [B, G, S, D].
+        mask: [B, 1, H / G * padded_rows(N), S], the rows of `slab_attention`'s mask once for every
+            query head of a key head.
+        scaling: factor on the scores.
+
+    Returns:
+        [B, N, H * D], with the bits of `slab_attention`.
+    """
+    batch, rows, heads, width = query.shape
+    query = query.transpose(1, 2)  # [B, H, N, D]
+    if missing := padded_rows(rows) - rows:
+        query = F.pad(query, (0, 0, 0, missing))
+    query = query.reshape(batch, key.shape[1], -1, width)  # [B, G, H / G * N padded, D]
+    output = F.scaled_dot_product_attention(query, key, value, mask, scale=scaling)
+    output = output.view(batch, heads, rows + missing, width)[:, :, :rows]
+    return output.transpose(1, 2).reshape(batch, rows, heads * width)
 
 
 AttentionInterface.register(IMPLEMENTATION, slab_attention)

@@ -1,0 +1,108 @@
+"""How far quantised weights move p: KL divergence and agreement of the most probable token.
+
+The prompts' own text is read once with the weights as they are and once quantised, and the laws of
+the next token are compared at every position. Speculation changes neither: it is lossless with
+respect to the weights that run.
+
+    python -m benchmarks.quantization --prompts FILE
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor
+
+from benchmarks.loading import BASELINE, llm_for, load
+from benchmarks.prompts import encode, prompt_limit, read_prompts, stratified
+from benchmarks.report import command_line, machine, markdown_table, one_line_errors, progress_bar
+from foretoken.runtime.cpu import QUANTIZATIONS
+from foretoken.target import Target
+from foretoken.tree import chain
+
+__all__ = ["Shift", "main", "shift"]
+
+
+@dataclass(frozen=True)
+class Shift:
+    """How far two laws lie apart at some positions.
+
+    Args:
+        kl: KL(p || quantised p) in nats, of each position.
+        agrees: whether the most probable token is the same, of each.
+    """
+
+    kl: tuple[float, ...]
+    agrees: tuple[bool, ...]
+
+    def __add__(self, other: Shift) -> Shift:
+        return Shift(self.kl + other.kl, self.agrees + other.agrees)
+
+    def cells(self) -> list[str]:
+        """Positions, mean KL with its standard error, agreement."""
+        count = len(self.kl)
+        mean = sum(self.kl) / count
+        error = math.sqrt(sum((x - mean) ** 2 for x in self.kl) / max(1, count - 1) / count)
+        return [str(count), f"{mean:.5f} ± {error:.5f}", f"{sum(self.agrees) / count:.2%}"]
+
+
+def shift(logits: Tensor, quantised: Tensor) -> Shift:
+    """Compare logits [N, V] of the same positions."""
+    p, q = (x.float().log_softmax(-1) for x in (logits, quantised))
+    kl = (p.exp() * (p - q)).sum(-1)
+    agrees = p.argmax(-1) == q.argmax(-1)
+    return Shift(tuple(kl.tolist()), tuple(agrees.tolist()))
+
+
+def main(
+    prompts: Annotated[Path, typer.Option(help="Spec-Bench's JSON lines or others.")],
+    model: Annotated[str, typer.Option(help="Folder, GGUF file or alias.")] = "smollm2-135m",
+    quantization: Annotated[str, typer.Option(help=" or ".join(QUANTIZATIONS))] = "int8",
+    per_kind: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 4,
+    max_prompt_tokens: Annotated[int, typer.Option(min=2, help="Of longer ones the ends.")] = 512,
+    seed: Annotated[int, typer.Option(min=0, help="Of the sample.")] = 0,
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+) -> None:
+    """Measure mean KL and top-1 agreement on prompts' text and print a Markdown table."""
+    with one_line_errors():
+        loaded = load(model, dtype, "cpu")
+        llm = llm_for(loaded, BASELINE)
+        targets = [Target(loaded.module), Target(loaded.module, quantization=quantization)]
+        sample = stratified(read_prompts(prompts), per_kind, seed)
+        limit = prompt_limit(llm, max_prompt_tokens, 1)
+        by_kind: dict[str, Shift] = {}
+        with progress_bar() as bar:
+            for prompt in bar.track(sample, description="prompts"):
+                logits = [_read(target, encode(llm, prompt, limit)) for target in targets]
+                found = shift(logits[0], logits[1])
+                by_kind[prompt.kind] = by_kind.get(prompt.kind, Shift((), ())) + found
+    everything = sum(by_kind.values(), Shift((), ()))
+    rows = [[kind, *each.cells()] for kind, each in {**by_kind, "all": everything}.items()]
+    facts = {**machine(llm.device), "dtype": str(llm.dtype), "quantization": quantization}
+    print(f"`{command_line('benchmarks.quantization')}`\n")
+    print(", ".join(f"{k} {v}" for k, v in facts.items() if v is not None) + "\n")
+    print(markdown_table(("text", "positions", "mean KL (nats)", "same most probable token"), rows))
+
+
+def _read(target: Target, tokens: Sequence[int]) -> Tensor:
+    """Logits [N, V] at every position of a text."""
+    target.add(0)
+    try:
+        parts = []
+        for start in range(0, len(tokens), 64):
+            part = tokens[start : start + 64]
+            parts.append(target.verify([0], [chain(part)])[0].clone())
+            target.commit(0, range(len(part)))
+        return torch.cat(parts)
+    finally:
+        target.remove(0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

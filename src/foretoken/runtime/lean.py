@@ -1,0 +1,221 @@
+"""The Llama family in as few operations as it takes: Llama, Mistral, Qwen2, Qwen3.
+
+Half of a small model's pass on a CPU is Python and small kernels. Here query, key and value come
+from one product, as do gate and up; rotary angles are looked up; and what a Transformers module
+passes through five layers of calls is one function per sublayer. The Transformers module stays the
+oracle: the tests compare logits. Every other architecture runs through its module (`module.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from foretoken.cache import KVSlab
+from foretoken.runtime.attention import attend_grouped
+
+__all__ = ["LeanDecoder", "Linear", "LinearMaker", "can_be_lean"]
+
+Linear: TypeAlias = Callable[[Tensor], Tensor]
+"""[..., in] -> [..., out]."""
+
+LinearMaker: TypeAlias = Callable[[Tensor, Tensor | None], Linear]
+"""From a weight [out, in] and a bias [out] or None."""
+
+_ARCHITECTURES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+
+
+def can_be_lean(model: PreTrainedModel) -> bool:
+    """Whether this is exactly one of the architectures written down here.
+
+    Subclasses, other activations and scaled embeddings are left to the module.
+    """
+    return type(model).__name__ in _ARCHITECTURES and model.config.hidden_act == "silu"
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The weights of one decoder layer; E hidden size, H heads, G key heads, D their width.
+
+    Args:
+        index: place of its KV in the slab.
+        attention_norm, mlp_norm: [E].
+        qkv: E -> (H + 2 G) D.
+        query_norm, key_norm: [D] of architectures that normalise heads, or None.
+        output: H D -> E.
+        gate_up: E -> 2 I.
+        down: I -> E.
+        attends, computes: whether the sublayers are there.
+    """
+
+    index: int
+    attention_norm: Tensor
+    qkv: Linear
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    output: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+    attends: bool = True
+    computes: bool = True
+
+
+class LeanDecoder:
+    """A decoder-only model of the Llama family (see `Network`).
+
+    Args:
+        model: the Transformers module; its weights are read, not kept, except for embedding and
+            norms.
+        linear: makes the linear layers.
+    """
+
+    def __init__(self, model: PreTrainedModel, linear: LinearMaker) -> None:
+        config: Any = model.config
+        body: Any = model.model
+        self._heads: int = config.num_attention_heads
+        self._key_heads: int = config.num_key_value_heads
+        attention = body.layers[0].self_attn
+        self._width: int = attention.head_dim
+        self._scaling: float = attention.scaling
+        self._epsilon: float = config.rms_norm_eps
+        self._embedding: Tensor = body.embed_tokens.weight.detach()
+        self._rotary: Any = body.rotary_emb
+        self._angles: tuple[Tensor, Tensor] | None = None
+        self._layers = [_layer(layer, index, linear) for index, layer in enumerate(body.layers)]
+        self._norm: Tensor = body.norm.weight.detach()
+        head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self._head = linear(head.weight.detach(), _detached(head.bias))
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers, those left out included."""
+        return len(self._layers)
+
+    def first_layers(self, count: int) -> LeanDecoder:
+        """The first layers with the final norm and head, over the same weights."""
+        return self._with(self._layers[:count])
+
+    def without(self, attention: Collection[int], mlp: Collection[int]) -> LeanDecoder:
+        """The same without these sublayers."""
+        return self._with(
+            [
+                replace(layer, attends=index not in attention, computes=index not in mlp)
+                for index, layer in enumerate(self._layers)
+            ]
+        )
+
+    def _with(self, layers: list[_Layer]) -> LeanDecoder:
+        other = copy(self)
+        other._layers = layers
+        return other
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor, slab: KVSlab, *, scored: bool
+    ) -> Tensor | None:
+        """One pass.
+
+        Args:
+            tokens: [B, N].
+            positions: [B, N].
+            mask: [B, 1, padded_rows(N), S] additive.
+            slab: takes the new KV and gives all of it.
+            scored: whether logits are wanted.
+
+        Returns:
+            Logits [B, N, V], or None.
+        """
+        x = F.embedding(tokens, self._embedding)  # [B, N, E]
+        cos, sin = self._angles_at(positions)  # [B, N, 1, D]
+        mask = mask.repeat(1, 1, self._heads // self._key_heads, 1)  # see `attend_grouped`
+        for layer in self._layers:
+            if layer.attends:
+                x = x + self._attention(layer, x, cos, sin, mask, slab)
+            if layer.computes:
+                x = x + self._mlp(layer, x)
+        return self._head(self._normalised(x, self._norm)) if scored else None
+
+    def _attention(
+        self, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, slab: KVSlab
+    ) -> Tensor:
+        batch, rows, _ = x.shape
+        heads, turned = self._heads, self._heads + self._key_heads
+        qkv = layer.qkv(self._normalised(x, layer.attention_norm))
+        qkv = qkv.view(batch, rows, turned + self._key_heads, self._width)
+        qk = qkv[:, :, :turned]
+        if layer.query_norm is not None and layer.key_norm is not None:
+            q = self._normalised(qk[:, :, :heads], layer.query_norm)
+            qk = torch.cat([q, self._normalised(qk[:, :, heads:], layer.key_norm)], dim=2)
+        first, second = qk.chunk(2, dim=-1)
+        # The sign of the rotated half is in `sin`.
+        qk = (torch.cat([second, first], dim=-1) * sin).addcmul_(qk, cos)
+        keys, values = slab.update(
+            qk[:, :, heads:].transpose(1, 2), qkv[:, :, turned:].transpose(1, 2), layer.index
+        )
+        mixed = attend_grouped(qk[:, :, :heads], keys, values, mask, self._scaling)
+        return layer.output(mixed)
+
+    def _mlp(self, layer: _Layer, x: Tensor) -> Tensor:
+        gate, up = layer.gate_up(self._normalised(x, layer.mlp_norm)).chunk(2, dim=-1)
+        return layer.down(F.silu(gate) * up)
+
+    def _normalised(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self._epsilon)
+
+    def _angles_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines [B, N, 1, D] of the rotation at these positions."""
+        last = int(positions.max())
+        if self._angles is None or last >= len(self._angles[0]):
+            self._angles = self._tables(max(1024, 2 * last))
+        cos, sin = self._angles
+        return cos[positions, None], sin[positions, None]
+
+    def _tables(self, size: int) -> tuple[Tensor, Tensor]:
+        """[size, D] each, from the module's own frequencies and scaling."""
+        everywhere = torch.arange(size, device=self._embedding.device)[None]
+        cos, sin = self._rotary(self._embedding, everywhere)  # [1, size, D]
+        signs = torch.ones_like(sin[0])
+        signs[:, : self._width // 2] = -1
+        return cos[0], sin[0] * signs
+
+
+def _layer(layer: Any, index: int, linear: LinearMaker) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    return _Layer(
+        index=index,
+        attention_norm=layer.input_layernorm.weight.detach(),
+        qkv=_fused(linear, attention.q_proj, attention.k_proj, attention.v_proj),
+        query_norm=_norm_of(attention, "q_norm"),
+        key_norm=_norm_of(attention, "k_norm"),
+        output=_fused(linear, attention.o_proj),
+        mlp_norm=layer.post_attention_layernorm.weight.detach(),
+        gate_up=_fused(linear, mlp.gate_proj, mlp.up_proj),
+        down=_fused(linear, mlp.down_proj),
+    )
+
+
+def _fused(linear: LinearMaker, *parts: Any) -> Linear:
+    """One linear layer that computes several of the same input."""
+    weight = torch.cat([part.weight.detach() for part in parts])
+    if all(part.bias is None for part in parts):
+        return linear(weight, None)
+    biases = [
+        torch.zeros_like(part.weight[:, 0]) if part.bias is None else part.bias for part in parts
+    ]
+    return linear(weight, torch.cat(biases).detach())
+
+
+def _norm_of(attention: Any, name: str) -> Tensor | None:
+    norm = getattr(attention, name, None)
+    return None if norm is None else norm.weight.detach()
+
+
+def _detached(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach()

@@ -1,0 +1,120 @@
+"""Any Transformers causal LM as a network, on packed linear layers where they can be had."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from foretoken.cache import KVSlab
+from foretoken.errors import CompatibilityError
+from foretoken.runtime.attention import IMPLEMENTATION
+from foretoken.runtime.cpu import Int8Linear, PackedLinear, pack
+from foretoken.runtime.share import decoder_layers, share
+
+__all__ = ["ModuleNetwork"]
+
+
+class ModuleNetwork:
+    """A module tree over shared weights (see `Network`).
+
+    Args:
+        model: this network's own module tree: it is changed.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        model.train(False)
+        model.set_attn_implementation(IMPLEMENTATION)
+        self._model = model
+        self._skips_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    @classmethod
+    def packed(
+        cls, model: PreTrainedModel, linear: type[PackedLinear | Int8Linear] = PackedLinear
+    ) -> ModuleNetwork:
+        """On faster linear layers."""
+        return cls(pack(model, linear))
+
+    @classmethod
+    def sharing(cls, model: PreTrainedModel) -> ModuleNetwork:
+        """On the model's own weights."""
+        return cls(share(model))
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return int(self._model.config.get_text_config().num_hidden_layers)
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor, slab: KVSlab, *, scored: bool
+    ) -> Tensor | None:
+        """See `Network.forward`."""
+        keep = {"logits_to_keep": 1} if self._skips_logits and not scored else {}
+        output = self._model(
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=slab,
+            use_cache=True,
+            **keep,
+        )
+        logits: Tensor = output.logits
+        return logits if scored else None
+
+    def first_layers(self, count: int) -> ModuleNetwork:
+        """See `Network.first_layers`.
+
+        Raises:
+            CompatibilityError: the architecture has no list of layers.
+        """
+        model = share(self._model)
+        del decoder_layers(model)[count:]
+        model.config.get_text_config().num_hidden_layers = count
+        return ModuleNetwork(model)
+
+    def without(self, attention: Collection[int], mlp: Collection[int]) -> ModuleNetwork:
+        """See `Network.without`.
+
+        Raises:
+            CompatibilityError: the architecture's layers have no attention or MLP to be told apart.
+        """
+        model = share(self._model)
+        layers = decoder_layers(model)
+        for kind, indices in (("attention", attention), ("mlp", mlp)):
+            for index in indices:
+                _skip(layers[index], Skipped.KINDS[kind])
+        return ModuleNetwork(model)
+
+
+class Skipped(nn.Module):
+    """Stands in for a sublayer and adds nothing to the residual stream.
+
+    Args:
+        returns_weights: attention modules return their weights beside the output.
+    """
+
+    KINDS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "attention": ("self_attn", "attn", "attention"),
+        "mlp": ("mlp", "feed_forward"),
+    }
+
+    def __init__(self, *, returns_weights: bool) -> None:
+        super().__init__()
+        self._returns_weights = returns_weights
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Tensor, None]:
+        """Zeros of the input's shape."""
+        nothing = torch.zeros_like(hidden_states)
+        return (nothing, None) if self._returns_weights else nothing
+
+
+def _skip(layer: nn.Module, names: tuple[str, ...]) -> None:
+    for name in names:
+        if hasattr(layer, name):
+            setattr(layer, name, Skipped(returns_weights=names[0] == "self_attn"))
+            return
+    raise CompatibilityError(f"{type(layer).__name__} has none of {', '.join(names)} to leave out.")

@@ -1,0 +1,32 @@
+"""A network that writes down how many positions each of its passes computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from foretoken.target import Target
+
+__all__ = ["counted"]
+
+
+class Counting:
+    """Stands before a network (see `Network`)."""
+
+    def __init__(self, network: Any) -> None:
+        self._network = network
+        self.positions: list[int] = []
+
+    def forward(self, tokens: Tensor, positions: Tensor, *rest: Any, **named: Any) -> Any:
+        """[B, N] tokens and positions."""
+        assert positions.shape == tokens.shape
+        self.positions.append(tokens.numel())
+        return self._network.forward(tokens, positions, *rest, **named)
+
+
+def counted(target: Target) -> list[int]:
+    """Positions of each of the target's passes from now on."""
+    counting = Counting(target.network)
+    target.network = counting  # type: ignore[assignment]
+    return counting.positions

@@ -1,0 +1,103 @@
+"""Fast linear layers compute what `nn.Linear` computes, whatever stands beside a row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foretoken import LLM, CompatibilityError, ConfigError, SamplingParams
+from foretoken.runtime.cpu import Int8Linear, PackedLinear, linear_layer
+from foretoken.runtime.lean import LeanDecoder
+from foretoken.runtime.module import ModuleNetwork
+from foretoken.runtime.network import network_for
+from tests.matrix import PROMPTS
+from tests.tiny import tiny_model
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def layer_data(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Weight [40, 96], bias [40], input [3, 5, 96]."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((40, 96), (40,), (3, 5, 96))
+    weight, bias, x = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    return weight, bias, x
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packed_is_linear(dtype: torch.dtype) -> None:
+    weight, bias, x = layer_data(dtype)
+    found = PackedLinear(weight, bias)(x)
+    assert torch.allclose(
+        found.float(), F.linear(x.float(), weight.float(), bias.float()), atol=0.2
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int8_is_linear_with_rounded_weights(dtype: torch.dtype) -> None:
+    weight, bias, x = layer_data(dtype)
+    layer = Int8Linear(weight, bias)
+    rounded = layer.quantized.float() * layer.scales.float()[:, None]
+    step = layer.scales.float()[:, None]
+    assert ((rounded - weight.float()).abs() <= 0.51 * step).all()
+    expected = F.linear(x.float(), rounded, bias.float())
+    assert torch.allclose(layer(x).float(), expected, atol=0.2, rtol=0.02)
+    assert torch.equal(Int8Linear(weight, None)(x) + bias, layer(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int8_rows_have_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
+    weight, bias, _ = layer_data(dtype)
+    layer = Int8Linear(weight, bias)
+    x = torch.randn(1, 70, 96, generator=torch.Generator().manual_seed(1)).to(dtype)
+    together = layer(x)
+    for rows in (1, 2, 3, 4, 5, 7, 8, 16, 33):
+        for start in (0, 3, 6):
+            part = slice(start, start + rows)
+            assert torch.equal(layer(x[:, part]), together[:, part])
+
+
+def test_a_row_of_zeros_stays_zero() -> None:
+    weight = torch.zeros(4, 32)
+    weight[1] = 1
+    assert torch.equal(Int8Linear(weight, None)(torch.ones(1, 32)), torch.tensor([[0.0, 32, 0, 0]]))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2", "phi"])
+def test_every_architecture_can_be_quantised(architecture: str) -> None:
+    model = tiny_model(architecture, dtype=torch.bfloat16)
+    kind = LeanDecoder if architecture in ("llama", "qwen2") else ModuleNetwork
+    assert isinstance(network_for(model, "int8"), kind)
+    greedy = SamplingParams(temperature=0, max_tokens=30, logprobs=1)
+    seeded = SamplingParams(temperature=0.8, seed=3, max_tokens=30, logprobs=1)
+    plain = LLM(model, quantization="int8")
+    ngram = {"method": "ngram", "prompt_lookup_min": 1}
+    drafting = LLM(model, quantization="int8", speculative_config=ngram)
+    assert plain.bit_exact
+    for params in (greedy, seeded):
+        expected = plain.generate(PROMPTS, params)
+        found = drafting.generate(PROMPTS, params)
+        assert [(o.token_ids, o.logprobs) for o in found] == [
+            (o.token_ids, o.logprobs) for o in expected
+        ]
+
+
+def test_a_draft_model_is_quantised_too() -> None:
+    model = tiny_model(dtype=torch.bfloat16)
+    config = {"method": "draft_model", "model": model, "num_speculative_tokens": 3}
+    llm = LLM(model, quantization="int8", speculative_config=config)
+    (output,) = llm.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=20))
+    assert output.metrics.acceptance_rate == 1.0
+
+
+def test_what_cannot_be_quantised() -> None:
+    with pytest.raises(ConfigError, match="quantization: must be int8, or None, got 'int3'"):
+        LLM(tiny_model(), quantization="int3")
+    with pytest.raises(CompatibilityError, match="multiple of 16, and this model has one of 40"):
+        LLM(tiny_model(hidden_size=40), quantization="int8")
+    with pytest.raises(ConfigError, match="int8 runs on CPUs only, not on cuda"):
+        linear_layer(torch.bfloat16, torch.device("cuda"), "int8")
+    assert linear_layer(torch.float16, CPU, None) is None
