@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
+from foretoken.runtime.inputs import PassInputs
 from foretoken.target import Target
 
 __all__ = ["counted"]
@@ -18,11 +17,11 @@ class Counting:
         self._network = network
         self.positions: list[int] = []
 
-    def forward(self, tokens: Tensor, positions: Tensor, *rest: Any, **named: Any) -> Any:
-        """[B, N] tokens and positions."""
-        assert positions.shape == tokens.shape
-        self.positions.append(tokens.numel())
-        return self._network.forward(tokens, positions, *rest, **named)
+    def forward(self, inputs: PassInputs, *rest: Any, **named: Any) -> Any:
+        """See `Network.forward`."""
+        assert inputs.positions.shape == inputs.tokens.shape
+        self.positions.append(inputs.num_nodes)
+        return self._network.forward(inputs, *rest, **named)
 
 
 def counted(target: Target) -> list[int]:

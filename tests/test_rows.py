@@ -146,8 +146,6 @@ def test_positions_grow_with_paths_in_rows_and_with_nodes_in_trees(
     rows = RowsVerifier(target)
     rows.verify([0], [tree])
     assert passes[0] == 1 + shared + paths * (depth - shared)
-    # A pass over rows that are not adjacent takes those between along: the other prompts' four.
-    between = len(PROMPTS) - 1 if paths > 1 else 0
-    assert passes[1] == (paths + between) * (1 + depth)
+    assert passes[1] == paths * (1 + depth)
     assert rows.num_positions == paths * (1 + depth)
     assert rows.num_copied == (paths - 1) * context

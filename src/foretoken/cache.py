@@ -9,7 +9,7 @@ pass over all of them is a view and never a copy.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,7 +17,18 @@ from transformers import Cache
 
 from foretoken.runtime.attention import KEY_BLOCK
 
-__all__ = ["KVSlab"]
+__all__ = ["KVBlock", "KVSlab", "OverBudget", "SlabFull", "is_out_of_memory", "whole_blocks"]
+
+KVBlock: TypeAlias = tuple[tuple[Tensor, Tensor], ...]
+"""Keys and values [G, n, D] of n positions of one row, of every layer."""
+
+
+class SlabFull(Exception):  # noqa: N818 - the engine makes room and tries again
+    """The slab cannot grow. Nothing has been written, and what it holds is as it was."""
+
+
+class OverBudget(SlabFull):
+    """It cannot because of its `limit`, whatever memory there is."""
 
 
 class KVSlab(Cache):
@@ -25,11 +36,16 @@ class KVSlab(Cache):
 
     Capacity grows on demand: positions in blocks of `KEY_BLOCK` (law 7 needs whole blocks), rows
     by doubling. Buffers are made when the first pass shows the shapes: [rows, G, S, D] per layer.
+
+    Attributes:
+        lengths: committed tokens of each row.
+        limit: most cells (rows x positions) to grow to; None grows as long as there is memory.
     """
 
     def __init__(self) -> None:
         super().__init__(layers=[])
         self.lengths: list[int] = []
+        self.limit: int | None = None
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self._rows = 1
@@ -38,15 +54,21 @@ class KVSlab(Cache):
         self._span = 0
         self._starts: list[int] = []
         self._slots: Tensor | None = None
+        self._node_rows: Tensor | None = None
+        self._node_slots: Tensor | None = None
 
     # Rows
 
     @torch.inference_mode()
     def add_row(self) -> int:
-        """A fresh row behind the others; its index."""
+        """A fresh row behind the others; its index.
+
+        Raises:
+            SlabFull: there is no room for it.
+        """
+        if len(self.lengths) == self._rows:
+            self._fit(self._rows + 1, self._positions_in_use)
         self.lengths.append(0)
-        if len(self.lengths) > self._rows:
-            self._grow(2 * self._rows, self._positions)
         return len(self.lengths) - 1
 
     @torch.inference_mode()
@@ -95,7 +117,9 @@ class KVSlab(Cache):
 
     # One forward pass
 
-    def begin(self, rows: range, num_nodes: int, known: Sequence[int]) -> int:
+    def begin(
+        self, rows: range, num_nodes: int, known: Sequence[int], used: Tensor | None = None
+    ) -> int:
         """Prepare a pass over adjacent rows that writes `num_nodes` nodes in each.
 
         Args:
@@ -103,6 +127,7 @@ class KVSlab(Cache):
             num_nodes: nodes written per row.
             known: per row, nodes of earlier passes that lie behind the committed tokens and stay;
                 the new ones are written behind them.
+            used: see `PassInputs`.
 
         Returns:
             S, the number of key positions that `update` will return, a multiple of `KEY_BLOCK`.
@@ -116,7 +141,33 @@ class KVSlab(Cache):
         # [B, N] positions to write; one row is written as a slice instead.
         starts = torch.tensor(self._starts)[:, None]
         self._slots = None if len(rows) == 1 else starts + torch.arange(num_nodes)
+        self._node_rows = self._node_slots = None
+        if self._slots is not None:
+            places = torch.arange(self._slots.numel()) if used is None else used
+            self._node_rows = places // num_nodes  # [T]
+            self._node_slots = self._slots.flatten()[places]  # [T]
         return self._span
+
+    def write(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Write a layer's new keys and values of the nodes [T, G, D]; all back, [B, G, S, D]."""
+        if layer not in self._keys:
+            shape = (1, keys.shape[1], 1, keys.shape[2])
+            self._keys[layer] = self._new_buffer(keys.new_empty(shape))
+            self._values[layer] = self._new_buffer(values.new_empty(shape))
+        return (
+            self._write_nodes(self._keys[layer], keys),
+            self._write_nodes(self._values[layer], values),
+        )
+
+    def _write_nodes(self, buffer: Tensor, states: Tensor) -> Tensor:
+        rows = buffer[self._first : self._last]  # [B, G, all positions, D]
+        if self._node_rows is None or self._node_slots is None:
+            start = self._starts[0]
+            rows[0, :, start : start + len(states)] = states.transpose(0, 1)
+        else:
+            # Indexing dimensions 0 and 2 puts them first: [T, G, D].
+            rows[self._node_rows, :, self._node_slots] = states
+        return rows[:, :, : self._span]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -152,9 +203,117 @@ class KVSlab(Cache):
         return states.new_zeros(self._rows, heads, self._positions, width)
 
     def _grow(self, rows: int, positions: int) -> None:
-        for buffers in (self._keys, self._values):
-            for layer, old in buffers.items():
-                grown = old.new_zeros(rows, old.shape[1], positions, old.shape[3])
-                grown[: old.shape[0], :, : old.shape[2]] = old
-                buffers[layer] = grown
-        self._rows, self._positions = rows, positions
+        """Room for this many positions in every row in use."""
+        assert rows == self._rows, "rows are added one by one"
+        self._fit(max(1, len(self.lengths)), max(positions, self._positions_in_use))
+
+    # Capacity
+
+    @property
+    def cell_bytes(self) -> int:
+        """Bytes of one position of one row, all layers together; 0 before the first pass."""
+        buffers = (*self._keys.values(), *self._values.values())
+        return sum(b.shape[1] * b.shape[3] * b.element_size() for b in buffers)
+
+    @property
+    def cells(self) -> int:
+        """Rows x positions there is memory for."""
+        return self._rows * self._positions
+
+    def has_room(self, rows: int, tokens: int) -> bool:
+        """Whether the limit allows this many rows, the longest of this many tokens."""
+        return self.limit is None or rows * whole_blocks(tokens) <= self.limit
+
+    @torch.inference_mode()
+    def shrink(self) -> None:
+        """Give back the memory of what is not in use."""
+        self._resize(max(1, len(self.lengths)), self._positions_in_use)
+
+    def read(self, row: int, start: int, stop: int) -> KVBlock:
+        """A copy of the KV of these committed positions."""
+        assert stop <= self.lengths[row]
+        return tuple(
+            (self._keys[layer][row, :, start:stop].clone(), values[row, :, start:stop].clone())
+            for layer, values in self._values.items()
+        )
+
+    @torch.inference_mode()
+    def append(self, row: int, block: KVBlock) -> None:
+        """Commit KV that `read` gave, behind what the row has.
+
+        Raises:
+            SlabFull: there is no room for it.
+        """
+        start = self.lengths[row]
+        stop = start + block[0][0].shape[1]
+        if stop > self._positions:
+            self._fit(len(self.lengths), whole_blocks(max(stop, *self.lengths)))
+        for layer, (keys, values) in zip(self._values, block, strict=True):
+            self._keys[layer][row, :, start:stop] = keys
+            self._values[layer][row, :, start:stop] = values
+        self.lengths[row] = stop
+
+    @property
+    def _positions_in_use(self) -> int:
+        return whole_blocks(max(self.lengths, default=0))
+
+    def _fit(self, rows: int, positions: int) -> None:
+        """Grow to at least this size, generously where that can be had.
+
+        Raises:
+            SlabFull: not even this much can be had.
+        """
+        ample = self._rows if rows <= self._rows else max(rows, 2 * self._rows)
+        longest = max(positions, self._positions)
+        shapes = ((ample, longest), (rows, longest), (rows, positions))
+        allowed = [s for s in shapes if self.limit is None or s[0] * s[1] <= self.limit]
+        if not allowed:
+            raise OverBudget(f"{rows} sequences of {positions} positions are over the budget")
+        for index, shape in enumerate(allowed, 1):
+            try:
+                return self._resize(*shape)
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                if index == len(allowed):
+                    raise SlabFull(str(error).splitlines()[0]) from error
+        return None
+
+    def _resize(self, rows: int, positions: int) -> None:
+        """Layer by layer, so that at no time there is more than one layer twice.
+
+        A failure leaves layers of different sizes, all of which hold what is in use.
+        """
+        buffers = [(kv, layer) for kv in (self._keys, self._values) for layer in kv]
+        if not buffers:
+            self._rows, self._positions = rows, positions
+            return
+        try:
+            for kv, layer in buffers:
+                kv[layer] = _resized(kv[layer], rows, positions)
+        finally:
+            shapes = [kv[layer].shape for kv, layer in buffers]
+            self._rows = min(shape[0] for shape in shapes)
+            self._positions = min(shape[2] for shape in shapes)
+
+
+def _resized(old: Tensor, rows: int, positions: int) -> Tensor:
+    if (old.shape[0], old.shape[2]) == (rows, positions):
+        return old
+    new = old.new_zeros(rows, old.shape[1], positions, old.shape[3])
+    kept_rows, kept = min(rows, old.shape[0]), min(positions, old.shape[2])
+    new[:kept_rows, :, :kept] = old[:kept_rows, :, :kept]
+    return new
+
+
+def whole_blocks(tokens: int) -> int:
+    """Positions that a row of this many tokens takes: whole key blocks, at least one."""
+    return max(1, -(-tokens // KEY_BLOCK)) * KEY_BLOCK
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: on a CPU PyTorch says so only in words."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    words = ("can't allocate memory", "not enough memory")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)

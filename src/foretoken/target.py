@@ -10,6 +10,7 @@ import copy
 import statistics
 import time
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from foretoken.cache import KVSlab
 from foretoken.control.costs import CostCurve
 from foretoken.errors import CompatibilityError
 from foretoken.runtime.attention import ROW_MULTIPLE, padded_rows
+from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.network import Network, network_for
 from foretoken.support import check_supported, context_length
 from foretoken.tree import TokenTree, chain
@@ -29,9 +31,10 @@ PREFILL_CHUNK = 256
 """Prompt tokens per pass: enough to keep the kernels busy, little enough for the mask."""
 
 _PROBE_KEY = -1
-"""Row of the target's own measurements; requests have keys from 0."""
+"""Row of the target's own measurements, and the keys below it; requests have keys from 0."""
 
 _COST_SIZES = (1, 2, 4, 8, 16, 32, 64)
+_COST_ROWS = (4, 16)
 _COST_CONTEXT = 128
 _COST_REPEATS = 3
 
@@ -140,13 +143,12 @@ class Target:
             Per row the logits after every node computed, [n + 1 - known, V].
         """
         known = known or [0] * len(trees)
-        logits = self._forward(keys, trees, known, scored=True)
+        logits, starts = self._forward(keys, trees, known, scored=True)
         assert logits is not None
         if self.device.type == "cuda":  # what is timed as verification is to be verification
             torch.cuda.synchronize(self.device)
-        first = min(self._keys.index(key) for key in keys)
         return [
-            logits[self._keys.index(key) - first, : len(tree) - skip]
+            logits[starts[key] : starts[key] + len(tree) - skip]
             for key, tree, skip in zip(keys, trees, known, strict=True)
         ]
 
@@ -165,11 +167,12 @@ class Target:
         known: Sequence[int],
         *,
         scored: bool,
-    ) -> Tensor | None:
-        """Logits [B, N, V] of the rows from the first to the last one named; None if not wanted.
+    ) -> tuple[Tensor | None, dict[int, int]]:
+        """Logits [T, V] of all rows' nodes, None if not wanted, and where those of a key begin.
 
         The slab serves adjacent rows without copying, so rows in between that have no tree ride
-        along with padding, whose KV is never committed.
+        along: as padding where attention is computed, and not at all where a network leaves
+        padding out. KV of padding is never committed.
         """
         work = {
             self._keys.index(key): (tree, skip)
@@ -180,21 +183,24 @@ class Target:
         if len(rows) == 1:
             num_nodes = max(num_nodes, self._least_nodes)
         skipped = [work[row][1] if row in work else 0 for row in rows]
-        span = self._slab.begin(rows, num_nodes, skipped)
-        tokens, positions, mask = self._inputs(rows, work, num_nodes, span)
+        counts = [len(work[row][0]) - work[row][1] if row in work else 0 for row in rows]
+        used = None if len(rows) == 1 else _used(counts, num_nodes)
+        span = self._slab.begin(rows, num_nodes, skipped, used)
+        inputs = self._inputs(rows, work, num_nodes, span, used)
         self.num_passes += 1
-        return self.network.forward(
-            tokens.to(self.device),
-            positions.to(self.device),
-            mask.to(self.device),
-            self._slab,
-            scored=scored,
-        )
+        logits = self.network.forward(inputs, self._slab, scored=scored)
+        starts = (0, *accumulate(counts))
+        return logits, {self._keys[row]: starts[row - rows.start] for row in work}
 
     def _inputs(
-        self, rows: range, work: dict[int, tuple[TokenTree, int]], num_nodes: int, span: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens [B, N], positions [B, N] and the additive mask [B, 1, padded_rows(N), S].
+        self,
+        rows: range,
+        work: dict[int, tuple[TokenTree, int]],
+        num_nodes: int,
+        span: int,
+        used: Tensor | None,
+    ) -> PassInputs:
+        """The nodes of the rows, and who sees whom.
 
         A node sees the committed tokens, its ancestors and itself. Padding sees the committed
         tokens and the root's slot, so that no softmax is empty.
@@ -216,32 +222,45 @@ class Target:
                 positions[index, :new] += torch.tensor(tree.depths[skip:])
                 below = mask[index, 0, :new, length : length + size]
                 below.masked_fill_(tree.ancestor_mask[skip:], 0)
-        return tokens, positions, mask
+        return PassInputs(
+            tokens.to(self.device),
+            positions.to(self.device),
+            mask.to(self.device),
+            None if used is None else used.to(self.device),
+        )
 
     # Measurement
 
     @torch.inference_mode()
     def measure_costs(self) -> CostCurve:
-        """Seconds of a pass by number of positions, each the median of a few passes.
+        """Seconds of a pass by number of positions and of rows, each the median of a few passes.
 
-        Takes about half a second for a small model; the curve is corrected as it is used.
+        Takes about a second for a small model; the curve is corrected as it is used.
         """
-        self.add(_PROBE_KEY)
+        keys = [_PROBE_KEY - row for row in range(max(_COST_ROWS))]
+        self.add(keys[0])
         try:
-            self.prefill(_PROBE_KEY, [0] * min(_COST_CONTEXT, self.max_model_len // 2))
-            return CostCurve({n: self._seconds(n) for n in _COST_SIZES if n < self._room()})
+            self.prefill(keys[0], [0] * min(_COST_CONTEXT, self.max_model_len // 2))
+            room = self.max_model_len - self.cached(keys[0])
+            sizes = [size for size in _COST_SIZES if size < room]
+            curve = CostCurve({size: self._seconds(keys[:1], size) for size in sizes})
+            for key in keys[1:]:
+                self.fork(keys[0], key)
+            for rows in _COST_ROWS:
+                curve.observe(rows, self._seconds(keys[:rows], 1), rows)
+            return curve
         finally:
-            self.remove(_PROBE_KEY)
+            for key in keys:
+                if key in self:
+                    self.remove(key)
 
-    def _room(self) -> int:
-        return self.max_model_len - self.cached(_PROBE_KEY)
-
-    def _seconds(self, positions: int) -> float:
-        tree = chain([0] * positions)
+    def _seconds(self, keys: Sequence[int], positions: int) -> float:
+        """Of a pass with this many positions in each row; the median of a few."""
+        trees = [chain([0] * positions)] * len(keys)
         times = []
         for _ in range(_COST_REPEATS + 1):  # the first one warms up
             began = time.perf_counter()
-            self.verify([_PROBE_KEY], [tree])
+            self.verify(keys, trees)
             times.append(time.perf_counter() - began)
         return statistics.median(times[1:])
 
@@ -293,3 +312,10 @@ class Target:
         narrow = self._score(tokens[:2], chain(tokens[2:3]))
         middle = self._score(tokens[:3], chain(tokens[3:9]))
         return torch.equal(wide[:1], narrow) and torch.equal(wide[1 : 1 + len(middle)], middle)
+
+
+def _used(counts: Sequence[int], num_nodes: int) -> Tensor | None:
+    """Places of the nodes in [B, N], or None where there is no other place."""
+    if min(counts) == num_nodes:
+        return None
+    return torch.cat([row * num_nodes + torch.arange(count) for row, count in enumerate(counts)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -159,8 +160,8 @@ def test_a_model_that_ignores_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Target._inputs
 
     def causal(self: Target, *args: Any) -> Any:
-        tokens, positions, mask = original(self, *args)
-        return tokens, positions, torch.zeros_like(mask)
+        inputs = original(self, *args)
+        return replace(inputs, mask=torch.zeros_like(inputs.mask))
 
     monkeypatch.setattr(Target, "_inputs", causal)
     with pytest.raises(CompatibilityError, match="ignores the 4-D mask or the position ids"):

@@ -30,6 +30,7 @@ from foretoken.errors import ConfigError
 from foretoken.law import Law
 from foretoken.request import Request
 from foretoken.runtime.attention import padded_rows
+from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.network import Network
 from foretoken.sampling import Laws
 from foretoken.speculative import SpeculativeConfig
@@ -107,17 +108,16 @@ class Text:
         slots, own = torch.arange(span), committed + torch.arange(rows)
         seen = (slots < positions[:, None]) | (slots == own[:, None])  # [N, S]
         mask = torch.zeros(rows, span, dtype=model.dtype).masked_fill(~seen, -torch.inf)
-        logits = model.network.forward(
+        inputs = PassInputs(
             self._tokens[positions][None].to(model.device),
             positions[None].to(model.device),
             mask[None, None].to(model.device),
-            self._slab,
-            scored=True,
         )
+        logits = model.network.forward(inputs, self._slab, scored=True)
         assert logits is not None
         if commit:
             self._slab.commit(0, range(len(part)))
-        return logits[0, : len(part)]
+        return logits[: len(part)]
 
 
 def _chunks(positions: range) -> list[range]:

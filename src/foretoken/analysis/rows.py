@@ -42,8 +42,7 @@ class RowsVerifier:
         target: holds the requests' rows.
 
     Attributes:
-        num_positions: positions computed so far: per pass the number of rows times the longest
-            path, root included.
+        num_positions: positions computed so far: the lengths of all paths, root included.
         num_copied: positions whose KV was copied for forks so far.
     """
 
@@ -71,7 +70,7 @@ class RowsVerifier:
             for key, tree in zip(keys, trees, strict=True)
             for path in self._paths[key]
         ]
-        self.num_positions += len(paths) * max(map(len, chains))
+        self.num_positions += sum(map(len, chains))
         scores = iter(self._target.verify([path.key for path in paths], chains))
         return [
             _by_node(len(tree), [(path, next(scores)) for path in self._paths[key]])

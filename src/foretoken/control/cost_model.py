@@ -1,15 +1,15 @@
-"""`cost_model`: draft as much as buys most expected tokens per second, nothing included.
+"""`cost_model`: draft where it buys most expected tokens per second, nothing included.
 
-Leviathan et al., theorem 3.8, with two refinements: the cost of verifying n positions is a measured
-curve and not a constant, and alpha is each request's own running estimate. For a batch of B rows a
-pass computes B * (1 + L) positions whatever each row drafts, so one length L serves all:
+Leviathan et al., theorem 3.8, with three refinements: the cost of a pass is a measured curve over
+its positions and not a constant, alpha is each request's own running estimate, and so is d, how
+often its drafter has a guess at all. A request that may draft l tokens yields
 
-    L* = argmax_L  sum_r E(alpha_r, L) / (L * c + v(B * (1 + L))),
-    E(alpha, L) = (1 - alpha^(L+1)) / (1 - alpha)                               (equation 1)
+    1 + d (E(alpha, l) - 1) tokens,   E(alpha, l) = (1 - alpha^(l+1)) / (1 - alpha)    (equation 1)
 
-with c the measured seconds per drafted position and v the curve. Where L* is 0 the step is exactly
-the plain one; once in `probe_every` such steps one short draft is made, so that a text that turns
-predictable is noticed.
+for 1 + d l positions. The nodes of a step go where they are worth most: the j-th token of request r
+is accepted with alpha_r^j, so they are taken in this order, as many as give the batch most tokens
+per second. Where that is none the step is exactly the plain one; a request that has drafted nothing
+for `probe_every` steps tries one token, so that a text that turns predictable is noticed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from foretoken.request import Request
 if TYPE_CHECKING:
     from foretoken.decode import Outcome, StepTimes
 
-__all__ = ["CostModel", "expected_tokens"]
+__all__ = ["CostModel"]
 
 _MEMORY = 0.9
 """Weight of the past after each draft: an estimate over about the last ten drafts."""
@@ -38,18 +38,26 @@ _PRIOR = 2.0
 
 @dataclass
 class _Evidence:
-    """Decayed counts of accepted and rejected tokens."""
+    """Decayed counts: of accepted and rejected tokens, of steps that could draft and that did."""
 
     accepted: float = 0.0
     rejected: float = 0.0
+    asked: float = 0.0
+    answered: float = 0.0
 
-    def add(self, accepted: int, rejected: int) -> None:
+    def add_draft(self, accepted: int, rejected: int) -> None:
         self.accepted = _MEMORY * self.accepted + accepted
         self.rejected = _MEMORY * self.rejected + rejected
 
+    def add_answer(self, *, drafted: bool) -> None:
+        self.asked = _MEMORY * self.asked + 1
+        self.answered = _MEMORY * self.answered + drafted
+
     def alpha(self, prior: float) -> float:
-        tried = self.accepted + self.rejected
-        return (self.accepted + _PRIOR * prior) / (tried + _PRIOR)
+        return (self.accepted + _PRIOR * prior) / (self.accepted + self.rejected + _PRIOR)
+
+    def drafts(self, prior: float) -> float:
+        return (self.answered + _PRIOR * prior) / (self.asked + _PRIOR)
 
 
 class CostModel(Controller):
@@ -61,63 +69,98 @@ class CostModel(Controller):
         probe_every: Annotated[int, Ge(2)] = 64
 
     name: ClassVar[str] = "cost_model"
-    summary: ClassVar[str] = "the length with most expected tokens per second, zero included"
+    summary: ClassVar[str] = "drafts where it buys most expected tokens per second, or nothing"
     needs_costs: ClassVar[bool] = True
 
     def setup(self) -> None:
         """See `Controller.setup`."""
         self._evidence: dict[int, _Evidence] = {}
-        self._overall = _Evidence(1.0, 1.0)
+        self._overall = _Evidence(accepted=1.0, rejected=1.0, asked=1.0, answered=1.0)
         self._draft_cost: float | None = None  # seconds per drafted position, once measured
-        self._plain_steps = 0
+        self._plain_steps: dict[int, int] = {}  # of each request since it could last draft
 
     def budgets(self, batch: Sequence[Request]) -> list[Budget]:
         """See `Controller.budgets`."""
-        length = self._best_length(batch)
-        self._plain_steps = 0 if length else self._plain_steps + 1
-        assert isinstance(self.options, self.Options)
-        if self._plain_steps >= self.options.probe_every:
-            self._plain_steps = 0
-            length = min(1, self.num_speculative_tokens)
-        return [within(request, length) for request in batch]
+        lengths = [
+            length or self._probe(request)
+            for request, length in zip(batch, self._best_lengths(batch), strict=True)
+        ]
+        for request, length in zip(batch, lengths, strict=True):
+            plain = self._plain_steps.get(request.key, 0)
+            self._plain_steps[request.key] = 0 if length else plain + 1
+        return [within(request, length) for request, length in zip(batch, lengths, strict=True)]
 
-    def _best_length(self, batch: Sequence[Request]) -> int:
+    def _probe(self, request: Request) -> int:
+        """A token now and then for a request that does not draft."""
+        assert isinstance(self.options, self.Options)
+        due = self._plain_steps.get(request.key, 0) >= self.options.probe_every - 1
+        return min(1, self.num_speculative_tokens) if due else 0
+
+    def _best_lengths(self, batch: Sequence[Request]) -> list[int]:
+        """The first nodes in order of worth, up to where the rate is highest."""
         alphas = [self.alpha(request) for request in batch]
-        best, best_rate = 0, 0.0
-        for length in range(self.num_speculative_tokens + 1):
-            tokens = sum(expected_tokens(alpha, length) for alpha in alphas)
-            seconds = length * (self._draft_cost or 0.0) + self.costs(len(batch) * (1 + length))
-            if tokens / seconds > best_rate:
-                best, best_rate = length, tokens / seconds
+        drafts = [self.drafts(request) for request in batch]
+        worth = sorted(
+            (
+                (alpha**depth, -depth, index)
+                for index, alpha in enumerate(alphas)
+                for depth in range(1, self.num_speculative_tokens + 1)
+            ),
+            reverse=True,
+        )
+        rows = len(batch)
+        lengths, best = [0] * rows, [0] * rows
+        tokens, nodes, expected = float(rows), 0, 0.0
+        best_rate = tokens / self.costs(rows, rows)
+        for accepted, minus_depth, index in worth:
+            lengths[index] = -minus_depth
+            tokens += drafts[index] * accepted
+            nodes, expected = nodes + 1, expected + drafts[index]
+            drafting = max(lengths) * (self._draft_cost or 0.0)
+            rate = tokens / (drafting + self._seconds(rows, nodes, expected))
+            if rate > best_rate:
+                best, best_rate = list(lengths), rate
         return best
+
+    def _seconds(self, rows: int, nodes: int, expected: float) -> float:
+        """What a pass costs when this many nodes may be drafted, of which some are expected."""
+        if rows == 1:  # all of them or none
+            share = expected / nodes
+            return (1 - share) * self.costs(1) + share * self.costs(1 + nodes)
+        low = int(expected)
+        below, above = (self.costs(rows + low + more, rows) for more in (0, 1))
+        return below + (expected - low) * (above - below)
 
     def alpha(self, request: Request) -> float:
         """The acceptance rate expected of a request's next draft."""
         evidence = self._evidence.get(request.key, _Evidence())
         return evidence.alpha(prior=self._overall.alpha(prior=0.5))
 
+    def drafts(self, request: Request) -> float:
+        """How likely the drafter is to have a guess for the request."""
+        evidence = self._evidence.get(request.key, _Evidence())
+        return evidence.drafts(prior=self._overall.drafts(prior=0.5))
+
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
-        """Update alpha, the seconds per drafted position, and the curve of verification."""
+        """Update alpha, d, the seconds per drafted position, and the cost of passes."""
         deepest = max(max(outcome.draft.tree.depths) for outcome in outcomes)
         if deepest:
             cost = times.draft / deepest
             known = self._draft_cost
             self._draft_cost = cost if known is None else known + 0.1 * (cost - known)
-        widest = max(len(outcome.draft.tree) for outcome in outcomes)
-        self.costs.observe(len(outcomes) * widest, times.verify)
+        positions = sum(len(outcome.draft.tree) for outcome in outcomes)
+        self.costs.observe(positions, times.verify, len(outcomes))
         for outcome in outcomes:
-            if outcome.draft.tree.num_drafted:
-                counts = len(outcome.accepted.path), len(outcome.accepted.rejected)
-                self._evidence.setdefault(outcome.request.key, _Evidence()).add(*counts)
-                self._overall.add(*counts)
+            drafted = outcome.draft.tree.num_drafted > 0
+            own = self._evidence.setdefault(outcome.request.key, _Evidence())
+            for evidence in (own, self._overall):
+                if not self._plain_steps.get(outcome.request.key):
+                    evidence.add_answer(drafted=drafted)
+                if drafted:
+                    counts = len(outcome.accepted.path), len(outcome.accepted.rejected)
+                    evidence.add_draft(*counts)
 
     def release(self, request: Request) -> None:
-        """Forget the request's own estimate; what it taught about all stays."""
+        """Forget the request's own estimates; what they taught about all stays."""
         self._evidence.pop(request.key, None)
-
-
-def expected_tokens(alpha: float, length: int) -> float:
-    """Leviathan et al., equation 1: tokens per step of a chain of this length."""
-    if alpha >= 1:
-        return length + 1.0
-    return float((1 - alpha ** (length + 1)) / (1 - alpha))
+        self._plain_steps.pop(request.key, None)

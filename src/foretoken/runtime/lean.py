@@ -20,11 +20,12 @@ from transformers import PreTrainedModel
 
 from foretoken.cache import KVSlab
 from foretoken.runtime.attention import attend_grouped
+from foretoken.runtime.inputs import PassInputs
 
 __all__ = ["LeanDecoder", "Linear", "LinearMaker", "can_be_lean"]
 
 Linear: TypeAlias = Callable[[Tensor], Tensor]
-"""[..., in] -> [..., out]."""
+"""[T, in] -> [T, out]."""
 
 LinearMaker: TypeAlias = Callable[[Tensor, Tensor | None], Linear]
 """From a weight [out, in] and a bias [out] or None."""
@@ -35,9 +36,13 @@ _ARCHITECTURES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", 
 def can_be_lean(model: PreTrainedModel) -> bool:
     """Whether this is exactly one of the architectures written down here.
 
-    Subclasses, other activations and scaled embeddings are left to the module.
+    Subclasses, other activations and rotary angles that depend on the length of the text are left
+    to the module.
     """
-    return type(model).__name__ in _ARCHITECTURES and model.config.hidden_act == "silu"
+    config: Any = model.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    fixed_angles = rope.get("rope_type") not in ("dynamic", "longrope")
+    return type(model).__name__ in _ARCHITECTURES and config.hidden_act == "silu" and fixed_angles
 
 
 @dataclass(frozen=True)
@@ -117,50 +122,37 @@ class LeanDecoder:
         other._layers = layers
         return other
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor, slab: KVSlab, *, scored: bool
-    ) -> Tensor | None:
-        """One pass.
-
-        Args:
-            tokens: [B, N].
-            positions: [B, N].
-            mask: [B, 1, padded_rows(N), S] additive.
-            slab: takes the new KV and gives all of it.
-            scored: whether logits are wanted.
-
-        Returns:
-            Logits [B, N, V], or None.
-        """
-        x = F.embedding(tokens, self._embedding)  # [B, N, E]
-        cos, sin = self._angles_at(positions)  # [B, N, 1, D]
-        mask = mask.repeat(1, 1, self._heads // self._key_heads, 1)  # see `attend_grouped`
+    def forward(self, inputs: PassInputs, slab: KVSlab, *, scored: bool) -> Tensor | None:
+        """See `Network.forward`."""
+        x = F.embedding(inputs.flat(inputs.tokens), self._embedding)  # [T, E]
+        cos, sin = self._angles_at(inputs.flat(inputs.positions))  # [T, 1, D]
+        # The mask's rows once for every query head of a key head (see `attend_grouped`).
+        mask = inputs.mask.repeat(1, 1, self._heads // self._key_heads, 1)
+        inputs = replace(inputs, mask=mask)
         for layer in self._layers:
             if layer.attends:
-                x = x + self._attention(layer, x, cos, sin, mask, slab)
+                x = x + self._attention(layer, x, cos, sin, inputs, slab)
             if layer.computes:
                 x = x + self._mlp(layer, x)
         return self._head(self._normalised(x, self._norm)) if scored else None
 
     def _attention(
-        self, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, slab: KVSlab
+        self, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, inputs: PassInputs, slab: KVSlab
     ) -> Tensor:
-        batch, rows, _ = x.shape
         heads, turned = self._heads, self._heads + self._key_heads
         qkv = layer.qkv(self._normalised(x, layer.attention_norm))
-        qkv = qkv.view(batch, rows, turned + self._key_heads, self._width)
-        qk = qkv[:, :, :turned]
+        qkv = qkv.view(len(x), turned + self._key_heads, self._width)
+        qk = qkv[:, :turned]
         if layer.query_norm is not None and layer.key_norm is not None:
-            q = self._normalised(qk[:, :, :heads], layer.query_norm)
-            qk = torch.cat([q, self._normalised(qk[:, :, heads:], layer.key_norm)], dim=2)
+            q = self._normalised(qk[:, :heads], layer.query_norm)
+            qk = torch.cat([q, self._normalised(qk[:, heads:], layer.key_norm)], dim=1)
         first, second = qk.chunk(2, dim=-1)
         # The sign of the rotated half is in `sin`.
         qk = (torch.cat([second, first], dim=-1) * sin).addcmul_(qk, cos)
-        keys, values = slab.update(
-            qk[:, :, heads:].transpose(1, 2), qkv[:, :, turned:].transpose(1, 2), layer.index
-        )
-        mixed = attend_grouped(qk[:, :, :heads], keys, values, mask, self._scaling)
-        return layer.output(mixed)
+        keys, values = slab.write(qk[:, heads:], qkv[:, turned:], layer.index)
+        query = inputs.padded(qk[:, :heads])  # [B, N, H, D]
+        mixed = attend_grouped(query, keys, values, inputs.mask, self._scaling)
+        return layer.output(inputs.flat(mixed))
 
     def _mlp(self, layer: _Layer, x: Tensor) -> Tensor:
         gate, up = layer.gate_up(self._normalised(x, layer.mlp_norm)).chunk(2, dim=-1)
@@ -170,7 +162,7 @@ class LeanDecoder:
         return F.rms_norm(x, weight.shape, weight, self._epsilon)
 
     def _angles_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines [B, N, 1, D] of the rotation at these positions."""
+        """Cosines and signed sines [T, 1, D] of the rotation at these positions [T]."""
         last = int(positions.max())
         if self._angles is None or last >= len(self._angles[0]):
             self._angles = self._tables(max(1024, 2 * last))

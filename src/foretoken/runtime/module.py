@@ -14,6 +14,7 @@ from foretoken.cache import KVSlab
 from foretoken.errors import CompatibilityError
 from foretoken.runtime.attention import IMPLEMENTATION
 from foretoken.runtime.cpu import Int8Linear, PackedLinear, pack
+from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.share import decoder_layers, share
 
 __all__ = ["ModuleNetwork"]
@@ -49,21 +50,18 @@ class ModuleNetwork:
         """Decoder layers."""
         return int(self._model.config.get_text_config().num_hidden_layers)
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor, slab: KVSlab, *, scored: bool
-    ) -> Tensor | None:
-        """See `Network.forward`."""
+    def forward(self, inputs: PassInputs, slab: KVSlab, *, scored: bool) -> Tensor | None:
+        """See `Network.forward`; a module computes the padding, too."""
         keep = {"logits_to_keep": 1} if self._skips_logits and not scored else {}
         output = self._model(
-            input_ids=tokens,
-            position_ids=positions,
-            attention_mask=mask,
+            input_ids=inputs.tokens,
+            position_ids=inputs.positions,
+            attention_mask=inputs.mask,
             past_key_values=slab,
             use_cache=True,
             **keep,
         )
-        logits: Tensor = output.logits
-        return logits if scored else None
+        return inputs.flat(output.logits) if scored else None
 
     def first_layers(self, count: int) -> ModuleNetwork:
         """See `Network.first_layers`.

@@ -1,6 +1,6 @@
 """The seam between the target and whatever computes a pass.
 
-A network is given tokens, positions, a mask and the slab, writes the new KV there and returns
+A network is given the nodes of a pass and the slab, writes the new KV there and returns
 logits. There are two: `lean.py`, the Llama family written down in as few operations as it takes,
 and `module.py`, which runs any Transformers module. `network_for` chooses.
 """
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from foretoken.cache import KVSlab
 from foretoken.runtime.cpu import linear_layer
+from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.lean import LeanDecoder, can_be_lean
 from foretoken.runtime.module import ModuleNetwork
 
@@ -29,20 +30,16 @@ class Network(Protocol):
         """Decoder layers."""
         ...
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor, slab: KVSlab, *, scored: bool
-    ) -> Tensor | None:
+    def forward(self, inputs: PassInputs, slab: KVSlab, *, scored: bool) -> Tensor | None:
         """One pass; the slab has been told what comes (`KVSlab.begin`).
 
         Args:
-            tokens: [B, N].
-            positions: [B, N].
-            mask: [B, 1, padded_rows(N), S] additive, in the network's dtype.
+            inputs: the nodes, their mask in the network's dtype.
             slab: takes the new KV and gives all of it.
             scored: whether logits are wanted.
 
         Returns:
-            Logits [B, N, V], or None.
+            Logits [T, V] of the nodes, or None.
         """
         ...
 

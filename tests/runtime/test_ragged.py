@@ -1,0 +1,83 @@
+"""Rows with different numbers of nodes: padding is neither computed nor written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from foretoken.runtime.inputs import PassInputs
+from foretoken.runtime.module import ModuleNetwork
+from foretoken.target import Target
+from foretoken.tree import TokenTree, chain
+from tests.counting import counted
+from tests.tiny import tiny_model
+
+TREES = {
+    0: chain([5, 6, 7, 8, 9, 1, 2]),
+    1: chain([4]),
+    2: TokenTree((3, 1, 2, 4), (-1, 0, 0, 2)),
+    3: chain([8]),
+}
+
+
+def filled(target: Target) -> Target:
+    for key in TREES:
+        target.add(key)
+        target.prefill(key, list(range(1, 6 + key)))
+    return target
+
+
+def test_flat_and_padded_are_inverse() -> None:
+    tokens = torch.arange(6).view(2, 3)
+    used = torch.tensor([0, 1, 2, 4])
+    inputs = PassInputs(tokens, tokens, tokens, used)
+    flat = inputs.flat(tokens)
+    assert flat.tolist() == [0, 1, 2, 4]
+    assert inputs.padded(flat).tolist() == [[0, 1, 2], [0, 4, 0]]
+    assert inputs.num_nodes == 4
+    whole = PassInputs(tokens, tokens, tokens)
+    assert torch.equal(whole.padded(whole.flat(tokens)), tokens)
+    assert whole.num_nodes == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("keys", [(0, 1, 2, 3), (1, 3), (3, 0), (1, 2), (2,)])
+def test_a_row_has_its_own_bits_in_any_company(dtype: torch.dtype, keys: tuple[int, ...]) -> None:
+    model = tiny_model(dtype=dtype)
+    target = filled(Target(model))
+    together = [x.clone() for x in target.verify(keys, [TREES[key] for key in keys])]
+    for key, logits in zip(keys, together, strict=True):
+        assert torch.equal(target.verify([key], [TREES[key]])[0], logits)
+
+
+def test_only_nodes_are_computed() -> None:
+    target = filled(Target(tiny_model()))
+    passes = counted(target)
+    target.verify([0, 1, 3], [TREES[0], TREES[1], TREES[3]])
+    assert passes == [7 + 1 + 1]
+
+
+def test_rows_between_keep_what_they_have_not_committed() -> None:
+    """A pass over rows 0 and 2 writes nothing into row 1."""
+    target = filled(Target(tiny_model()))
+    target.verify([1], [chain([4, 5, 6])])
+
+    def written() -> Tensor:
+        buffer = target._slab._keys[0]
+        return buffer[1, :, : target.cached(1) + 3].clone()
+
+    before = written()
+    target.verify([0, 2], [TREES[0], TREES[2]])
+    assert torch.equal(written(), before)
+
+
+def test_modules_give_the_same_rows() -> None:
+    model = tiny_model()
+    lean = filled(Target(model))
+    module = filled(Target(model).with_network(ModuleNetwork.sharing(model)))
+    trees = list(TREES.values())
+    for ours, theirs in zip(
+        lean.verify([*TREES], trees), module.verify([*TREES], trees), strict=True
+    ):
+        assert torch.allclose(ours, theirs, atol=2e-4, rtol=1e-4)
