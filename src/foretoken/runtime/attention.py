@@ -79,30 +79,46 @@ def slab_attention(
     return output[:, :, :rows].transpose(1, 2), None
 
 
+def grouped_mask(mask: Tensor, nodes: int, group: int) -> Tensor:
+    """The mask of `attend_grouped`, [B, 1, padded_rows(group * N), S].
+
+    Args:
+        mask: [B, 1, at least N, S] additive.
+        nodes: N.
+        group: query heads of a key head.
+    """
+    rows = mask[:, :, :nodes].repeat(1, 1, group, 1)
+    # Rows of padding see everything, so that no softmax is empty.
+    return F.pad(rows, (0, 0, 0, padded_rows(rows.shape[2]) - rows.shape[2]))
+
+
 def attend_grouped(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
 ) -> Tensor:
-    """The same with all query heads of a key head as rows of one product, so that keys load once.
+    """Attention with all query heads of a key head as rows of one product.
+
+    Keys are loaded once, and few nodes need little padding: the bits are those of
+    `slab_attention`.
 
     Args:
         query: [B, N, H, D].
         key: [B, G, S, D].
         value: [B, G, S, D].
-        mask: [B, 1, H / G * padded_rows(N), S], the rows of `slab_attention`'s mask once for every
-            query head of a key head.
+        mask: made by `grouped_mask`.
         scaling: factor on the scores.
 
     Returns:
-        [B, N, H * D], with the bits of `slab_attention`.
+        [B, N, H * D].
     """
-    batch, rows, heads, width = query.shape
-    query = query.transpose(1, 2)  # [B, H, N, D]
+    batch, nodes, heads, width = query.shape
+    groups = key.shape[1]
+    rows = heads // groups * nodes
+    query = query.transpose(1, 2).reshape(batch, groups, rows, width)
     if missing := padded_rows(rows) - rows:
         query = F.pad(query, (0, 0, 0, missing))
-    query = query.reshape(batch, key.shape[1], -1, width)  # [B, G, H / G * N padded, D]
     output = F.scaled_dot_product_attention(query, key, value, mask, scale=scaling)
-    output = output.view(batch, heads, rows + missing, width)[:, :, :rows]
-    return output.transpose(1, 2).reshape(batch, rows, heads * width)
+    output = output[:, :, :rows].reshape(batch, heads, nodes, width)
+    return output.transpose(1, 2).reshape(batch, nodes, heads * width)
 
 
 AttentionInterface.register(IMPLEMENTATION, slab_attention)

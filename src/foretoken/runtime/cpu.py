@@ -8,6 +8,8 @@ kernel keeps it for any number of rows.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -34,6 +36,9 @@ class PackedLinear(nn.Module):
         weight: [out, in], float32 or bfloat16.
         bias: [out] or None.
     """
+
+    LEAST_ROWS: ClassVar[int] = 2
+    """A single row may get another kernel, and other bits."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -62,6 +67,8 @@ class Int8Linear(nn.Module):
     Raises:
         CompatibilityError: the kernel has no use for this width.
     """
+
+    LEAST_ROWS: ClassVar[int] = 1
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()

@@ -19,16 +19,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from foretoken.cache import KVSlab
-from foretoken.runtime.attention import attend_grouped
+from foretoken.runtime.attention import attend_grouped, grouped_mask
+from foretoken.runtime.cpu import Int8Linear, PackedLinear
 from foretoken.runtime.inputs import PassInputs
 
-__all__ = ["LeanDecoder", "Linear", "LinearMaker", "can_be_lean"]
+__all__ = ["LeanDecoder", "Linear", "can_be_lean"]
 
 Linear: TypeAlias = Callable[[Tensor], Tensor]
 """[T, in] -> [T, out]."""
-
-LinearMaker: TypeAlias = Callable[[Tensor, Tensor | None], Linear]
-"""From a weight [out, in] and a bias [out] or None."""
 
 _ARCHITECTURES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 
@@ -79,10 +77,11 @@ class LeanDecoder:
     Args:
         model: the Transformers module; its weights are read, not kept, except for embedding and
             norms.
-        linear: makes the linear layers.
+        linear: the kind of linear layers.
     """
 
-    def __init__(self, model: PreTrainedModel, linear: LinearMaker) -> None:
+    def __init__(self, model: PreTrainedModel, linear: type[PackedLinear | Int8Linear]) -> None:
+        self._least_nodes = linear.LEAST_ROWS
         config: Any = model.config
         body: Any = model.model
         self._heads: int = config.num_attention_heads
@@ -97,7 +96,13 @@ class LeanDecoder:
         self._layers = [_layer(layer, index, linear) for index, layer in enumerate(body.layers)]
         self._norm: Tensor = body.norm.weight.detach()
         head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        self._head = linear(head.weight.detach(), _detached(head.bias))
+        # Called without nn.Module's detour, which a pass would take four times a layer.
+        self._head: Linear = linear(head.weight.detach(), _detached(head.bias)).forward
+
+    @property
+    def least_nodes(self) -> int:
+        """See `Network.least_nodes`."""
+        return self._least_nodes
 
     @property
     def num_layers(self) -> int:
@@ -126,9 +131,8 @@ class LeanDecoder:
         """See `Network.forward`."""
         x = F.embedding(inputs.flat(inputs.tokens), self._embedding)  # [T, E]
         cos, sin = self._angles_at(inputs.flat(inputs.positions))  # [T, 1, D]
-        # The mask's rows once for every query head of a key head (see `attend_grouped`).
-        mask = inputs.mask.repeat(1, 1, self._heads // self._key_heads, 1)
-        inputs = replace(inputs, mask=mask)
+        nodes, group = inputs.tokens.shape[1], self._heads // self._key_heads
+        inputs = replace(inputs, mask=grouped_mask(inputs.mask, nodes, group))
         for layer in self._layers:
             if layer.attends:
                 x = x + self._attention(layer, x, cos, sin, inputs, slab)
@@ -178,7 +182,7 @@ class LeanDecoder:
         return cos[0], sin[0] * signs
 
 
-def _layer(layer: Any, index: int, linear: LinearMaker) -> _Layer:
+def _layer(layer: Any, index: int, linear: type[PackedLinear | Int8Linear]) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     return _Layer(
         index=index,
@@ -193,15 +197,15 @@ def _layer(layer: Any, index: int, linear: LinearMaker) -> _Layer:
     )
 
 
-def _fused(linear: LinearMaker, *parts: Any) -> Linear:
+def _fused(linear: type[PackedLinear | Int8Linear], *parts: Any) -> Linear:
     """One linear layer that computes several of the same input."""
     weight = torch.cat([part.weight.detach() for part in parts])
     if all(part.bias is None for part in parts):
-        return linear(weight, None)
+        return linear(weight, None).forward
     biases = [
         torch.zeros_like(part.weight[:, 0]) if part.bias is None else part.bias for part in parts
     ]
-    return linear(weight, torch.cat(biases).detach())
+    return linear(weight, torch.cat(biases).detach()).forward
 
 
 def _norm_of(attention: Any, name: str) -> Tensor | None:

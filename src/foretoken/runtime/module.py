@@ -25,9 +25,11 @@ class ModuleNetwork:
 
     Args:
         model: this network's own module tree: it is changed.
+        least_nodes: see `Network.least_nodes`.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, least_nodes: int = 1) -> None:
+        self.least_nodes = least_nodes
         model.train(False)
         model.set_attn_implementation(IMPLEMENTATION)
         self._model = model
@@ -38,7 +40,7 @@ class ModuleNetwork:
         cls, model: PreTrainedModel, linear: type[PackedLinear | Int8Linear] = PackedLinear
     ) -> ModuleNetwork:
         """On faster linear layers."""
-        return cls(pack(model, linear))
+        return cls(pack(model, linear), linear.LEAST_ROWS)
 
     @classmethod
     def sharing(cls, model: PreTrainedModel) -> ModuleNetwork:
@@ -72,7 +74,7 @@ class ModuleNetwork:
         model = share(self._model)
         del decoder_layers(model)[count:]
         model.config.get_text_config().num_hidden_layers = count
-        return ModuleNetwork(model)
+        return ModuleNetwork(model, self.least_nodes)
 
     def without(self, attention: Collection[int], mlp: Collection[int]) -> ModuleNetwork:
         """See `Network.without`.
@@ -85,7 +87,7 @@ class ModuleNetwork:
         for kind, indices in (("attention", attention), ("mlp", mlp)):
             for index in indices:
                 _skip(layers[index], Skipped.KINDS[kind])
-        return ModuleNetwork(model)
+        return ModuleNetwork(model, self.least_nodes)
 
 
 class Skipped(nn.Module):

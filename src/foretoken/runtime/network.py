@@ -26,6 +26,11 @@ class Network(Protocol):
     """A decoder-only model over a KV slab."""
 
     @property
+    def least_nodes(self) -> int:
+        """Fewest nodes of a pass over one row that keep law 7; fewer are padded."""
+        ...
+
+    @property
     def num_layers(self) -> int:
         """Decoder layers."""
         ...
