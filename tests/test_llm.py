@@ -146,7 +146,7 @@ def test_a_template_that_refuses(model: PreTrainedModel) -> None:
 # Endings, the same with and without speculation
 
 
-def ends(prompt: Prompt, **fields: Any) -> list[tuple[tuple[int, ...], str, Any, str]]:
+def ends(prompt: Prompt, **fields: Any) -> list[tuple[tuple[int, ...], str | None, Any, str]]:
     """(tokens, finish reason, stop reason, text) under every method; all must agree."""
     model = tiny_model(vocab_size=BYTES)
     results = []

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         PromptError,
     )
     from foretoken.llm import LLM
+    from foretoken.llm_engine import LLMEngine
     from foretoken.outputs import (
         CompletionOutput,
         Metrics,
@@ -51,6 +52,7 @@ _MODULES = {
         "PromptError",
     ],
     "foretoken.llm": ["LLM"],
+    "foretoken.llm_engine": ["LLMEngine"],
     "foretoken.outputs": [
         "CompletionOutput",
         "Metrics",
@@ -70,6 +72,7 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "ForetokenError",
+    "LLMEngine",
     "Metrics",
     "ModelError",
     "Origin",

@@ -4,35 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken import models
 from foretoken.acceptance import rule_class
-from foretoken.config import SamplingParams
-from foretoken.control import Controller, controller_class
+from foretoken.cache import SlabFull
+from foretoken.config import Config, SamplingParams
+from foretoken.control import Controller, CostCurve, controller_class
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.registry import DrafterParts
 from foretoken.drafters.vocabulary import DraftModel, VocabularyOverlap
-from foretoken.engine import Engine
+from foretoken.engine import Engine, Speculation
 from foretoken.errors import ConfigError, PromptError
 from foretoken.grammar import Grammar, Grammars
+from foretoken.llm_engine import LLMEngine, Speculative, result
+from foretoken.memory import num_bytes
 from foretoken.outputs import RequestOutput, StreamChunk
+from foretoken.prefix_cache import PrefixCache
+from foretoken.prompts import Message, Prompt, as_list, check_prompt, is_conversation, token_ids
 from foretoken.request import Request
 from foretoken.speculative import SpeculativeConfig
 from foretoken.support import default_device, default_dtype
 from foretoken.target import Target
 
 __all__ = ["LLM", "Message", "Prompt"]
-
-Message: TypeAlias = Mapping[str, Any]
-"""A chat message: {"role": ..., "content": ...}."""
-
-Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
-"""Text, token ids, or a conversation."""
 
 
 class LLM:
@@ -50,6 +48,14 @@ class LLM:
             where it is.
         max_model_len: most tokens of prompt and output together; None takes the model's limit.
         max_num_seqs: most sequences advanced together.
+        max_num_batched_tokens: most prompt tokens computed between two steps of the sequences that
+            are being generated: the smaller, the less a long prompt holds them up.
+        kv_cache_memory: most memory for the target's KV (bytes, or text such as "2GiB"); sequences
+            that find no room wait, or are computed again later. None takes what `max_num_seqs`
+            sequences need. Output never depends on it, unless a sequence does not fit by itself.
+        enable_prefix_caching: keep the KV of prompts, so that what later ones begin with is not
+            computed again.
+        prefix_cache_memory: most memory for that.
         quantization: None keeps the weights as they are; "int8" (on a CPU) halves them, those of a
             draft model too. Speculation is then lossless with respect to the weights that run.
 
@@ -58,6 +64,7 @@ class LLM:
         model_path: the (converted) Hugging Face folder, or None for a loaded model.
         bit_exact: whether, on this machine and in this dtype, the bits of a position do not depend
             on how many are computed with it (law 7); spot-checked at construction.
+        engine: the same by hand: requests that are added, stepped and aborted one by one.
         vocabulary_overlap: how many tokens a draft model shares with the target, and how it drafts
             for it; None without a draft model or without the tokenizers. Of several the last.
 
@@ -77,10 +84,15 @@ class LLM:
         device: str | torch.device = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 16,
+        max_num_batched_tokens: int = 512,
+        kv_cache_memory: int | str | None = None,
+        enable_prefix_caching: bool = True,
+        prefix_cache_memory: int | str = "256MiB",
         quantization: str | None = None,
     ) -> None:
-        if max_num_seqs < 1:
-            raise ConfigError(f"max_num_seqs: must be at least 1, got {max_num_seqs}.")
+        _check_at_least_1(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+        budget = None if kv_cache_memory is None else num_bytes("kv_cache_memory", kv_cache_memory)
+        prefix_bytes = num_bytes("prefix_cache_memory", prefix_cache_memory)
         self.speculative_config = SpeculativeConfig.parse(speculative_config)
         self.model_path: Path | None = None
         if isinstance(model, PreTrainedModel):
@@ -97,18 +109,26 @@ class LLM:
         self.eos_token_ids = _eos_token_ids(loaded, tokenizer)
         self._grammars = Grammars(tokenizer, self._target.vocab_size, self.eos_token_ids)
         self.vocabulary_overlap: VocabularyOverlap | None = None
+        self._costs: CostCurve | None = None
+        self._others: list[tuple[SpeculativeConfig, Speculation]] = []
+        drafter, controller = self._own_drafter(), self._controller(self.speculative_config)
+        if budget is not None:
+            self._target.limit_memory(budget)
         self._engine = Engine(
             self._target,
-            self._own_drafter(),
+            drafter,
             rule_class(self.speculative_config.rule_name)(self.speculative_config.rule_options),
-            self._controller(),
+            controller,
             max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            prefix_cache=PrefixCache(self._target, prefix_bytes) if enable_prefix_caching else None,
         )
+        self.engine = LLMEngine(self._engine, self._requests, self._speculation)
 
     @property
     def max_model_len(self) -> int:
         """Most tokens of prompt and output together."""
-        return self._target.max_model_len
+        return self._target.most_tokens
 
     @property
     def dtype(self) -> torch.dtype:
@@ -132,6 +152,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        speculative_config: Speculative | Sequence[Speculative] = None,
         trace: bool = False,
     ) -> list[RequestOutput]:
         """Generate for one prompt or many.
@@ -139,6 +160,9 @@ class LLM:
         Args:
             prompts: a prompt or a sequence of prompts (strings, token id lists, conversations).
             sampling_params: one for all, or one per prompt; None takes the defaults.
+            speculative_config: how to guess, one for all or one per prompt; None as the `LLM` does.
+                The acceptance rule is the `LLM`'s. What a configuration needs is made at its first
+                use and kept.
             trace: compute p of every drafted token for the trace, also where no rule looked.
 
         Returns:
@@ -147,25 +171,33 @@ class LLM:
         Raises:
             PromptError: a prompt is empty, too long, or has ids outside the vocabulary.
             ConfigError: parameters do not fit the model or the number of prompts.
+            CompatibilityError: a drafter does not fit the model or the rule.
         """
-        listed = _as_list(prompts)
-        params = _params_for(listed, sampling_params)
-        groups = [self._requests(*pair, trace) for pair in zip(listed, params, strict=True)]
+        listed = as_list(prompts)
+        params = _one_each("sampling_params", listed, sampling_params)
+        configs = _one_each("speculative_config", listed, speculative_config)
+        groups = [
+            self._requests(prompt, one or SamplingParams(), trace)
+            for prompt, one in zip(listed, params, strict=True)
+        ]
+        speculations = [self._speculation(config) for config in configs]
         requests = [request for group in groups for request in group]
         try:
-            for request in requests:
-                self._engine.add(request)
+            for group, speculation in zip(groups, speculations, strict=True):
+                for request in group:
+                    self._engine.add(request, speculation)
             while not all(request.finished for request in requests):
                 self._engine.step()
         finally:
             self._engine.abort(requests)
-        return [self._result(*pair) for pair in zip(listed, groups, strict=True)]
+        return [result(*pair) for pair in zip(listed, groups, strict=True)]
 
     def stream(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
+        speculative_config: Speculative = None,
         trace: bool = False,
     ) -> Generator[StreamChunk, None, None]:
         """Yield tokens as they are committed, one chunk per step; the last has the whole output.
@@ -175,40 +207,28 @@ class LLM:
         Args:
             prompt: one prompt.
             sampling_params: as in `generate`; n must be 1.
+            speculative_config: as in `generate`.
             trace: as in `generate`.
         """
-        params = sampling_params or SamplingParams()
-        if params.n != 1:
-            raise ConfigError(f"n: a stream has one output, got {params.n}.")
-        (request,) = self._requests(prompt, params, trace)
-        return self._stream(request)
-
-    def _stream(self, request: Request) -> Generator[StreamChunk, None, None]:
-        try:
-            self._engine.add(request)
-            # Another stream's step, or a call of `generate`, may have advanced this request.
-            while (tokens := request.take()) or not request.finished:
-                if tokens:
-                    yield StreamChunk(tokens, request.output() if request.finished else None)
-                else:
-                    self._engine.step()
-        finally:
-            self._engine.abort([request])
+        return self.engine.stream(prompt, sampling_params, speculative_config, trace=trace)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        speculative_config: Speculative | Sequence[Speculative] = None,
         trace: bool = False,
     ) -> list[RequestOutput]:
         """Generate the next turn of one conversation or of many; arguments as in `generate`."""
-        for conversation in _as_list(messages):
-            if not _is_conversation(conversation):
+        for conversation in as_list(messages):
+            if not is_conversation(conversation):
                 raise PromptError(
                     'messages: a conversation is a list of {"role": ..., "content": ...}.'
                 )
-        return self.generate(messages, sampling_params, trace=trace)
+        return self.generate(
+            messages, sampling_params, speculative_config=speculative_config, trace=trace
+        )
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt: text with special tokens, a conversation by its chat template.
@@ -216,34 +236,18 @@ class LLM:
         Raises:
             PromptError: there is no tokenizer or no chat template, or the prompt is malformed.
         """
-        if not isinstance(prompt, str) and not _is_conversation(prompt):
-            return _checked_ids(prompt)
-        if self.tokenizer is None:
-            raise PromptError("this model has no tokenizer: pass token ids, or LLM(tokenizer=...).")
-        if isinstance(prompt, str):
-            return list(self.tokenizer.encode(prompt))
-        if not self.tokenizer.chat_template:
-            raise PromptError("this model has no chat template: pass text instead of messages.")
-        try:
-            ids = self.tokenizer.apply_chat_template(
-                [dict(message) for message in prompt],  # type: ignore[arg-type]
-                add_generation_prompt=True,
-                return_dict=False,
-            )
-        except TemplateError as error:  # a template may refuse roles or their order
-            raise PromptError(f"the model's chat template refuses this: {error}") from error
-        return list(ids)
+        return token_ids(prompt, self.tokenizer)
 
     # Inside
 
     def _requests(self, prompt: Prompt, params: SamplingParams, trace: bool) -> list[Request]:
         if params.stop_strings and self.tokenizer is None:
             raise ConfigError("stop: stop strings need a tokenizer, and this model has none.")
-        token_ids = self.encode(prompt)
-        self._check_prompt(token_ids)
+        ids = self.encode(prompt)
+        check_prompt(ids, self._target)
         return [
             Request(
-                token_ids,
+                ids,
                 params,
                 vocab_size=self._target.vocab_size,
                 eos_token_ids=self.eos_token_ids,
@@ -265,31 +269,45 @@ class LLM:
             )
         return self._grammars.compile(params.form)
 
-    def _check_prompt(self, token_ids: Sequence[int]) -> None:
-        if not token_ids:
-            raise PromptError("the prompt is empty: give at least one token to continue.")
-        if len(token_ids) >= self.max_model_len:
-            raise PromptError(
-                f"the prompt has {len(token_ids)} tokens, which leaves no room in the context of "
-                f"{self.max_model_len}: shorten it."
-            )
-        highest = self._target.vocab_size - 1
-        for token in token_ids:
-            if not 0 <= token <= highest:
-                raise PromptError(f"token id {token} is outside the vocabulary (0 to {highest}).")
-
-    def _result(self, prompt: Prompt, requests: Sequence[Request]) -> RequestOutput:
-        return RequestOutput(
-            prompt if isinstance(prompt, str) else None,
-            requests[0].prompt_ids,
-            [request.output() for request in requests],
-        )
-
-    def _controller(self) -> Controller:
-        config = self.speculative_config
+    def _controller(self, config: SpeculativeConfig) -> Controller:
         kind = controller_class(config.controller_name)
-        costs = self._target.measure_costs() if kind.needs_costs else None
+        costs = self._measured_costs(kind.name) if kind.needs_costs else None
         return kind(config.gamma, config.controller_options, costs)
+
+    def _measured_costs(self, controller: str) -> CostCurve:
+        """What passes cost is the target's affair: measured once for all controllers."""
+        if self._costs is None:
+            try:
+                self._costs = self._target.measure_costs()
+            except SlabFull:
+                raise ConfigError(
+                    f"controller: '{controller}' times passes over several sequences, for which "
+                    "kv_cache_memory has no room: give it to the LLM, which times them before."
+                ) from None
+        return self._costs
+
+    def _speculation(self, given: Speculative) -> Speculation | None:
+        """Drafter and controller of a request's own configuration; None for the `LLM`'s own."""
+        if given is None:
+            return None
+        config = SpeculativeConfig.parse(given)
+        self._check_rule(config)
+        for known, speculation in self._others:
+            if known == config:
+                return speculation
+        couples = rule_class(self.speculative_config.rule_name).couples_draft
+        drafter = self._drafter(config, self._target, couples)
+        self._others.append((config, Speculation(drafter, self._controller(config))))
+        return self._others[-1][1]
+
+    def _check_rule(self, config: SpeculativeConfig) -> None:
+        own = self.speculative_config
+        ours, theirs = ((c.rule_name, c.rule_options) for c in (own, config))
+        if "acceptance" in config.model_fields_set and ours != theirs:
+            raise ConfigError(
+                f"acceptance: requests share the LLM's rule, '{own.rule_name}' as it was set up "
+                "there; leave it out of a request's speculative_config."
+            )
 
     def _own_drafter(self) -> Drafter:
         couples = rule_class(self.speculative_config.rule_name).couples_draft
@@ -326,41 +344,24 @@ def _inner_config(fields: Mapping[str, Any]) -> SpeculativeConfig:
     return SpeculativeConfig.parse(fields)
 
 
-def _is_conversation(prompt: Any) -> bool:
-    listed = isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 0
-    return listed and all(isinstance(m, Mapping) and "role" in m for m in prompt)
-
-
-def _as_list(prompts: Any) -> list[Any]:
-    """The prompts as a list; one string, one conversation or one list of ids is one prompt."""
-    if isinstance(prompts, str) or _is_conversation(prompts):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise PromptError(f"prompts: expected text or a list, got {type(prompts).__name__}.")
-    if len(prompts) > 0 and all(isinstance(item, int) for item in prompts):
-        return [prompts]
-    return list(prompts)
-
-
-def _checked_ids(prompt: Any) -> list[int]:
-    if not isinstance(prompt, Sequence) or not all(
-        isinstance(token, int) and not isinstance(token, bool) for token in prompt
-    ):
-        raise PromptError("a prompt is text, a list of token ids, or a list of chat messages.")
-    return list(prompt)
-
-
-def _params_for(
-    prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
-    if len(params) != len(prompts):
+def _one_each(name: str, prompts: Sequence[Prompt], given: Any) -> list[Any]:
+    """What was given for all prompts or for each of them, once per prompt."""
+    if given is None or isinstance(given, Config | Mapping):
+        return [given] * len(prompts)
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise ConfigError(f"{name}: expected one, or a list of them, got {given!r}.")
+    if len(given) != len(prompts):
         raise ConfigError(
-            f"sampling_params: {len(params)} given for {len(prompts)} prompts; give one for all, "
-            "or one per prompt."
+            f"{name}: {len(given)} given for {len(prompts)} prompts; give one for all, or one per "
+            "prompt."
         )
-    return list(params)
+    return list(given)
+
+
+def _check_at_least_1(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise ConfigError(f"{name}: must be at least 1, got {value}.")
 
 
 def _check_loaded(

@@ -57,6 +57,12 @@ class Metrics:
     accept_seconds: float = 0.0
     seconds: float = 0.0
     """From admission to the last token, prefill included."""
+    cached_prompt_tokens: int = 0
+    """Prompt tokens whose KV came from the prefix cache."""
+    preemptions: int = 0
+    """How often the request lost its row to older ones and was computed again."""
+    drafter_failure: str | None = None
+    """Why the request's drafter was given up, in one line; None where it was not."""
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -93,18 +99,18 @@ class Metrics:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One output of one prompt.
+    """One output of one prompt, or its beginning.
 
-    `finish_reason` is "stop" (end-of-sequence, stop token or stop string), "length" (max_tokens or
-    the context limit) or "abort" (given up before its end); `stop_reason` is the stop string or
-    stop token id, None for the end-of-sequence token.
+    `finish_reason` is None while the output goes on, else "stop" (end-of-sequence, stop token or
+    stop string), "length" (max_tokens or the context limit) or "abort" (given up before its end);
+    `stop_reason` is the stop string or stop token id, None for the end-of-sequence token.
     """
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     origins: tuple[Origin, ...]
-    finish_reason: str
+    finish_reason: str | None
     stop_reason: int | str | None
     logprobs: tuple[TokenLogprobs, ...] | None
     metrics: Metrics
@@ -130,6 +136,13 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: Sequence[CompletionOutput]
+    request_id: int | None = None
+    """What `LLMEngine.add_request` returned; None from `LLM.generate`."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether all outputs have ended."""
+        return all(output.finish_reason is not None for output in self.outputs)
 
     @property
     def text(self) -> str:
@@ -142,8 +155,8 @@ class RequestOutput:
         return self.outputs[0].token_ids
 
     @property
-    def finish_reason(self) -> str:
-        """Why the first output ended."""
+    def finish_reason(self) -> str | None:
+        """Why the first output ended; None while it goes on."""
         return self.outputs[0].finish_reason
 
     @property

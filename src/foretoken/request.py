@@ -230,7 +230,8 @@ class Request:
 
     def _finish(self, reason: str, stop_reason: int | str | None) -> None:
         self.finish_reason, self.stop_reason = reason, stop_reason
-        self.metrics.seconds = time.perf_counter() - self.admitted_at
+        if self.admitted_at:  # else it was given up while it waited
+            self.metrics.seconds = time.perf_counter() - self.admitted_at
 
     def abort(self) -> None:
         """End the output where it is."""
@@ -239,9 +240,8 @@ class Request:
             self._finish("abort", None)
 
     def output(self) -> CompletionOutput:
-        """The finished output."""
-        assert self.finish_reason is not None
-        if self._tokenizer is not None:
+        """The output as far as it has come."""
+        if self._tokenizer is not None and self.finished:
             self._trace.pieces = {
                 token: str(self._tokenizer.decode([token])) for token in self._trace.tokens()
             }

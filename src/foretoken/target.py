@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from foretoken.cache import KVSlab
+from foretoken.cache import KVBlock, KVSlab
 from foretoken.control.costs import CostCurve
-from foretoken.errors import CompatibilityError
-from foretoken.runtime.attention import ROW_MULTIPLE, padded_rows
+from foretoken.errors import CompatibilityError, ConfigError
+from foretoken.memory import MIB
+from foretoken.runtime.attention import KEY_BLOCK, ROW_MULTIPLE, padded_rows
 from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.network import Network, network_for
 from foretoken.support import check_supported, context_length
@@ -32,6 +33,9 @@ PREFILL_CHUNK = 256
 
 _PROBE_KEY = -1
 """Row of the target's own measurements, and the keys below it; requests have keys from 0."""
+
+_MARGIN = ROW_MULTIPLE - 1
+"""Positions behind a row's tokens that padding may write to."""
 
 _COST_SIZES = (1, 2, 4, 8, 16, 32, 64)
 _COST_ROWS = (4, 16)
@@ -70,8 +74,6 @@ class Target:
         self.dtype = model.dtype
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         self.network = network_for(model, quantization)
-        # On packed linear layers never a single row (see runtime/cpu.py); on a GPU it is free.
-        self._least_nodes = ROW_MULTIPLE if self.device.type == "cpu" else 1
         self._slab = KVSlab()
         self._keys: list[int] = []  # key of each slab row
         self.num_passes = 0
@@ -114,6 +116,49 @@ class Target:
     def cached(self, key: int) -> int:
         """Number of tokens whose KV is committed."""
         return self._slab.lengths[self._keys.index(key)]
+
+    # Memory
+
+    def limit_memory(self, num_bytes: int) -> None:
+        """Keep the KV slab within this many bytes.
+
+        Raises:
+            ConfigError: not even one sequence would fit.
+        """
+        cells = num_bytes // self._slab.cell_bytes
+        if cells < KEY_BLOCK:
+            least = KEY_BLOCK * self._slab.cell_bytes / MIB
+            raise ConfigError(
+                f"kv_cache_memory: one sequence of this model takes {least:.1f} MiB at least, got "
+                f"{num_bytes / MIB:.1f} MiB."
+            )
+        self._slab.limit = cells
+        if self._slab.cells > cells:
+            self._slab.shrink()
+
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens of a row that has all the memory to itself."""
+        if self._slab.limit is None:
+            return self.max_model_len
+        return min(self.max_model_len, self._slab.limit // KEY_BLOCK * KEY_BLOCK - _MARGIN)
+
+    def has_room(self, rows: int, tokens: int) -> bool:
+        """Whether the memory holds so many rows, the longest of so many tokens."""
+        return self._slab.has_room(rows, tokens + _MARGIN)
+
+    @property
+    def cell_bytes(self) -> int:
+        """Bytes of one token's KV."""
+        return self._slab.cell_bytes
+
+    def read(self, key: int, start: int, stop: int) -> KVBlock:
+        """A copy of the KV of these tokens."""
+        return self._slab.read(self._keys.index(key), start, stop)
+
+    def append(self, key: int, block: KVBlock) -> None:
+        """Commit KV that `read` gave, instead of computing it again."""
+        self._slab.append(self._keys.index(key), block)
 
     # Passes
 
@@ -181,7 +226,7 @@ class Target:
         rows = range(min(work), max(work) + 1)
         num_nodes = max(len(tree) - skip for tree, skip in work.values())
         if len(rows) == 1:
-            num_nodes = max(num_nodes, self._least_nodes)
+            num_nodes = max(num_nodes, self.network.least_nodes)
         skipped = [work[row][1] if row in work else 0 for row in rows]
         counts = [len(work[row][0]) - work[row][1] if row in work else 0 for row in rows]
         used = None if len(rows) == 1 else _used(counts, num_nodes)

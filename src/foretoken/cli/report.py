@@ -28,7 +28,7 @@ def legend(origins: Counter[str]) -> Text:
     return line
 
 
-def summary(metrics: Metrics, finish_reason: str) -> str:
+def summary(metrics: Metrics, finish_reason: str | None) -> str:
     """Speed and acceptance of one output."""
     cut = " (cut short)" if finish_reason == "length" else ""
     parts = [

@@ -1,0 +1,72 @@
+"""Every request with a controller of its own, in one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
+
+from foretoken.control.base import Budget, Controller
+from foretoken.request import Request
+
+if TYPE_CHECKING:
+    from foretoken.decode import Outcome, StepTimes
+
+__all__ = ["PerRequestController"]
+
+
+class PerRequestController(Controller):
+    """Sends each request to its controller, which sees only the requests that are its own.
+
+    The seconds of a step are shared out by positions: what the others compute is not its cost.
+
+    Args:
+        default: the controller of requests that none was assigned to.
+    """
+
+    name: ClassVar[str] = "per_request"
+    summary: ClassVar[str] = "each request's own controller"
+
+    def __init__(self, default: Controller) -> None:
+        self._default = default
+        self._assigned: dict[int, Controller] = {}
+        super().__init__(default.num_speculative_tokens)
+
+    def assign(self, request: Request, controller: Controller) -> None:
+        """Let this controller serve the request until it is released."""
+        if controller is not self._default:
+            self._assigned[request.key] = controller
+
+    def budgets(self, batch: Sequence[Request]) -> list[Budget]:
+        """See `Controller.budgets`."""
+        budgets: dict[int, Budget] = {}
+        for controller, requests in self._parts(batch):
+            own = controller.budgets(requests)
+            budgets.update((r.key, budget) for r, budget in zip(requests, own, strict=True))
+        return [budgets[request.key] for request in batch]
+
+    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
+        """Each controller sees what came of its requests."""
+        by_key = {outcome.request.key: outcome for outcome in outcomes}
+        total = sum(len(outcome.draft.tree) for outcome in outcomes)
+        for controller, requests in self._parts([outcome.request for outcome in outcomes]):
+            own = [by_key[request.key] for request in requests]
+            share = sum(len(outcome.draft.tree) for outcome in own) / total
+            controller.observe(own, _scaled(times, share))
+
+    def release(self, request: Request) -> None:
+        """Forget the request."""
+        self._assigned.pop(request.key, self._default).release(request)
+
+    def _parts(self, batch: Sequence[Request]) -> list[tuple[Controller, list[Request]]]:
+        parts: dict[int, tuple[Controller, list[Request]]] = {}
+        for request in batch:
+            controller = self._assigned.get(request.key, self._default)
+            parts.setdefault(id(controller), (controller, []))[1].append(request)
+        return list(parts.values())
+
+
+def _scaled(times: StepTimes, share: float) -> StepTimes:
+    return replace(
+        times, draft=times.draft * share, verify=times.verify * share, accept=times.accept * share
+    )

@@ -1,0 +1,134 @@
+"""Every request with a drafter of its own in one batch, and a drafter's faults kept to its request.
+
+Drafters cannot change the output, only how soon it comes; so a drafter that fails is no reason to
+fail a request, let alone its neighbours: the request goes on without drafts (law 3), and
+`Metrics.drafter_failure` says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from foretoken.cache import OverBudget
+from foretoken.control import Budget
+from foretoken.drafters.base import Drafter
+from foretoken.request import Request
+from foretoken.tree import Draft
+
+if TYPE_CHECKING:
+    from foretoken.decode import Outcome, StepTimes
+
+__all__ = ["PerRequest"]
+
+_NOT_FAULTS = (AssertionError, OverBudget)
+"""Our own mistakes must come to light; and where drafting fills the slab, the engine makes room."""
+
+
+class PerRequest(Drafter):
+    """Sends each request to its drafter.
+
+    Args:
+        default: the drafter of requests that none was assigned to.
+    """
+
+    def __init__(self, default: Drafter) -> None:
+        self._default = default
+        self._assigned: dict[int, Drafter] = {}
+        self._failed: set[int] = set()
+
+    def assign(self, request: Request, drafter: Drafter) -> None:
+        """Let this drafter serve the request until it is released."""
+        if drafter is not self._default:
+            self._assigned[request.key] = drafter
+
+    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
+        """Each drafter proposes for its requests together; failed ones draft nothing."""
+        drafts = {request.key: Draft.empty(request.root) for request in batch}
+        limits = {r.key: budget for r, budget in zip(batch, budgets, strict=True)}
+        for drafter, requests in self._parts(batch):
+            drafts.update(self._propose(drafter, requests, limits))
+        return [drafts[request.key] for request in batch]
+
+    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
+        """Each drafter sees what came of its requests."""
+        by_key = {outcome.request.key: outcome for outcome in outcomes}
+        for drafter, requests in self._parts([outcome.request for outcome in outcomes]):
+            self._observe(drafter, [by_key[request.key] for request in requests], times)
+
+    def rewind(self, request: Request) -> None:
+        """The request's drafter takes the tokens back."""
+        self._of(request).rewind(request)
+
+    def release(self, request: Request) -> None:
+        """Forget the request."""
+        drafter = self._of(request)
+        self._assigned.pop(request.key, None)
+        if request.key not in self._failed:
+            self._forget(drafter, request)
+        self._failed.discard(request.key)
+
+    def _of(self, request: Request) -> Drafter:
+        return self._assigned.get(request.key, self._default)
+
+    def _parts(self, batch: Sequence[Request]) -> list[tuple[Drafter, list[Request]]]:
+        """The requests of each drafter that can still draft, in order."""
+        parts: dict[int, tuple[Drafter, list[Request]]] = {}
+        for request in batch:
+            if request.key not in self._failed:
+                drafter = self._of(request)
+                parts.setdefault(id(drafter), (drafter, []))[1].append(request)
+        return list(parts.values())
+
+    def _propose(
+        self, drafter: Drafter, requests: Sequence[Request], limits: dict[int, Budget]
+    ) -> dict[int, Draft]:
+        """Drafts by key; after a failure one by one, to find whose it was."""
+        keys = [request.key for request in requests]
+        try:
+            drafts = drafter.propose(requests, [limits[key] for key in keys])
+            return dict(zip(keys, drafts, strict=True))
+        except _NOT_FAULTS:
+            raise
+        except Exception as error:
+            if len(requests) == 1:
+                self._fail(drafter, requests[0], error)
+                return {}
+        found: dict[int, Draft] = {}
+        for request in requests:
+            found |= self._propose(drafter, [request], limits)
+        return found
+
+    def _observe(self, drafter: Drafter, outcomes: Sequence[Outcome], times: StepTimes) -> None:
+        """After a failure one by one: a drafter may then see an outcome twice, and learn badly."""
+        try:
+            drafter.observe(outcomes, times)
+            return
+        except _NOT_FAULTS:
+            raise
+        except Exception as error:
+            if len(outcomes) == 1:
+                self._fail(drafter, outcomes[0].request, error)
+                return
+        for outcome in outcomes:
+            self._observe(drafter, [outcome], times)
+
+    def _fail(self, drafter: Drafter, request: Request, error: Exception) -> None:
+        """No more drafts for this request."""
+        self._failed.add(request.key)
+        request.metrics.drafter_failure = _in_one_line(error)
+        self._forget(drafter, request)
+
+    def _forget(self, drafter: Drafter, request: Request) -> None:
+        try:
+            drafter.release(request)
+        except AssertionError:
+            raise
+        except Exception as error:
+            if request.metrics.drafter_failure is None:
+                request.metrics.drafter_failure = _in_one_line(error)
+
+
+def _in_one_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

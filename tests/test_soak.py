@@ -1,0 +1,140 @@
+"""Many requests with random ends: nothing of them stays behind."""
+
+from __future__ import annotations
+
+import gc
+import random
+from typing import Any
+from weakref import WeakSet
+
+import pytest
+import torch
+
+from foretoken import LLM, SamplingParams
+from foretoken.drafters.base import Drafter
+from foretoken.law import Law
+from foretoken.prefix_cache import BLOCK
+from foretoken.request import Request
+from foretoken.runtime.attention import KEY_BLOCK
+from foretoken.target import Target
+from foretoken.tree import _causal_mask
+from tests.matrix import METHOD_FIELDS
+from tests.tiny import VOCAB_SIZE, tiny_model
+
+METHODS = ("ngram", "ngram_table", "random", "early_exit", "switch", "draft_model")
+BLOCKS, PREFIX_BLOCKS = 4, 12
+
+
+def soaked(seed: int) -> LLM:
+    model = tiny_model(max_position_embeddings=2 * KEY_BLOCK)
+    cell_bytes = Target(model).cell_bytes
+    return LLM(
+        model,
+        speculative_config={"method": "ngram", "prompt_lookup_min": 1},
+        max_num_seqs=6,
+        max_num_batched_tokens=random.Random(seed).choice((40, 200)),
+        kv_cache_memory=BLOCKS * KEY_BLOCK * cell_bytes,
+        prefix_cache_memory=PREFIX_BLOCKS * BLOCK * cell_bytes,
+    )
+
+
+def configs() -> list[dict[str, Any] | None]:
+    """Built once: a draft model is part of a configuration."""
+    made: list[dict[str, Any] | None] = [None]
+    for method in METHODS:
+        made.append({"method": method, **METHOD_FIELDS.get(method, {})})
+    made[-1] = {
+        **(made[-1] or {}),
+        "model": tiny_model(seed=1, max_position_embeddings=2 * KEY_BLOCK),
+    }
+    return made
+
+
+def prompt_of(dice: random.Random) -> list[int]:
+    shared = random.Random(dice.randrange(4)).choices(range(VOCAB_SIZE), k=2 * BLOCK)
+    own = dice.choice((1, 3, 20, 20, 20, KEY_BLOCK - 8 - 2 * BLOCK))
+    return [*(shared if own > 1 else ()), *dice.choices(range(VOCAB_SIZE), k=own)]
+
+
+def params_of(dice: random.Random) -> SamplingParams:
+    lengths = (1, 2, 8, 16)
+    n = 2 if dice.random() < 0.1 else 1
+    return SamplingParams(seed=dice.randrange(99), max_tokens=dice.choice(lengths), n=n)
+
+
+def live_tensors() -> int:
+    """Without those of caches that belong to no request and have a limit."""
+    Law.one_hot.cache_clear()
+    _causal_mask.cache_clear()
+    gc.collect()
+    return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
+
+
+def states_of(owner: object, seen: set[int]) -> list[tuple[str, object]]:
+    """What drafters, and the drafters and scorers inside them, keep by request."""
+    if id(owner) in seen or not type(owner).__module__.startswith("foretoken.drafters"):
+        return []
+    seen.add(id(owner))
+    found: list[tuple[str, object]] = []
+    for name, value in vars(owner).items():
+        if isinstance(value, dict) and value:
+            found.append((f"{type(owner).__name__}.{name}", value))
+        inner = value if isinstance(value, list) else [value]
+        for item in inner:
+            if isinstance(item, Target) and item._keys:
+                found.append((f"{type(owner).__name__}.{name}", item._keys))
+            elif hasattr(item, "__dict__"):
+                found += states_of(item, seen)
+    return found
+
+
+@pytest.mark.parametrize(
+    "requests", [160, pytest.param(2000, marks=pytest.mark.slow)], ids=["small", "whole"]
+)
+def test_nothing_stays_behind(requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: WeakSet[Request] = WeakSet()
+    original = Request.__init__
+
+    def tracked(self: Request, *args: Any, **fields: Any) -> None:
+        original(self, *args, **fields)
+        alive.add(self)
+
+    monkeypatch.setattr(Request, "__init__", tracked)
+    dice = random.Random(requests)
+    llm, choices = soaked(requests), configs()
+    counts: list[int] = []
+    open_ids: set[int] = set()
+    preemptions = cached = added = 0
+    while added < requests or llm.engine.has_unfinished_requests():
+        if added < requests and len(open_ids) < 20:
+            open_ids.add(
+                llm.engine.add_request(prompt_of(dice), params_of(dice), dice.choice(choices))
+            )
+            added += 1
+            if added % (requests // 4) == 0:
+                counts.append(live_tensors())
+        if open_ids and dice.random() < 0.1:
+            llm.engine.abort(open_ids.pop())
+        if dice.random() < 0.8:
+            for output in llm.engine.step():
+                if output.finished:
+                    open_ids.discard(output.request_id or 0)
+                    preemptions += sum(o.metrics.preemptions for o in output.outputs)
+                    cached += output.metrics.cached_prompt_tokens
+                    assert all(o.metrics.drafter_failure is None for o in output.outputs)
+        slab = llm._target._slab
+        assert slab.cells <= BLOCKS * KEY_BLOCK
+        assert len(slab.lengths) == len(llm._target._keys) <= 6
+        assert len(llm._engine._prefixes or ()) <= PREFIX_BLOCKS
+    assert preemptions > 0
+    assert cached > 0
+    assert not llm._target._keys
+    assert not llm._engine.busy
+    assert not llm._engine._drafters._assigned
+    assert not llm._engine._controllers._assigned
+    drafters: list[Drafter] = [llm._engine._drafter, *(s.drafter for _, s in llm._others)]
+    assert len(drafters) == 1 + len(METHODS)
+    assert not [state for drafter in drafters for state in states_of(drafter, set())]
+    gc.collect()
+    assert not list(alive)
+    assert live_tensors() <= min(counts)  # which were taken while up to 20 were open
