@@ -1,9 +1,10 @@
 """Measurements of Foretoken on real prompts; run from the project root.
 
-    python -m benchmarks.identity --prompts FILE    output with a drafter is output without one
-    python -m benchmarks.quick --prompts FILE       how much faster it is
-    python -m benchmarks.methods --prompts FILE     every method on every kind of prompt
-    python -m benchmarks.tree_cost                  a token tree against a batch row per path
+    python -m benchmarks.identity --prompts FILE      output with a drafter is output without one
+    python -m benchmarks.quick --prompts FILE         how much faster it is
+    python -m benchmarks.methods --prompts FILE       every method on every kind of prompt
+    python -m benchmarks.quantization --prompts FILE  how far int8 weights move p
+    python -m benchmarks.tree_cost                    a token tree against a batch row per path
 
 Prompts are read from a file (`benchmarks.prompts`); none come with the project.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, TypeAlias
 
 from benchmarks import BenchmarkError
 from benchmarks.report import markdown_table
+from foretoken.bench.journal import Journal
 
 __all__ = [
     "Comparison",
@@ -121,66 +121,29 @@ def _at(values: Sequence[Any], position: int) -> Any:
 class ResultsFile:
     """Comparisons as JSON lines, appended one by one; a run that was broken off goes on from it.
 
-    The first line holds the settings. A file made with other settings, another version of the
-    library or on another machine is refused, so that a summary is never a mixture.
-
     Args:
         path: created if it does not exist; None keeps the comparisons in memory only.
         settings: whatever the results depend on.
 
     Raises:
-        BenchmarkError: the file is not such a file, or its settings differ.
+        ForetokenError: the file is not such a file, or its settings differ.
     """
 
     def __init__(self, path: Path | None, settings: dict[str, Any]) -> None:
-        self._path = path
-        self.comparisons: dict[Key, Comparison] = {}
-        header = {"format": FORMAT, **settings}
+        self._journal = Journal(path, FORMAT, settings)
         try:
-            if path is not None and path.exists() and path.stat().st_size:
-                self._load(path, header)
-            else:
-                self._append(header)
-        except OSError as error:
-            raise BenchmarkError(f"cannot use {path}: {error}") from error
-
-    def _load(self, path: Path, header: dict[str, Any]) -> None:
-        text = path.read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1]  # the last line may have been cut off
-        try:
-            lines = [json.loads(line) for line in whole.splitlines()]
-            _check_header(path, lines[0], header)
-            comparisons = [Comparison.from_dict(line) for line in lines[1:]]
-        except (json.JSONDecodeError, LookupError, TypeError, AttributeError) as error:
+            comparisons = [Comparison.from_dict(line) for line in self._journal.records]
+        except (LookupError, TypeError) as error:
             raise BenchmarkError(f"{path} is not a results file: {error}.") from error
-        self.comparisons = {comparison.key: comparison for comparison in comparisons}
-        if whole != text:
-            path.write_text(whole, encoding="utf-8")
+        self.comparisons: dict[Key, Comparison] = {c.key: c for c in comparisons}
 
     def add(self, comparison: Comparison) -> None:
         """Keep one more, on disk before this returns."""
         self.comparisons[comparison.key] = comparison
-        self._append(asdict(comparison))
+        self._journal.add(asdict(comparison))
 
     def __contains__(self, key: Key) -> bool:
         return key in self.comparisons
-
-    def _append(self, record: dict[str, Any]) -> None:
-        if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
-
-
-def _check_header(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    if found.get("format") != FORMAT:
-        raise BenchmarkError(f"{path} is not a results file; choose another --output.")
-    changed = [name for name in wanted if found.get(name) != wanted[name]]
-    if changed:
-        name = changed[0]
-        raise BenchmarkError(
-            f"{path} was made with {name} {found.get(name)!r}, and this run has {wanted[name]!r}; "
-            "choose another --output."
-        )
 
 
 def summary(comparisons: Iterable[Comparison]) -> str:

@@ -111,6 +111,7 @@ def llm_for(
     method: Method,
     draft: PreTrainedModel | None = None,
     num_speculative_tokens: int | None = None,
+    max_num_seqs: int = 16,
 ) -> LLM:
     """An `LLM` on the loaded module, which is left unchanged.
 
@@ -119,7 +120,14 @@ def llm_for(
         method: how to draft.
         draft: for methods that take a draft model; None is the target itself.
         num_speculative_tokens: None is the method's default.
+        max_num_seqs: most sequences advanced together.
     """
     model = loaded.module if draft is None else draft
     config = method.config(model, num_speculative_tokens)
-    return LLM(loaded.module, tokenizer=loaded.tokenizer, speculative_config=config)
+    return LLM(
+        loaded.module,
+        tokenizer=loaded.tokenizer,
+        speculative_config=config,
+        max_num_seqs=max_num_seqs,
+        enable_prefix_caching=False,  # another round of a prompt is to read it again
+    )

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.ratios import Interval
 from benchmarks.report import command_line, markdown_table
 from benchmarks.timing import Row, Timed, row, spread
+from foretoken.bench.ratios import Interval
 
 __all__ = ["CONTROL", "FLOOR", "Report", "rows_of", "verdict"]
 

@@ -17,7 +17,7 @@ from benchmarks.speed_report import CONTROL, Report, rows_of
 from benchmarks.timing import Timed, Work, measure, time_prompt
 from foretoken import LLM, SamplingParams
 
-__all__ = ["Options", "check_writable", "measured"]
+__all__ = ["Options", "check_writable", "measured", "random_ids"]
 
 CONTROL_TEMPERATURE = 1.5
 CONTROL_TOKENS = 128

@@ -10,10 +10,11 @@ from statistics import median
 from typing import Any
 
 from benchmarks.loading import BASELINE
-from benchmarks.ratios import Interval, bootstrap_ratio, geometric_mean
 from foretoken import LLM, SamplingParams
+from foretoken.bench.ratios import Interval, bootstrap_ratio, geometric_mean
+from foretoken.bench.rounds import order
 
-__all__ = ["Row", "Run", "Timed", "Work", "measure", "order", "row", "spread", "time_prompt"]
+__all__ = ["Row", "Run", "Timed", "Work", "measure", "row", "spread", "time_prompt"]
 
 
 @dataclass(frozen=True)
@@ -161,17 +162,6 @@ def spread(timed: Sequence[Timed]) -> float:
         for runs in item.runs.values()
         for seconds in [[run.seconds for run in runs]]
     )
-
-
-def order(methods: Sequence[str], index: int) -> list[str]:
-    """The order of the methods in one round.
-
-    Every second round runs backwards, and every second pair begins one method later, so that over
-    the rounds no method is always before or after another, first or last.
-    """
-    start = index // 2 % len(methods)
-    turned = [*methods[start:], *methods[:start]]
-    return turned[::-1] if index % 2 else turned
 
 
 def measure(llm: LLM, prompt_ids: Sequence[int], params: SamplingParams) -> Run:

@@ -27,8 +27,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from benchmarks import BenchmarkError
 from benchmarks.loading import load
 from benchmarks.report import command_line, machine, markdown_table, one_line_errors, progress_bar
-from benchmarks.timing import order
 from foretoken.analysis.rows import RowsVerifier
+from foretoken.bench.rounds import order
 from foretoken.support import default_device, default_dtype
 from foretoken.target import Target
 from foretoken.tree import TokenTree

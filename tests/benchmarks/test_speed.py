@@ -4,10 +4,12 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from benchmarks.ratios import Interval, bootstrap_ratio, geometric_mean
 from benchmarks.report import markdown_table
 from benchmarks.speed_report import CONTROL, Report, rows_of, verdict
-from benchmarks.timing import Run, Timed, order, row, spread
+from benchmarks.timing import Run, Timed, row, spread
+
+from foretoken.bench.ratios import Interval, bootstrap_ratio, geometric_mean
+from foretoken.bench.rounds import order
 
 
 def run(seconds: float, tokens: tuple[int, ...] = (1, 2, 3, 4), **counts: Any) -> Run:

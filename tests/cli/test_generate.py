@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -144,7 +145,30 @@ def test_a_terminal_gets_colours_and_figures(run: Run, tiny: Path) -> None:
 
 @pytest.mark.model
 def test_default_model(run: Run) -> None:
-    value = parsed(run("generate", "What is the capital of France?", "--json"))
+    value = parsed(run("generate", "What is the capital of France? Answer in one word.", "--json"))
     assert "Paris" in str(value["text"])
     assert value["finish_reason"] == "stop"
     assert value["model"] == "smollm2-135m"
+
+
+def test_structured_outputs(run: Run, tiny: Path) -> None:
+    form = json.dumps({"regex": "(ab|cd){3}!"})
+    result = run("generate", "hello", "-m", tiny, "--structured-outputs", form, "--method", "regex")
+    assert result.exit_code == 0
+    assert re.fullmatch("(ab|cd){3}!", result.stdout.strip())
+    broken = run("generate", "hello", "-m", tiny, "--structured-outputs", '{"regex": "(a"}')
+    assert broken.exit_code == 2
+    assert error_of(broken).startswith("error: --structured-outputs: not a valid regex")
+
+
+def test_quantised_weights(run: Run, tiny: Path) -> None:
+    """Another output than that of the weights as they are, and the same with every drafter."""
+    outputs = [
+        run("generate", "hello", "-m", tiny, *SHORT, "--quantization", "int8", *more).stdout
+        for more in ([], ["--method", "none"], ["--method", "ngram_table"])
+    ]
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert len(outputs[0]) > 5
+    refused = run("generate", "hello", "-m", tiny, "--quantization", "int3")
+    assert refused.exit_code == 2
+    assert "--quantization: must be int8" in error_of(refused)

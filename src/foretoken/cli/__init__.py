@@ -16,6 +16,7 @@ import typer
 
 from foretoken import __version__
 from foretoken.cli import (
+    bench,
     chat,
     datastore,
     demo,
@@ -57,6 +58,7 @@ app.command(epilog=chat.EXAMPLES)(chat.chat)
 app.command(epilog=demo.EXAMPLES)(demo.demo)
 app.command(epilog=trace.EXAMPLES)(trace.trace)
 app.command(epilog=plan.EXAMPLES)(plan.plan)
+app.command(epilog=bench.EXAMPLES)(bench.bench)
 app.command(epilog=tree.EXAMPLES)(tree.tree)
 app.command("tune-layers", epilog=tune_layers.EXAMPLES)(tune_layers.tune_layers)
 app.add_typer(models.app, name="models")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -87,11 +88,16 @@ def _load(target: ModelOptions, config: SpeculativeConfig) -> tuple[LLM, LLM]:
         tokenizer = load_tokenizer(folder)
         if tokenizer is None:
             raise UsageError(f"{target.model} has no tokenizer to read the prompts with")
-        length = target.max_model_len
-        return (
-            LLM(model, tokenizer=tokenizer, max_model_len=length),
-            LLM(model, tokenizer=tokenizer, max_model_len=length, speculative_config=config),
+        # Every run reads its prompt again: that is part of what is compared.
+        open_with = partial(
+            LLM,
+            model,
+            tokenizer=tokenizer,
+            max_model_len=target.max_model_len,
+            quantization=target.quantization,
+            enable_prefix_caching=False,
         )
+        return open_with(), open_with(speculative_config=config)
 
 
 def _stream(

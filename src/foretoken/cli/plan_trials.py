@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from foretoken.cli.console import working
 from foretoken.cli.demo_prompts import PROMPTS
 from foretoken.cli.root import UsageError
 from foretoken.cli.session import open_as, shaped
+from foretoken.prompts_file import read_prompts
 
 if TYPE_CHECKING:
     from foretoken.analysis.compare import Assumptions, StepSample, Trial
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from foretoken.speculative import SpeculativeConfig
 
 __all__ = ["Trials", "check_plots", "open_laboratory", "read_texts", "run_trials"]
-
-TEXT_FIELDS = ("prompt", "text", "question", "instruction")
-"""Where the text of a prompt stands in a JSON line; the first one found counts."""
 
 
 @dataclass(frozen=True)
@@ -80,44 +77,15 @@ def check_plots(folder: Path) -> None:
 
 
 def read_texts(file: Path | None) -> list[str]:
-    """Prompts of a file, or three built-in ones.
-
-    Args:
-        file: `.jsonl` has one JSON string or object a line, with the text under `prompt`, `text`,
-            `question` or `instruction`, or first of `turns`; any other file has one prompt a
-            line. Empty lines are skipped.
+    """Prompts of a file (`foretoken.prompts_file`), or three built-in ones.
 
     Raises:
-        UsageError: the file is not UTF-8, a line is not a prompt, or there is none.
-        OSError: it cannot be read.
+        ForetokenError: the file cannot be read.
+        PromptError: it is not UTF-8, a line is not a prompt, or there is none.
     """
     if file is None:
         return [prompt.text for prompt in PROMPTS]
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError:
-        raise UsageError(f"{file} is not UTF-8 text") from None
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not numbered:
-        raise UsageError(f"{file} has no prompts")
-    if file.suffix != ".jsonl":
-        return [line.strip() for _, line in numbered]
-    return [_json_text(line, f"{file}, line {number}") for number, line in numbered]
-
-
-def _json_text(line: str, place: str) -> str:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{place}: not JSON ({error})") from None
-    if isinstance(value, dict):
-        turns = value.get("turns")
-        first = turns[0] if isinstance(turns, list) and turns else None
-        value = next((value[name] for name in TEXT_FIELDS if name in value), first)
-    if not isinstance(value, str) or not value.strip():
-        names = ", ".join(TEXT_FIELDS)
-        raise UsageError(f"{place}: no text under turns, {names}")
-    return value
+    return [prompt.text for prompt in read_prompts(file)]
 
 
 def open_laboratory(options: ModelOptions, config: SpeculativeConfig, *, quiet: bool) -> Laboratory:

@@ -1,3 +1,5 @@
+"""Files of prompts: what is read, what is refused, and what a sample is."""
+
 from __future__ import annotations
 
 import json
@@ -5,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.prompts import MULTI_TURN, Prompt, cut_middle, read_prompts, stratified
 
-from benchmarks import BenchmarkError
+from foretoken.errors import ForetokenError, PromptError
+from foretoken.prompts_file import MULTI_TURN, Prompt, cut_middle, read_prompts, stratified
 
 
 def write(folder: Path, name: str, *lines: Any) -> Path:
@@ -45,7 +47,7 @@ def test_other_json_lines_and_plain_text(tmp_path: Path) -> None:
     [
         ([], "has no prompts"),
         (["{"], "line 1: not JSON"),
-        (["3"], "line 1: expected an object"),
+        (["3"], "line 1: no text"),
         ([{"turns": []}], "line 1: no text"),
         ([{"turns": [5]}], "line 1: no text"),
         ([{"answer": "a"}], "line 1: no text"),
@@ -53,12 +55,12 @@ def test_other_json_lines_and_plain_text(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_a_prompt_is_refused(tmp_path: Path, lines: list[Any], told: str) -> None:
-    with pytest.raises(BenchmarkError, match=told):
+    with pytest.raises(PromptError, match=told):
         read_prompts(write(tmp_path, "bad.jsonl", *lines))
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BenchmarkError, match="cannot read"):
+    with pytest.raises(ForetokenError, match="cannot read"):
         read_prompts(tmp_path / "none.jsonl")
 
 
@@ -82,7 +84,7 @@ def test_a_sample_of_one_kind_is_that_of_all() -> None:
     prompts = many("a", "b")
     alone = stratified(prompts, 5, seed=1, kinds=["b"])
     assert alone == [p for p in stratified(prompts, 5, seed=1) if p.kind == "b"]
-    with pytest.raises(BenchmarkError, match="no prompts of kind 'd'; there are: a, b"):
+    with pytest.raises(PromptError, match="no prompts of kind 'd'; there are: a, b"):
         stratified(prompts, 5, seed=1, kinds=["d"])
 
 

@@ -1,0 +1,47 @@
+"""Figures of single calls, as they stand in the journal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["added", "first_difference", "joules", "mean_acceptance_length", "tokens"]
+
+
+def tokens(call: Mapping[str, Any]) -> int:
+    """Generated tokens of all prompts of a call."""
+    return sum(len(output["token_ids"]) for output in call["outputs"])
+
+
+def added(counts: Iterable[Mapping[str, int]]) -> dict[int, int]:
+    """Counters of JSON added up, in the order of their numbers."""
+    total: dict[int, int] = {}
+    for each in counts:
+        for name, count in each.items():
+            total[int(name)] = total.get(int(name), 0) + count
+    return dict(sorted(total.items()))
+
+
+def first_difference(expected: Sequence[int], got: Sequence[int]) -> int | None:
+    """Where the second list of tokens leaves the first; None where they are the same."""
+    if list(expected) == list(got):
+        return None
+    pairs = zip(expected, got, strict=False)
+    shorter = min(len(expected), len(got))
+    return next((at for at, (one, other) in enumerate(pairs) if one != other), shorter)
+
+
+def mean_acceptance_length(calls: Sequence[Mapping[str, Any]]) -> float | None:
+    """Tokens per drafting pass: 1 + accepted / drafts; None of peers, which do not count."""
+    outputs = [output for call in calls for output in call["outputs"] if "drafts" in output]
+    drafts = sum(output["drafts"] for output in outputs)
+    if not outputs:
+        return None
+    return 1 + sum(output["accepted"] for output in outputs) / drafts if drafts else 1.0
+
+
+def joules(calls: Sequence[Mapping[str, Any]]) -> float | None:
+    """Energy per 1,000 tokens; None without a counter."""
+    if any(call["joules"] is None for call in calls):
+        return None
+    return float(1000 * sum(call["joules"] for call in calls) / sum(map(tokens, calls)))

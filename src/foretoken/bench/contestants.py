@@ -1,0 +1,209 @@
+"""Who takes part in a comparison: this library's methods, and peers if they are installed.
+
+A contestant is plain data, so that it can be sent to a process of its own; nothing here imports
+torch or a peer.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from foretoken.errors import ConfigError
+
+__all__ = [
+    "BASELINE",
+    "OWN",
+    "PEERS",
+    "Contestant",
+    "Setting",
+    "check_installed",
+    "gguf_path",
+    "methods",
+    "peers",
+]
+
+OWN = "foretoken"
+"""The kind of contestant that is this library."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One of those compared.
+
+    Args:
+        label: what it is called in results.
+        kind: `OWN`, or a key of `PEERS`.
+        config: the speculative_config of this library's contestants; for a peer, nothing.
+        quantization: of this library's contestants.
+    """
+
+    label: str
+    kind: str
+    config: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    quantization: str | None = None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is the same for all contestants.
+
+    Args:
+        model: folder, GGUF file or alias.
+        dtype, device: of this library's and Transformers' contestants.
+        draft_model: for methods that take one, and for the assistant of Transformers.
+        gguf: the model for peers that read nothing else.
+        threads: for every contestant.
+        max_tokens: generated per request.
+        max_prompt_tokens: the middle of longer prompts is cut out.
+        max_batch: most requests at once.
+    """
+
+    model: str
+    dtype: str = "auto"
+    device: str = "auto"
+    draft_model: str | None = None
+    gguf: str | None = None
+    threads: int = 1
+    max_tokens: int = 128
+    max_prompt_tokens: int = 2048
+    max_batch: int = 1
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of prompt and output together."""
+        return self.max_prompt_tokens + self.max_tokens
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A peer in one configuration.
+
+    Args:
+        family: what `--peers` calls the library.
+        module: what Python imports.
+        needs: fields of `Setting` it cannot do without.
+    """
+
+    family: str
+    module: str
+    needs: tuple[str, ...] = ()
+
+
+PEERS: dict[str, Peer] = {
+    "transformers-plain": Peer("transformers", "transformers"),
+    "transformers-lookup": Peer("transformers", "transformers"),
+    "transformers-assistant": Peer("transformers", "transformers", ("draft_model",)),
+    "llama.cpp-plain": Peer("llama.cpp", "llama_cpp", ("gguf",)),
+    "llama.cpp-lookup": Peer("llama.cpp", "llama_cpp", ("gguf",)),
+    "openvino-plain": Peer("openvino", "openvino_genai", ("gguf",)),
+    "openvino-lookup": Peer("openvino", "openvino_genai", ("gguf",)),
+}
+
+BASELINE = Contestant("none", OWN, {"method": "none"})
+"""This library without a draft: what all others are compared with."""
+
+
+def methods(
+    texts: Sequence[str], draft_model: str | None, quantization: str | None
+) -> list[Contestant]:
+    """The baseline, and methods as they stand on a command line.
+
+    Args:
+        texts: names, or speculative_configs as JSON, which may have a `quantization` besides.
+        draft_model: for methods that take one and name none.
+        quantization: of those that name none, and of the baseline.
+
+    Raises:
+        ConfigError: one is not JSON, or a configuration is wrong.
+    """
+    baseline = Contestant(BASELINE.label, OWN, BASELINE.config, quantization)
+    chosen = [_method(text, draft_model, quantization) for text in texts]
+    return list({one.label: one for one in (baseline, *chosen)}.values())
+
+
+def _method(text: str, draft_model: str | None, quantization: str | None) -> Contestant:
+    fields: dict[str, Any] = {"method": text}
+    if text.lstrip().startswith("{"):
+        try:
+            fields = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"--method {text}: not JSON ({error}).") from None
+    if not isinstance(fields.get("method"), str):
+        raise ConfigError(f'--method {text}: give "method", the name of one.')
+    name = fields["method"]
+    own = {key: value for key, value in fields.items() if key != "method"}
+    quantization = fields.pop("quantization", quantization)
+    _complete(fields, draft_model)
+    return Contestant(f"{name} {json.dumps(own)}" if own else name, OWN, fields, quantization)
+
+
+def _complete(fields: dict[str, Any], draft_model: str | None) -> None:
+    """Add the draft model where the method takes one, and check the configuration."""
+    from foretoken.drafters.registry import METHODS
+    from foretoken.speculative import SpeculativeConfig
+
+    known = METHODS.get(fields["method"])
+    if known is not None and known.takes_model and draft_model is not None:
+        fields.setdefault("model", draft_model)
+    SpeculativeConfig.parse(fields)
+
+
+def peers(text: str, setting: Setting) -> list[Contestant]:
+    """The peers that `--peers` names: families, or one configuration each.
+
+    A family stands for those of its configurations that the setting has all parts for.
+
+    Raises:
+        ConfigError: a name is unknown, a part is missing, or a peer is not installed.
+    """
+    chosen: dict[str, Contestant] = {}
+    for name in filter(None, (part.strip() for part in text.split(","))):
+        for label in _labels(name, setting):
+            chosen[label] = Contestant(label, label)
+    for label in chosen:
+        check_installed(label)
+    return list(chosen.values())
+
+
+def _labels(name: str, setting: Setting) -> list[str]:
+    families = list(dict.fromkeys(peer.family for peer in PEERS.values()))
+    if name not in (*PEERS, *families):
+        from foretoken.config import nearest
+
+        known = nearest(name, [*families, *PEERS])
+        raise ConfigError(f"--peers: unknown peer '{name}': {known}")
+    members = [label for label, peer in PEERS.items() if name in (label, peer.family)]
+    ready = [label for label in members if not _missing(PEERS[label], setting)]
+    if not ready:
+        lacking = _missing(PEERS[members[0]], setting)[0].replace("_", "-")
+        raise ConfigError(f"--peers: {name} needs --{lacking}.")
+    return ready
+
+
+def _missing(peer: Peer, setting: Setting) -> list[str]:
+    return [name for name in peer.needs if getattr(setting, name) is None]
+
+
+def check_installed(label: str) -> None:
+    """Find out before the work that a peer is not there.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    peer = PEERS[label]
+    if importlib.util.find_spec(peer.module) is None:
+        raise ConfigError(
+            f"{peer.family} is not installed: pip install 'foretoken[peers]', or leave it out of "
+            "--peers."
+        )
+
+
+def gguf_path(setting: Setting) -> Path:
+    """The model file of peers that read GGUF."""
+    assert setting.gguf is not None, "refused by `peers` before"
+    return Path(setting.gguf)

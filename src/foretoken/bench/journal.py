@@ -1,0 +1,74 @@
+"""Records as JSON lines, appended one by one; a run that was broken off goes on from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from foretoken.errors import ForetokenError
+
+__all__ = ["Journal"]
+
+
+class Journal:
+    """A file of JSON objects, the first of which says what all others depend on.
+
+    A file made with other settings is refused, so that a summary is never a mixture.
+
+    Args:
+        path: created if it does not exist; None keeps the records in memory only.
+        format_name: what the first line is recognised by.
+        settings: whatever the records depend on.
+
+    Raises:
+        ForetokenError: the file is not such a file, cannot be used, or its settings differ.
+    """
+
+    def __init__(self, path: Path | None, format_name: str, settings: dict[str, Any]) -> None:
+        self._path = path
+        self.records: list[dict[str, Any]] = []
+        header = {"format": format_name, **settings}
+        try:
+            if path is not None and path.exists() and path.stat().st_size:
+                self._load(path, header)
+            else:
+                self._append(header)
+        except OSError as error:
+            raise ForetokenError(f"cannot use {path}: {error.strerror}.") from error
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Keep one more, on disk before this returns."""
+        self.records.append(record)
+        self._append(record)
+
+    def _load(self, path: Path, header: dict[str, Any]) -> None:
+        text = path.read_text(encoding="utf-8")
+        whole = text[: text.rfind("\n") + 1]  # the last line may have been cut off
+        try:
+            found, *self.records = [json.loads(line) for line in whole.splitlines()]
+        except ValueError as error:
+            raise ForetokenError(f"{path} is not a results file: {error}.") from error
+        if not all(isinstance(record, dict) for record in (found, *self.records)):
+            raise ForetokenError(f"{path} is not a results file: expected JSON objects.")
+        # As JSON gives it back: tuples have become lists.
+        _check_header(path, found, json.loads(json.dumps(header)))
+        if whole != text:
+            path.write_text(whole, encoding="utf-8")
+
+    def _append(self, record: dict[str, Any]) -> None:
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+
+
+def _check_header(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    if found.get("format") != wanted["format"]:
+        raise ForetokenError(f"{path} is not a results file; choose another --output.")
+    changed = [name for name in wanted if found.get(name) != wanted[name]]
+    if changed:
+        name = changed[0]
+        raise ForetokenError(
+            f"{path} was made with {name} {found.get(name)!r}, and this run has {wanted[name]!r}; "
+            "choose another --output."
+        )

@@ -1,0 +1,61 @@
+"""What a measurement depends on: processor and versions. Imports neither torch nor a model."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import foretoken
+
+__all__ = ["available_cores", "host", "package_version", "source_digest"]
+
+
+def host() -> dict[str, Any]:
+    """Processor, cores and versions."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": available_cores(),
+        "python": platform.python_version(),
+        "torch": package_version("torch"),
+        "transformers": package_version("transformers"),
+        "foretoken": foretoken.__version__,
+        "source": source_digest(),
+    }
+
+
+def available_cores() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def package_version(name: str) -> str | None:
+    """The installed version of a distribution; None if there is none."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def source_digest() -> str:
+    """Twelve hexadecimal digits that change with any line of the package."""
+    root = Path(foretoken.__file__).parent
+    digest = hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        digest.update(str(file.relative_to(root)).encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]

@@ -1,0 +1,72 @@
+"""Bytes: what a process has used at most, and what weights and KV take by their shapes.
+
+Tables 8 and 9 of Xia et al., "Speculative Decoding" (2023), give peak memory by parts.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = ["kv_bytes", "peak_bytes", "weight_bytes"]
+
+
+def peak_bytes(device: str) -> int:
+    """Most memory this process has held: of the GPU if it computes there, else resident."""
+    if device.startswith("cuda"):
+        import torch
+
+        return int(torch.cuda.max_memory_allocated(device))
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def weight_bytes(folder: Path, itemsize: int, quantization: str | None = None) -> int:
+    """Bytes of the weights that one forward pass reads.
+
+    An input embedding that is not tied to the output layer does not count: a pass looks up single
+    rows of it. With "int8" matrices have a byte a weight.
+
+    Args:
+        folder: a Hugging Face folder with safetensors.
+        itemsize: bytes of a weight as it is in memory.
+        quantization: as `LLM` takes it.
+    """
+    from safetensors import safe_open
+
+    shapes: dict[str, list[int]] = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "np") as tensors:
+            shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    untied = any(name.endswith("lm_head.weight") for name in shapes)
+    total = 0
+    for name, shape in shapes.items():
+        if untied and name.endswith(("embed_tokens.weight", "wte.weight", "embed_in.weight")):
+            continue
+        matrix = len(shape) > 1
+        total += _product(shape) * (1 if matrix and quantization == "int8" else itemsize)
+    return total
+
+
+def _product(shape: list[int]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size
+
+
+def kv_bytes(folder: Path, itemsize: int) -> int | None:
+    """Bytes of one position's keys and values in all layers; None if config.json does not say."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    layers = config.get("num_hidden_layers", config.get("n_layer"))
+    heads = config.get("num_attention_heads", config.get("n_head"))
+    hidden = config.get("hidden_size", config.get("n_embd"))
+    if not (layers and heads and hidden):
+        return None
+    width = config.get("head_dim") or hidden // heads
+    groups = config.get("num_key_value_heads") or heads
+    return int(2 * layers * groups * width * itemsize)

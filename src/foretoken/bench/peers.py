@@ -1,0 +1,220 @@
+"""Peers as contestants, each in its own best sensible configuration.
+
+Prompt lookup (Saxena, 2023) has in all of them the draft length that its own documentation
+recommends. No peer may keep the KV of a prompt it has seen: the rounds repeat every prompt. What
+one of them does not need is not imported for it, or it would count as its memory.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from foretoken.bench.contestants import Contestant, Setting, gguf_path
+from foretoken.bench.machine import package_version
+from foretoken.bench.runner import Runner
+
+__all__ = ["LlamaCppRunner", "OpenVinoRunner", "TransformersRunner", "runner"]
+
+LOOKUP_TOKENS = 10
+"""Draft length of prompt lookup where nothing else is recommended: that of its author."""
+
+
+def runner(contestant: Contestant, setting: Setting) -> Runner:
+    """Load a contestant.
+
+    Raises:
+        ForetokenError: it cannot be loaded.
+    """
+    family, _, mode = contestant.kind.rpartition("-")
+    if not family:
+        from foretoken.bench.own import OwnRunner
+
+        return OwnRunner(contestant, setting)
+    kinds: dict[str, Callable[[Setting, str], Runner]] = {
+        "transformers": TransformersRunner,
+        "llama.cpp": LlamaCppRunner,
+        "openvino": OpenVinoRunner,
+    }
+    return kinds[family](setting, mode)
+
+
+class TransformersRunner:
+    """`generate()` of Transformers: plain, with prompt lookup, or with an assistant model.
+
+    Args:
+        setting: the model, and the assistant's.
+        mode: "plain", "lookup" or "assistant".
+    """
+
+    def __init__(self, setting: Setting, mode: str) -> None:
+        import torch
+
+        from foretoken import models
+        from foretoken.bench.memory import kv_bytes, weight_bytes
+        from foretoken.support import default_device, default_dtype
+
+        torch.set_num_threads(setting.threads)
+        place = default_device(setting.device)
+        dtype = default_dtype(setting.dtype, place)
+        folder = models.resolve(setting.model)
+        self.device = str(place)
+        self._model: Any = models.load_model(folder, dtype, place)
+        self._options: dict[str, Any] = {}
+        draft_bytes = 0
+        if mode == "lookup":
+            self._options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
+        elif mode == "assistant":
+            assert setting.draft_model is not None, "refused by `peers` before"
+            draft = models.resolve(setting.draft_model)
+            self._options["assistant_model"] = models.load_model(draft, dtype, place)
+            draft_bytes = weight_bytes(draft, dtype.itemsize)
+        self._facts = {
+            "version": package_version("transformers"),
+            "batches": mode == "plain",  # assisted generation takes one prompt
+            "dtype": str(dtype).removeprefix("torch."),
+            "weight_bytes": weight_bytes(folder, dtype.itemsize),
+            "kv_bytes": kv_bytes(folder, dtype.itemsize),
+            "draft_bytes": draft_bytes,
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """Version and bytes."""
+        return self._facts
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[dict[str, Any]]:
+        """Tokens; prompts of a batch are padded on the left."""
+        import torch
+        from transformers import GenerationConfig
+
+        length = max(map(len, prompts))
+        padded = [[0] * (length - len(ids)) + list(ids) for ids in prompts]
+        masks = [[0] * (length - len(ids)) + [1] * len(ids) for ids in prompts]
+        assistant = {k: v for k, v in self._options.items() if k == "assistant_model"}
+        config = GenerationConfig(  # type: ignore[no-untyped-call]
+            do_sample=False,
+            num_beams=1,
+            repetition_penalty=1.0,
+            max_new_tokens=max_tokens,
+            min_new_tokens=max_tokens,
+            eos_token_id=None,
+            pad_token_id=0,
+            **{k: v for k, v in self._options.items() if k not in assistant},
+        )
+        output = self._model.generate(
+            torch.tensor(padded, device=self.device),
+            attention_mask=torch.tensor(masks, device=self.device),
+            generation_config=config,
+            **assistant,
+        )
+        return [{"token_ids": row[length:].tolist()} for row in output]
+
+
+class LlamaCppRunner:
+    """llama.cpp through llama-cpp-python: plain, or with its prompt lookup.
+
+    Args:
+        setting: the GGUF file and the threads.
+        mode: "plain" or "lookup".
+    """
+
+    device = "cpu"
+
+    def __init__(self, setting: Setting, mode: str) -> None:
+        library = importlib.import_module("llama_cpp")
+        draft = None
+        if mode == "lookup":
+            speculative = importlib.import_module("llama_cpp.llama_speculative")
+            # Its documentation: 10 is good for GPUs, 2 for machines without one.
+            draft = speculative.LlamaPromptLookupDecoding(num_pred_tokens=2)
+        self._llama = library.Llama(
+            model_path=str(gguf_path(setting)),
+            n_ctx=setting.longest + LOOKUP_TOKENS,
+            n_threads=setting.threads,
+            n_threads_batch=setting.threads,
+            n_gpu_layers=0,
+            draft_model=draft,
+            verbose=False,
+        )
+        self._size = gguf_path(setting).stat().st_size
+
+    def facts(self) -> dict[str, Any]:
+        """Version, and bytes of the file."""
+        return {
+            "version": package_version("llama-cpp-python"),
+            "batches": False,
+            "dtype": "as in the GGUF file",
+            "weight_bytes": self._size,
+        }
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[dict[str, Any]]:
+        """Tokens, and the time to the first one."""
+        (ids,) = prompts
+        self._llama.reset()  # or it would keep the KV of an equal prompt
+        began, first = time.perf_counter(), 0.0
+        tokens: list[int] = []
+        for token in self._llama.generate(list(ids), temp=0.0, repeat_penalty=1.0):
+            first = first or time.perf_counter() - began
+            tokens.append(int(token))
+            if len(tokens) == max_tokens:
+                break
+        return [_timed(tokens, first)]
+
+
+class OpenVinoRunner:
+    """OpenVINO GenAI on a GGUF file: plain, or with its prompt lookup.
+
+    Args:
+        setting: the GGUF file and the threads.
+        mode: "plain" or "lookup".
+    """
+
+    device = "cpu"
+
+    def __init__(self, setting: Setting, mode: str) -> None:
+        self._genai = importlib.import_module("openvino_genai")
+        self._openvino = importlib.import_module("openvino")
+        path = gguf_path(setting)
+        self._lookup = mode == "lookup"
+        scheduler = self._genai.SchedulerConfig()
+        scheduler.enable_prefix_caching = False  # its default keeps the KV of equal prompts
+        options: dict[str, Any] = {
+            "INFERENCE_NUM_THREADS": setting.threads,
+            "scheduler_config": scheduler,
+            **({"prompt_lookup": True} if self._lookup else {}),
+        }
+        self._pipeline = self._genai.LLMPipeline(os.fspath(path), "CPU", **options)
+        self._size = path.stat().st_size
+
+    def facts(self) -> dict[str, Any]:
+        """Version, and bytes of the file."""
+        return {
+            "version": package_version("openvino-genai"),
+            "batches": False,
+            "dtype": "as in the GGUF file",
+            "weight_bytes": self._size,
+        }
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[dict[str, Any]]:
+        """Tokens, and the time to the first one as the library measures it."""
+        import numpy as np
+
+        config = self._genai.GenerationConfig()
+        config.max_new_tokens = config.min_new_tokens = max_tokens
+        config.ignore_eos = True
+        config.do_sample = False
+        if self._lookup:
+            config.num_assistant_tokens, config.max_ngram_size = 5, 3  # as in its sample
+        (ids,) = prompts
+        inputs = self._openvino.Tensor(np.array([ids], dtype=np.int64))  # [1, N]
+        result = self._pipeline.generate(inputs, config)
+        first = result.perf_metrics.get_ttft().mean / 1000  # it gives milliseconds
+        return [_timed(list(result.tokens[0]), first)]
+
+
+def _timed(tokens: list[int], first: float) -> dict[str, Any]:
+    """An output whose prefill ends with its first token; this library's ends before it."""
+    return {"token_ids": tokens, "prefill_seconds": first, "decode_tokens": len(tokens) - 1}

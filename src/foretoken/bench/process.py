@@ -1,0 +1,139 @@
+"""A contestant's process from outside: start, ask, close."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any, Self
+
+from foretoken.bench.contestants import Contestant, Setting
+from foretoken.errors import ForetokenError
+
+__all__ = ["Process"]
+
+COMMAND = [sys.executable, "-W", "ignore", "-m", "foretoken.bench.worker"]
+
+_THREADS = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "RAYON_NUM_THREADS",
+)
+"""What libraries read when they are imported, so that it is set before that."""
+
+_PATIENCE = 10.0
+"""Seconds to end by itself."""
+
+
+class Process:
+    """A contestant that has been started and told to load; a context manager.
+
+    Args:
+        contestant: who.
+        setting: what is the same for all.
+
+    Attributes:
+        label: the contestant's.
+        facts: what it said of itself when it was loaded.
+    """
+
+    def __init__(self, contestant: Contestant, setting: Setting) -> None:
+        self.label = contestant.label
+        self._complaints = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._complaints,
+            text=True,
+            encoding="utf-8",
+            env={**os.environ, **dict.fromkeys(_THREADS, str(setting.threads))},
+            start_new_session=True,  # Ctrl-C is for the parent, which closes what it started
+        )
+        self.facts: dict[str, Any] = {}
+        fields = {**asdict(contestant), "config": dict(contestant.config)}
+        self._tell(contestant=fields, setting=asdict(setting))
+
+    def wait_until_loaded(self) -> None:
+        """Learn its `facts`.
+
+        Raises:
+            ForetokenError: it cannot be loaded.
+        """
+        self.facts = self._answer()
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Prompts as tokens; of this library's contestants."""
+        return list(self._ask(command="encode", texts=texts))
+
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        """One call: `seconds`, and `outputs` with the tokens of every prompt."""
+        return dict(self._ask(command="generate", prompts=prompts, max_tokens=max_tokens))
+
+    def stream(self, size: int) -> float:
+        """Seconds to stream this many bytes once."""
+        return float(self._ask(command="stream", size=size))
+
+    def memory(self) -> dict[str, int]:
+        """Most bytes so far."""
+        return dict(self._ask(command="memory"))
+
+    def _ask(self, **request: Any) -> Any:
+        self._tell(**request)
+        return self._answer()
+
+    def _tell(self, **request: Any) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # `_answer` says why
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise ForetokenError(f"{self.label} has ended: {self._last_words()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise ForetokenError(f"{self.label}: {answer['error']}")
+        return answer["answer"]
+
+    def _last_words(self) -> str:
+        """The last line on its standard error, or its exit code."""
+        code = self._process.wait(_PATIENCE)
+        self._complaints.seek(0)
+        lines = self._complaints.read().strip().splitlines()
+        return lines[-1] if lines else f"exit code {code}."
+
+    def close(self, *, force: bool = False) -> None:
+        """End it; by force in the middle of its work."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        if force:
+            self._process.kill()
+        try:
+            self._process.stdin.close()
+            self._process.wait(_PATIENCE)
+        except (OSError, subprocess.TimeoutExpired):
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        self._complaints.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(force=kind is not None)

@@ -1,0 +1,172 @@
+"""A comparison as Markdown: ratios first, and beside every number what it depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from foretoken.bench.contestants import BASELINE
+from foretoken.bench.ratios import Interval
+from foretoken.bench.rows import ALL, Row
+from foretoken.bench.summary import Results
+from foretoken.bench.tables import markdown_table
+
+__all__ = ["Table", "facts_line", "markdown", "notes", "tables"]
+
+Table = tuple[str, Sequence[str], list[list[str]]]
+"""Title, header, rows."""
+
+HEADER = (
+    "contestant",
+    "prompts",
+    f"speed over {BASELINE.label}",
+    "after prefill",
+    "tokens/s",
+    "mean acceptance length",
+    "outputs differing",
+    "first at token",
+)
+
+
+def markdown(results: Results, settings: Mapping[str, Any]) -> str:
+    """All tables and remarks."""
+    parts = ["# foretoken bench", facts_line(settings)]
+    for title, header, rows in tables(results):
+        parts += [f"## {title}", markdown_table(header, rows)]
+    remarks = "\n".join(f"- {note}" for note in notes(results))
+    return "\n\n".join([*parts, "## Remarks", remarks]) + "\n"
+
+
+def facts_line(settings: Mapping[str, Any]) -> str:
+    """What the figures depend on."""
+    hidden = ("contestants", "max_batch", "batch_sizes", "max_prompt_tokens")
+    shown = {name: value for name, value in settings.items() if name not in hidden}
+    return ", ".join(f"{name} {value}" for name, value in shown.items() if value is not None)
+
+
+def tables(results: Results) -> list[Table]:
+    """Those there is something to say in."""
+    rows = results.rows
+    overall = [row for row in rows if row.kind == ALL]
+    found: list[Table] = [("Speed", HEADER, [_cells(row) for row in overall])]
+    if len(results.kinds) > 1:
+        found.append(("Speed by kind of prompt", *_by_kind(results, rows)))
+    found.append(("Memory", *_memory(results)))
+    found.append(("Roofline", *_roofline(results)))
+    if any(row.joules is not None for row in overall):
+        joules = [[row.label, _or_dash(row.joules, ".1f")] for row in overall]
+        found.append(("Energy", ("contestant", "joules per 1,000 tokens"), joules))
+    if results.batches():
+        found.append(("Batches", *_batches(results)))
+    return found
+
+
+def notes(results: Results) -> list[str]:
+    """What a reader has to know about the figures."""
+    baseline = results.facts[BASELINE.label]
+    found = [
+        "Ratios are geometric means over prompts of medians over rounds, with a bootstrap 95 % "
+        "interval over prompts. Tokens/s are given beside them and mean nothing alone.",
+        f"Equal calls lie {results.spread:.1%} apart (longest less shortest over their median; the "
+        "median of that).",
+        f"Energy: {results.energy_source}.",
+    ]
+    found += [
+        f"{label}: version {facts['version']}, weights {facts['dtype']}"
+        + ("." if facts["dtype"] == baseline["dtype"] else f", not {baseline['dtype']}.")
+        for label, facts in results.facts.items()
+        if "version" in facts
+    ]
+    found += [
+        f"{label}: its drafter was given up: {why}"
+        for label, why in results.drafter_failures().items()
+    ]
+    overall = [row for row in results.rows if row.kind == ALL]
+    found += [
+        f"{row.label}: outputs must be those of {BASELINE.label}, and differ on {row.differing} "
+        "prompts."
+        for row in overall
+        if row.promised and row.differing
+    ]
+    found += [
+        f"{row.label}: on {row.learning} prompts the rounds took different numbers of target "
+        "passes. It goes by the clock, or learns from earlier requests: then only --rounds 1 is "
+        "fair, since every round has the same prompts."
+        for row in overall
+        if row.learning
+    ]
+    return found
+
+
+def _cells(row: Row) -> list[str]:
+    return [
+        row.label,
+        str(row.prompts),
+        _interval(row.ratio),
+        _interval(row.decode_ratio),
+        f"{row.speed:.1f}",
+        _or_dash(row.mean_acceptance_length, ".2f"),
+        str(row.differing),
+        _or_dash(row.first_difference, "d"),
+    ]
+
+
+def _by_kind(results: Results, rows: Sequence[Row]) -> tuple[Sequence[str], list[list[str]]]:
+    by_key = {(row.label, row.kind): row for row in rows}
+    found = [
+        [label, *(_ratio_of(by_key.get((label, kind))) for kind in results.kinds)]
+        for label in results.labels
+    ]
+    return ("contestant", *results.kinds), found
+
+
+def _ratio_of(row: Row | None) -> str:
+    return _interval(None if row is None else row.ratio)
+
+
+def _memory(results: Results) -> tuple[Sequence[str], list[list[str]]]:
+    header = ("contestant", "peak MB", "weights MB", "KV of the longest request MB", "drafter MB")
+    found = [
+        [one.label, *(_megabytes(size) for size in (one.peak, one.weights, one.cache, one.drafter))]
+        for one in results.memory()
+    ]
+    return header, found
+
+
+def _roofline(results: Results) -> tuple[Sequence[str], list[list[str]]]:
+    header = ("contestant", "ms to stream the weights once", "ms of a step", "of the roofline")
+    found = [
+        [label, f"{1000 * stream:.2f}", f"{1000 * step:.2f}", f"{stream / step:.1%}"]
+        for label, stream, step in results.roofline()
+    ]
+    return header, found
+
+
+def _batches(results: Results) -> tuple[Sequence[str], list[list[str]]]:
+    points = results.batches()
+    base = {point.size: point.throughput for point in points if point.label == BASELINE.label}
+    found = [
+        [
+            point.label,
+            str(point.size),
+            f"{point.throughput / base[point.size]:.3f}",
+            f"{point.latency:.3g}",
+            f"{point.throughput:.1f}",
+        ]
+        for point in points
+        if point.size in base
+    ]
+    header = ("contestant", "prompts at once", f"speed over {BASELINE.label}", "seconds")
+    return (*header, "tokens/s together"), found
+
+
+def _interval(interval: Interval | None) -> str:
+    return "-" if interval is None else str(interval)
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _megabytes(size: int | None) -> str:
+    return "-" if size is None else f"{size / 1e6:,.1f}"

@@ -1,0 +1,222 @@
+"""Rounds: every contestant on every prompt, in turn, each call on disk before the next begins."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from itertools import cycle, islice
+from typing import Any
+
+from foretoken.bench.contestants import BASELINE, Contestant, Setting
+from foretoken.bench.energy import open_meter
+from foretoken.bench.journal import Journal
+from foretoken.bench.machine import host
+from foretoken.bench.process import Process
+from foretoken.bench.rounds import order
+from foretoken.prompts_file import Prompt
+
+__all__ = ["FORMAT", "Job", "Plan", "Unit", "pending", "run"]
+
+FORMAT = "foretoken-bench-1"
+
+WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one call is about: a prompt, or several at once."""
+
+    id: str
+    kind: str
+    prompts: tuple[Prompt, ...]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of one contestant in one round."""
+
+    label: str
+    unit: Unit
+    round: int
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What it is a call of."""
+        return self.label, self.unit.id, self.round
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be measured.
+
+    Args:
+        contestants: the baseline first.
+        setting: what is the same for all.
+        prompts: the sample.
+        rounds: calls of every contestant on every prompt.
+        batch_sizes: numbers of prompts at once, besides 1.
+    """
+
+    contestants: tuple[Contestant, ...]
+    setting: Setting
+    prompts: tuple[Prompt, ...]
+    rounds: int
+    batch_sizes: tuple[int, ...] = ()
+
+    def units(self) -> list[Unit]:
+        """Every prompt alone, then the first ones of the sample as batches."""
+        alone = [Unit(prompt.id, prompt.kind, (prompt,)) for prompt in self.prompts]
+        batches = [
+            Unit(f"batch of {size}", "batch", tuple(islice(cycle(self.prompts), size)))
+            for size in self.batch_sizes
+        ]
+        return alone + batches
+
+    def header(self) -> dict[str, Any]:
+        """What results depend on. More rounds may be added later."""
+        texts = json.dumps([[prompt.id, prompt.text] for prompt in self.prompts])
+        return {
+            **asdict(self.setting),
+            "quantization": self.contestants[0].quantization,
+            "contestants": [one.label for one in self.contestants],
+            "prompts": hashlib.sha256(texts.encode()).hexdigest()[:12],
+            "batch_sizes": list(self.batch_sizes),
+            **host(),
+        }
+
+
+def facts_of(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What the contestants said of themselves, by label; the last time counts."""
+    found = [record for record in records if record["type"] == "contestant"]
+    return {record["label"]: record["facts"] for record in found}
+
+
+def pending(plan: Plan, journal: Journal, facts: Mapping[str, Mapping[str, Any]]) -> list[Job]:
+    """The calls that are not in the journal yet, in the order in which they are to be made."""
+    done = {
+        (record["contestant"], record["unit"], record["round"])
+        for record in journal.records
+        if record["type"] == "request"
+    }
+    return [job for job in _jobs(plan, facts) if job.key not in done]
+
+
+def _jobs(plan: Plan, facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Job]:
+    for unit in plan.units():
+        able = [
+            one.label
+            for one in plan.contestants
+            if len(unit.prompts) == 1 or facts[one.label]["batches"]
+        ]
+        for index in range(plan.rounds):
+            for label in order(able, index):
+                yield Job(label, unit, index)
+
+
+def run(plan: Plan, journal: Journal, show: Callable[[str, int, int], object]) -> None:
+    """Make the calls that are missing.
+
+    Args:
+        plan: what is to be measured.
+        journal: what there is already, and where the rest goes.
+        show: told what is being done, how many calls are done and how many there are.
+
+    Raises:
+        ForetokenError: a contestant cannot be loaded, or has ended.
+    """
+    if _complete(plan, journal):
+        return
+    with ExitStack() as stack:
+        processes: dict[str, Process] = {}
+        for one in plan.contestants:  # all load at the same time
+            processes[one.label] = stack.enter_context(Process(one, plan.setting))
+        for process in processes.values():
+            show(f"loading {process.label}", 0, 1)
+            process.wait_until_loaded()
+        _Session(plan, journal, processes, show).run()
+
+
+def _complete(plan: Plan, journal: Journal) -> bool:
+    """Whether nothing is missing, the roofline at the end included."""
+    known = facts_of(journal.records)
+    if not all(one.label in known for one in plan.contestants):
+        return False
+    ended = any(record["type"] == "roofline" for record in journal.records)
+    return ended and not pending(plan, journal, known)
+
+
+class _Session:
+    """Processes that are running, and the journal."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        journal: Journal,
+        processes: Mapping[str, Process],
+        show: Callable[[str, int, int], object],
+    ) -> None:
+        self._plan = plan
+        self._journal = journal
+        self._processes = processes
+        self._show = show
+        baseline = processes[BASELINE.label]
+        encoded = baseline.encode([prompt.text for prompt in plan.prompts])
+        self._ids = dict(zip([prompt.id for prompt in plan.prompts], encoded, strict=True))
+        self._meter, self._energy = open_meter(str(baseline.facts["device"]))
+
+    def run(self) -> None:
+        """Facts, warm-up, all calls, the memory they took, and the roofline."""
+        for label, process in self._processes.items():
+            self._journal.add({"type": "contestant", "label": label, "facts": process.facts})
+        self._journal.add({"type": "energy", "source": self._energy})
+        self._warm_up()
+        facts = {label: process.facts for label, process in self._processes.items()}
+        jobs = pending(self._plan, self._journal, facts)
+        for done, job in enumerate(jobs):
+            self._show(f"{job.label}, prompt {job.unit.id}", done, len(jobs))
+            self._journal.add(self._call(job))
+        self._show("done", len(jobs), len(jobs))
+        for label, process in self._processes.items():
+            self._journal.add({"type": "memory", "label": label, **process.memory()})
+        self._roofline()  # last, for what it reads would count as memory of the baseline's
+
+    def _warm_up(self) -> None:
+        """Once the longest prompt, and every batch: caches are then as large as they will be."""
+        longest = max(self._ids.values(), key=len)
+        units = [unit for unit in self._plan.units() if len(unit.prompts) > 1]
+        for label, process in self._processes.items():
+            self._show(f"warming up {label}", 0, 1)
+            process.generate([longest], WARM_UP_TOKENS)
+            if process.facts["batches"]:
+                for unit in units:
+                    process.generate(self._tokens(unit), WARM_UP_TOKENS)
+
+    def _roofline(self) -> None:
+        """The time to stream the weights of every contestant, by the baseline's process."""
+        sizes = {process.facts["weight_bytes"] for process in self._processes.values()}
+        for size in sorted(sizes):
+            seconds = self._processes[BASELINE.label].stream(size)
+            self._journal.add({"type": "roofline", "bytes": size, "seconds": seconds})
+
+    def _tokens(self, unit: Unit) -> list[list[int]]:
+        return [self._ids[prompt.id] for prompt in unit.prompts]
+
+    def _call(self, job: Job) -> dict[str, Any]:
+        prompts = self._tokens(job.unit)
+        before = self._meter.read() if self._meter else []
+        answer = self._processes[job.label].generate(prompts, self._plan.setting.max_tokens)
+        joules = self._meter.joules(before, self._meter.read()) if self._meter else None
+        return {
+            "type": "request",
+            "contestant": job.label,
+            "unit": job.unit.id,
+            "kind": job.unit.kind,
+            "batch": len(prompts),
+            "round": job.round,
+            "prompt_tokens": [len(ids) for ids in prompts],
+            "joules": joules,
+            **answer,
+        }

@@ -1,0 +1,276 @@
+"""`foretoken bench`: methods and peers compared on a file of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from foretoken.cli.console import display, errors, plain
+from foretoken.cli.files import write_whole
+from foretoken.cli.options import DEFAULT_METHOD, DEFAULT_MODEL, flat, in_panel
+from foretoken.cli.report import as_json
+from foretoken.cli.root import UsageError, examples
+from foretoken.cli.session import resolve
+
+if TYPE_CHECKING:
+    from foretoken.bench.journal import Journal
+    from foretoken.bench.run import Plan
+    from foretoken.bench.summary import Results
+    from foretoken.prompts_file import Prompt
+
+__all__ = ["EXAMPLES", "bench"]
+
+EXAMPLES = examples(
+    "foretoken bench questions.jsonl  # none, ngram and Transformers",
+    "foretoken bench mine.txt --method suffix --method ngram_table --all",
+    "foretoken bench mine.txt --peers transformers,openvino --gguf model.gguf",
+    "foretoken bench mine.txt --batch-sizes 4,16 --output results",
+    "foretoken bench mine.txt --output results --resume  # after Ctrl-C",
+)
+
+DEFAULT_PEERS = "transformers-plain"
+DEFAULT_PER_KIND = 5
+RECORDS, TABLE, PAGE = "results.jsonl", "table.md", "report.html"
+
+
+@dataclass(frozen=True)
+class Contenders:
+    """Who is compared with plain decoding."""
+
+    method: Annotated[
+        list[str] | None,
+        in_panel(
+            "Contestants",
+            "A method, or a JSON speculative_config, which may have a quantization; repeatable.",
+            show_default=DEFAULT_METHOD,
+        ),
+    ] = None
+    peers: Annotated[
+        str,
+        in_panel(
+            "Contestants",
+            "transformers, llama.cpp, openvino: with -plain, -lookup or -assistant just that.",
+            metavar="PEER,...",
+        ),
+    ] = DEFAULT_PEERS
+    gguf: Annotated[
+        Path | None,
+        in_panel("Contestants", "The model for llama.cpp and openvino.", metavar="FILE"),
+    ] = None
+    draft_model: Annotated[
+        str | None,
+        in_panel("Contestants", "For methods that take one, and for transformers-assistant."),
+    ] = None
+
+
+@dataclass(frozen=True)
+class Target:
+    """Which model, and how it runs."""
+
+    model: Annotated[
+        str, in_panel("Model", "Folder, .gguf file or alias (`foretoken models`).", "--model", "-m")
+    ] = DEFAULT_MODEL
+    dtype: Annotated[str, in_panel("Model", "auto, float32, bfloat16 or float16 (GPU).")] = "auto"
+    device: Annotated[str, in_panel("Model", "auto, cpu, cuda, ...")] = "auto"
+    quantization: Annotated[
+        str | None, in_panel("Model", "int8 halves the weights (CPU), the baseline's too.")
+    ] = None
+    threads: Annotated[
+        int | None, in_panel("Model", "Of every contestant.", min=1, show_default="all cores")
+    ] = None
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How much is measured."""
+
+    per_kind: Annotated[
+        int | None,
+        in_panel("Amount", "Prompts of each kind.", min=1, show_default=str(DEFAULT_PER_KIND)),
+    ] = None
+    everything: Annotated[bool, in_panel("Amount", "All prompts of the file.", "--all")] = False
+    rounds: Annotated[int, in_panel("Amount", "Calls on every prompt.", min=1)] = 3
+    max_tokens: Annotated[int, in_panel("Amount", "Tokens of every output.", min=2)] = 128
+    max_prompt_tokens: Annotated[
+        int, in_panel("Amount", "The middle of longer prompts is cut out.", min=2)
+    ] = 2048
+    batch_sizes: Annotated[
+        str | None,
+        in_panel("Amount", "Also so many prompts at once.", metavar="N,N,...", show_default="1"),
+    ] = None
+    seed: Annotated[int, in_panel("Amount", "Of the sample of prompts.", min=0)] = 0
+
+    def sample(self, file: Path) -> tuple[Prompt, ...]:
+        """Prompts of the file."""
+        from foretoken.prompts_file import read_prompts, stratified
+
+        prompts = read_prompts(file)
+        if self.everything:
+            if self.per_kind is not None:
+                raise UsageError(f"--all takes every prompt: leave out --per-kind {self.per_kind}")
+            return tuple(prompts)
+        return tuple(stratified(prompts, self.per_kind or DEFAULT_PER_KIND, self.seed))
+
+    def batches(self) -> tuple[int, ...]:
+        """Batch sizes besides 1, ascending."""
+        try:
+            sizes = {int(part) for part in (self.batch_sizes or "1").split(",")}
+        except ValueError:
+            sizes = {0}
+        if min(sizes) < 1:
+            raise UsageError(f"--batch-sizes takes numbers, as in 1,4,16, got {self.batch_sizes}")
+        return tuple(sorted(sizes - {1}))
+
+
+@flat
+def bench(
+    prompts: Annotated[
+        Path, typer.Argument(help="Spec-Bench's JSON lines, others, or a prompt a line.")
+    ],
+    contenders: Contenders,
+    target: Target,
+    amount: Amount,
+    output: Annotated[
+        Path, in_panel("Output", "Folder for records, table and report.", metavar="DIR")
+    ] = Path("foretoken-bench"),
+    resume: Annotated[
+        bool, in_panel("Output", "Go on with what is in --output already.", "--resume")
+    ] = False,
+    json_output: Annotated[bool, in_panel("Output", "Print one JSON object.", "--json")] = False,
+) -> None:
+    """Compare methods, and peers, on your prompts.
+
+    Every contestant has a process of its own; calls take turns, greedy, with
+    the same prompts, number of tokens and threads. Results are ratios to
+    plain decoding (none) with bootstrap intervals. Exits with 1 if a
+    lossless method's output is not that of plain decoding.
+    """
+    plan = _plan(prompts, contenders, target, amount)
+    journal = _journal(plan, output, resume=resume)
+    from foretoken.bench.run import run
+    from foretoken.bench.summary import Results
+
+    with _progress(quiet=json_output) as show:
+        run(plan, journal, show)
+    results = Results(journal.records, plan.contestants, amount.seed)
+    _write(plan, results, output, as_object=json_output)
+    if broken := results.broken():
+        names = ", ".join(row.label for row in broken)
+        errors().print(plain(f"error: outputs differ from plain decoding's: {names}", "error"))
+        raise typer.Exit(1)
+
+
+def _plan(file: Path, contenders: Contenders, target: Target, amount: Amount) -> Plan:
+    """Find every mistake that needs no model to be seen."""
+    from foretoken.bench.contestants import Setting, methods, peers
+    from foretoken.bench.run import Plan
+
+    sample = amount.sample(file)
+    sizes = amount.batches()
+    gguf = contenders.gguf
+    if gguf is not None and not gguf.is_file():
+        raise UsageError(f"--gguf: there is no file {gguf}")
+    setting = Setting(
+        model=target.model,
+        dtype=target.dtype,
+        device=target.device,
+        draft_model=contenders.draft_model,
+        gguf=None if gguf is None else str(gguf.resolve()),
+        threads=target.threads or _threads(),
+        max_tokens=amount.max_tokens,
+        max_prompt_tokens=amount.max_prompt_tokens,
+        max_batch=max((16, *sizes)),
+    )
+    own = methods(contenders.method or [DEFAULT_METHOD], setting.draft_model, target.quantization)
+    others = peers(contenders.peers, setting)
+    _refuse_unused(contenders, [one.kind for one in others], [dict(one.config) for one in own])
+    for name in filter(None, (setting.model, setting.draft_model)):
+        resolve(name)
+    return Plan((*own, *others), setting, sample, amount.rounds, sizes)
+
+
+def _refuse_unused(
+    contenders: Contenders, kinds: list[str], configs: list[dict[str, object]]
+) -> None:
+    """Refuse options that would have no effect."""
+    if contenders.gguf is not None and all(kind.startswith("transformers") for kind in kinds):
+        raise UsageError("--gguf is for the peers llama.cpp and openvino: add --peers")
+    used = any(config.get("model") == contenders.draft_model for config in configs)
+    if contenders.draft_model is not None and not used and "transformers-assistant" not in kinds:
+        raise UsageError(
+            "--draft-model: no contestant takes it: add --method draft_model or "
+            "--peers transformers-assistant"
+        )
+
+
+def _threads() -> int:
+    """What the environment says, or all cores."""
+    import os
+
+    from foretoken.bench.machine import available_cores
+
+    said = os.environ.get("OMP_NUM_THREADS", "")
+    return int(said) if said.isdigit() and int(said) > 0 else available_cores()
+
+
+def _journal(plan: Plan, folder: Path, *, resume: bool) -> Journal:
+    """The records in the folder, which is made if need be.
+
+    Raises:
+        UsageError: there are some, and nobody said what to do with them; or there are none.
+    """
+    from foretoken.bench.journal import Journal
+    from foretoken.bench.run import FORMAT
+
+    file = folder / RECORDS
+    if file.exists() and not resume:
+        raise UsageError(f"{file} is there already: add --resume, or choose another --output")
+    if resume and not file.exists():
+        raise UsageError(f"--resume: there is no {file}")
+    folder.mkdir(parents=True, exist_ok=True)
+    return Journal(file, FORMAT, plan.header())
+
+
+@contextmanager
+def _progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], object]]:
+    """A progress bar on stderr, for who watches a terminal."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = errors()
+    columns = (BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
+    text = TextColumn("{task.description}", markup=False)
+    shown = console.is_terminal and not quiet
+    with Progress(*columns, text, console=console, disable=not shown, transient=True) as bar:
+        task = bar.add_task("starting", total=1)
+        yield lambda doing, done, total: bar.update(
+            task, description=doing, completed=done, total=total
+        )
+
+
+def _write(plan: Plan, results: Results, folder: Path, *, as_object: bool) -> None:
+    """The table and the report into the folder, and one of table and object to stdout."""
+    from foretoken.bench.page import html
+    from foretoken.bench.report import markdown
+
+    header = plan.header()
+    table = markdown(results, header)
+    write_whole(folder / TABLE, table)
+    write_whole(folder / PAGE, html(results, header))
+    if as_object:
+        display().out(as_json({"settings": header, **results.as_dict()}))
+        return
+    display().out(table.rstrip())
+    console = errors()
+    if console.is_terminal:
+        console.print(plain(f"{RECORDS}, {TABLE} and {PAGE} are in {folder}.", "note"))

@@ -1,0 +1,119 @@
+"""Records as a run writes them, with figures one can check by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from foretoken.bench.contestants import BASELINE, OWN, Contestant
+
+NGRAM = Contestant("ngram", OWN, {"method": "ngram"})
+PLAIN = Contestant("transformers-plain", "transformers-plain")
+CONTESTANTS = (BASELINE, NGRAM, PLAIN)
+
+OWN_FACTS = {
+    "batches": True,
+    "dtype": "float32",
+    "max_model_len": 256,
+    "lossless": True,
+    "weight_bytes": 1_000_000,
+    "kv_bytes": 100,
+    "draft_bytes": 0,
+    "device": "cpu",
+    "peak_bytes": 5_000_000,
+}
+PEER_FACTS = {
+    "version": "5",
+    "batches": True,
+    "dtype": "float32",
+    "weight_bytes": 1_000_000,
+    "device": "cpu",
+    "peak_bytes": 4_000_000,
+}
+HEADER = {
+    "model": "tiny",
+    "dtype": "auto",
+    "threads": 1,
+    "contestants": [one.label for one in CONTESTANTS],
+    "cpu": "any <processor>",
+    "gguf": None,
+}
+
+
+def own_output(tokens: list[int], **fields: Any) -> dict[str, Any]:
+    counts: dict[str, Any] = {
+        "cached_prompt_tokens": 0,
+        "drafter_failure": None,
+        "prefill_seconds": 0.5,
+        "draft_seconds": 0.0,
+        "passes": 4,
+        "drafts": 0,
+        "accepted": 0,
+        "accepted_lengths": {},
+        "verify_seconds": {"1": [0.1, 0.2, 0.3]},
+        "branched": False,
+    }
+    return {"token_ids": tokens, **counts, **fields}
+
+
+def request(
+    label: str,
+    seconds: float,
+    *outputs: dict[str, Any],
+    unit: str = "1",
+    kind: str = "qa",
+    index: int = 0,
+    joules: float | None = None,
+) -> dict[str, Any]:
+    return {
+        "type": "request",
+        "contestant": label,
+        "unit": unit,
+        "kind": kind,
+        "batch": len(outputs),
+        "round": index,
+        "prompt_tokens": [6] * len(outputs),
+        "joules": joules,
+        "seconds": seconds,
+        "outputs": list(outputs),
+    }
+
+
+def drafted(tokens: list[int], **fields: Any) -> dict[str, Any]:
+    counts = {
+        "passes": 2,
+        "drafts": 2,
+        "accepted": 2,
+        "accepted_lengths": {"0": 1, "2": 1},
+        "verify_seconds": {"3": [0.2, 0.4]},
+    }
+    return own_output(tokens, **{**counts, **fields})
+
+
+def background() -> list[dict[str, Any]]:
+    """What stands in a journal beside the requests."""
+    return [
+        {"type": "contestant", "label": "none", "facts": OWN_FACTS},
+        {"type": "contestant", "label": "ngram", "facts": OWN_FACTS},
+        {"type": "contestant", "label": "transformers-plain", "facts": PEER_FACTS},
+        {"type": "energy", "source": "unavailable: no counter"},
+        {"type": "roofline", "bytes": 1_000_000, "seconds": 0.05},
+        {"type": "memory", "label": "none", "peak_bytes": 6_000_000},
+    ]
+
+
+def complete() -> list[dict[str, Any]]:
+    """Two kinds of two prompts, and a batch of two."""
+    records = background()
+    for unit, kind, factor in (("1", "qa", 2), ("2", "qa", 1), ("3", "rag", 4), ("4", "rag", 3)):
+        tokens = [1, 2, 3, 4]
+        records += [
+            request("none", 4.0, own_output(tokens), unit=unit, kind=kind),
+            request("ngram", 4.0 / factor, drafted(tokens), unit=unit, kind=kind),
+            request("transformers-plain", 8.0, {"token_ids": tokens}, unit=unit, kind=kind),
+        ]
+    both = own_output([1, 2, 3, 4]), own_output([1, 2, 3, 4])
+    records += [
+        request("none", 5.0, *both, unit="batch of 2", kind="batch"),
+        request("ngram", 4.0, *both, unit="batch of 2", kind="batch"),
+    ]
+    return records

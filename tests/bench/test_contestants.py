@@ -1,0 +1,98 @@
+"""Who takes part, and what is refused before the work."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from foretoken.bench.contestants import PEERS, Setting, methods, peers
+from foretoken.errors import ConfigError
+
+WHOLE = Setting("model", draft_model="small", gguf="model.gguf")
+
+
+@pytest.fixture
+def everything_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
+
+
+def test_the_baseline_is_always_first_and_nobody_is_twice() -> None:
+    assert [one.label for one in methods(["ngram", "none", "ngram"], None, None)] == [
+        "none",
+        "ngram",
+    ]
+
+
+def test_a_method_as_json_with_a_quantization_of_its_own() -> None:
+    text = '{"method": "ngram", "prompt_lookup_max": 3, "quantization": "int8"}'
+    none, ngram = methods([text], None, None)
+    assert ngram.config == {"method": "ngram", "prompt_lookup_max": 3}
+    assert (none.quantization, ngram.quantization) == (None, "int8")
+    assert ngram.label == 'ngram {"prompt_lookup_max": 3, "quantization": "int8"}'
+
+
+def test_a_draft_model_goes_to_methods_that_take_one() -> None:
+    _, ngram, drafted = methods(["ngram", "draft_model"], "small", "int8")
+    assert "model" not in ngram.config
+    assert drafted.config["model"] == "small"
+    assert drafted.quantization == "int8"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "not JSON"),
+        ("{}", 'give "method"'),
+        ("engram", "did you mean 'ngram'"),
+        ('{"method": "ngram", "window": 3}', "has no field 'window'"),
+        ("draft_model", "needs a draft model"),
+    ],
+)
+def test_a_wrong_method_is_refused(text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        methods([text], None, None)
+
+
+@pytest.mark.usefixtures("everything_installed")
+def test_a_family_is_all_its_configurations() -> None:
+    chosen = peers("transformers,llama.cpp,openvino", WHOLE)
+    assert [one.label for one in chosen] == list(PEERS)
+    assert [one.label for one in peers("openvino-lookup, transformers-plain", WHOLE)] == [
+        "openvino-lookup",
+        "transformers-plain",
+    ]
+    assert peers("", WHOLE) == []
+
+
+@pytest.mark.usefixtures("everything_installed")
+def test_a_family_leaves_out_what_has_no_draft_model() -> None:
+    labels = [one.label for one in peers("transformers", Setting("model"))]
+    assert labels == ["transformers-plain", "transformers-lookup"]
+
+
+@pytest.mark.usefixtures("everything_installed")
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("llama.cpp", "llama.cpp needs --gguf"),
+        ("openvino-plain", "openvino-plain needs --gguf"),
+        ("transformers-assistant", "needs --draft-model"),
+        ("llama", "unknown peer 'llama': did you mean 'llama.cpp'?"),
+    ],
+)
+def test_a_peer_that_lacks_something_is_refused(text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        peers(text, Setting("model"))
+
+
+@pytest.mark.parametrize("family", ["llama.cpp", "openvino"])
+def test_a_peer_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    known: Any = importlib.util.find_spec
+    absent = ("llama_cpp", "openvino_genai")
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in absent else known(name)
+    )
+    with pytest.raises(ConfigError, match=r"is not installed: pip install 'foretoken\[peers\]'"):
+        peers(family, WHOLE)

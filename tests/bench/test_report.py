@@ -1,0 +1,101 @@
+"""Markdown and HTML of known figures."""
+
+from __future__ import annotations
+
+import base64
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from foretoken.bench import figures
+from foretoken.bench.page import html
+from foretoken.bench.report import markdown
+from foretoken.bench.summary import Results
+from tests.bench.records import CONTESTANTS, HEADER, complete
+
+PLOTS = [
+    "Speed-up by kind of prompt",
+    "Single-prompt speed-ups",
+    "Accepted tokens per draft",
+    "Latency against throughput by batch size",
+    "Peak memory",
+]
+VOID = {"meta", "img"}
+
+
+class Page(HTMLParser):
+    """Checks that tags are balanced, and keeps images and cells."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.images: dict[str, str] = {}
+        self.cells: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        fields = dict(attrs)
+        assert not (fields.get("href") or "").startswith("http")
+        if tag == "img":
+            self.images[fields["alt"] or ""] = fields["src"] or ""
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] == "td":
+            self.cells.append(data)
+
+
+def results() -> Results:
+    return Results(complete(), CONTESTANTS)
+
+
+def test_markdown_has_every_table() -> None:
+    text = markdown(results(), HEADER)
+    titles = [line for line in text.splitlines() if line.startswith("## ")]
+    assert titles == [
+        *("## Speed", "## Speed by kind of prompt", "## Memory", "## Roofline", "## Batches"),
+        "## Remarks",
+    ]
+    assert "2.213 [" in text
+    assert "Energy: unavailable: no counter." in text
+    assert "transformers-plain: version 5, weights float32." in text
+
+
+def test_the_page_is_one_file_with_all_plots() -> None:
+    pytest.importorskip("matplotlib")
+    page = Page(html(results(), HEADER))
+    assert list(page.images) == PLOTS
+    for source in page.images.values():
+        kind, _, content = source.partition(",")
+        assert kind == "data:image/svg+xml;base64"
+        assert ElementTree.fromstring(base64.b64decode(content)).tag.endswith("svg")
+    assert "transformers-plain" in page.cells
+
+
+def test_verify_cost_is_drawn_where_there_are_several_sizes() -> None:
+    pytest.importorskip("matplotlib")
+    records = complete()
+    for record in records:
+        if record["type"] == "request" and record["contestant"] == "ngram":
+            record["outputs"][0]["verify_seconds"] = {"1": [0.1], "4": [0.2]}
+    plots = figures.draw_all(Results(records, CONTESTANTS))
+    assert "Cost of verification by nodes" in plots
+    assert "nodes of a target pass" in plots["Cost of verification by nodes"]
+
+
+def test_what_users_write_is_escaped() -> None:
+    assert "any &lt;processor&gt;" in html(results(), HEADER)
+
+
+def test_without_matplotlib_the_page_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    text = html(results(), HEADER)
+    assert Page(text).images == {}
+    assert "pip install 'foretoken[plots]'" in text

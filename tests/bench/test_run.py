@@ -1,0 +1,178 @@
+"""Rounds on make-believe processes: the order, what is kept, what is not done again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from foretoken.bench import process, run
+from foretoken.bench.contestants import BASELINE, Contestant, Setting
+from foretoken.bench.journal import Journal
+from foretoken.bench.process import Process
+from foretoken.bench.run import FORMAT, Plan
+from foretoken.errors import ForetokenError
+from foretoken.prompts_file import Prompt
+from tests.bench.records import OWN_FACTS, PEER_FACTS
+
+PEER = Contestant("transformers-plain", "transformers-plain")
+PROMPTS = tuple(Prompt(name, "kind", name * 3) for name in ("a", "b"))
+
+
+class BrokenOffError(Exception):
+    """Stands for whatever ends a run."""
+
+
+class FakeProcess:
+    """Answers at once, and keeps who was asked for what; may break off."""
+
+    calls: list[tuple[str, int, int]]
+    lasts: int
+
+    def __init__(self, contestant: Contestant, setting: Setting) -> None:
+        self.label = contestant.label
+        self.facts: dict[str, Any] = {}
+
+    def wait_until_loaded(self) -> None:
+        own = self.label == BASELINE.label
+        self.facts = OWN_FACTS if own else {**PEER_FACTS, "batches": False}
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        return [[ord(letter) for letter in text] for text in texts]
+
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        if len(type(self).calls) == type(self).lasts:
+            raise BrokenOffError
+        type(self).calls.append((self.label, len(prompts), max_tokens))
+        return {"seconds": 1.0, "outputs": [{"token_ids": [1] * max_tokens} for _ in prompts]}
+
+    def stream(self, size: int) -> float:
+        return size / 1e9
+
+    def memory(self) -> dict[str, int]:
+        return {"peak_bytes": 1}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> type[FakeProcess]:
+    monkeypatch.setattr(run, "Process", FakeProcess)
+    FakeProcess.calls, FakeProcess.lasts = [], 1000
+    return FakeProcess
+
+
+def plan(rounds: int = 2, batch_sizes: tuple[int, ...] = ()) -> Plan:
+    return Plan((BASELINE, PEER), Setting("m", max_tokens=4), PROMPTS, rounds, batch_sizes)
+
+
+def silent(*_: object) -> None:
+    pass
+
+
+def requests(journal: Journal) -> list[tuple[str, str, int]]:
+    return [
+        (record["contestant"], record["unit"], record["round"])
+        for record in journal.records
+        if record["type"] == "request"
+    ]
+
+
+def test_contestants_take_turns_on_every_prompt(processes: type[FakeProcess]) -> None:
+    journal = Journal(None, FORMAT, {})
+    run.run(plan(), journal, silent)
+    peer = PEER.label
+    assert requests(journal) == [
+        *(("none", "a", 0), (peer, "a", 0), (peer, "a", 1), ("none", "a", 1)),
+        *(("none", "b", 0), (peer, "b", 0), (peer, "b", 1), ("none", "b", 1)),
+    ]
+    warm_up = processes.calls[:2]
+    assert warm_up == [("none", 1, run.WARM_UP_TOKENS), (peer, 1, run.WARM_UP_TOKENS)]
+    assert {call[1:] for call in processes.calls[2:]} == {(1, 4)}
+    kinds = {record["type"] for record in journal.records}
+    assert kinds == {"contestant", "energy", "roofline", "request", "memory"}
+    assert journal.records[-1]["type"] == "roofline"
+
+
+def test_batches_are_for_those_who_take_them(processes: type[FakeProcess]) -> None:
+    journal = Journal(None, FORMAT, {})
+    run.run(plan(rounds=1, batch_sizes=(3,)), journal, silent)
+    batches = [record for record in journal.records if record.get("batch") == 3]
+    assert [record["contestant"] for record in batches] == ["none"]
+    assert batches[0]["prompt_tokens"] == [3, 3, 3]
+
+
+def test_a_run_that_was_broken_off_goes_on(processes: type[FakeProcess], tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    processes.lasts = 2 + 3
+    with pytest.raises(BrokenOffError):
+        run.run(plan(), Journal(file, FORMAT, plan().header()), silent)
+    processes.calls.clear()
+    processes.lasts = 1000
+    journal = Journal(file, FORMAT, plan().header())
+    assert len(requests(journal)) == 3
+    run.run(plan(), journal, silent)
+    assert len(processes.calls) == 2 + 5
+    assert len(set(requests(journal))) == 8
+    processes.calls.clear()
+    run.run(plan(), Journal(file, FORMAT, plan().header()), silent)
+    assert processes.calls == []  # nothing is loaded when nothing is missing
+
+
+def test_rounds_may_be_added_and_other_settings_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    Journal(file, FORMAT, plan(1).header())
+    Journal(file, FORMAT, plan(3).header())
+    other = Plan((BASELINE, PEER), Setting("m", max_tokens=5), PROMPTS, 1)
+    with pytest.raises(ForetokenError, match="made with max_tokens 4, and this run has 5"):
+        Journal(file, FORMAT, other.header())
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    def use(code: str) -> None:
+        file = tmp_path / "worker.py"
+        file.write_text(code)
+        monkeypatch.setattr(process, "COMMAND", [sys.executable, str(file)])
+
+    return use
+
+
+def test_a_process_that_ends_leaves_its_last_words(program: Callable[[str], None]) -> None:
+    program("import sys; sys.exit('no memory left')")
+    with Process(PEER, Setting("m")) as started, pytest.raises(ForetokenError) as caught:
+        started.wait_until_loaded()
+    assert str(caught.value) == "transformers-plain has ended: no memory left"
+
+
+def test_what_a_contestant_complains_of_is_told(program: Callable[[str], None]) -> None:
+    program('input(); print(\'{"error": "no such file"}\')')
+    with (
+        Process(PEER, Setting("m")) as started,
+        pytest.raises(ForetokenError, match="transformers-plain: no such file"),
+    ):
+        started.wait_until_loaded()
+
+
+def test_threads_are_set_before_anything_is_imported(program: Callable[[str], None]) -> None:
+    program(
+        "import json, os; input();"
+        "print(json.dumps({'answer': {'threads': os.environ['OMP_NUM_THREADS']}}))"
+    )
+    with Process(PEER, Setting("m", threads=7)) as started:
+        started.wait_until_loaded()
+        assert started.facts == {"threads": "7"}
+
+
+def test_a_process_in_the_middle_of_its_work_is_ended(program: Callable[[str], None]) -> None:
+    program("import time; time.sleep(60)")
+    with pytest.raises(BrokenOffError), Process(PEER, Setting("m")) as started:
+        raise BrokenOffError
+    assert started._process.returncode is not None

@@ -1,0 +1,157 @@
+"""Ratios, agreement and costs from records whose figures are known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from foretoken.bench.contestants import BASELINE, OWN, Contestant
+from foretoken.bench.summary import Results
+from tests.bench.records import (
+    CONTESTANTS,
+    OWN_FACTS,
+    background,
+    complete,
+    drafted,
+    own_output,
+    request,
+)
+
+
+def results(*requests: dict[str, Any]) -> Results:
+    return Results([*background(), *requests], CONTESTANTS)
+
+
+def test_a_ratio_is_of_medians_and_an_outlier_does_not_count() -> None:
+    tokens = [1, 2, 3, 4]
+    slow = [request("none", s, own_output(tokens), index=i) for i, s in enumerate((2, 2, 50))]
+    fast = [request("ngram", s, drafted(tokens), index=i) for i, s in enumerate((1, 40, 1))]
+    assert results(*slow, *fast).ratios("ngram") == [pytest.approx(2)]
+
+
+def test_rows_of_all_and_of_each_kind() -> None:
+    found = {(row.label, row.kind): row for row in Results(complete(), CONTESTANTS).rows}
+    assert {kind for _, kind in found} == {"all", "qa", "rag"}
+    assert found["ngram", "qa"].ratio.mean == pytest.approx(2**0.5)
+    overall = found["ngram", "all"]
+    assert overall.ratio.mean == pytest.approx((2 * 1 * 4 * 3) ** 0.25)
+    assert overall.ratio.low is not None
+    assert overall.ratio.low < overall.ratio.mean
+    assert overall.mean_acceptance_length == 2
+    assert overall.promised
+    assert found["transformers-plain", "all"].ratio.mean == pytest.approx(0.5)
+    assert found["transformers-plain", "all"].mean_acceptance_length is None
+    assert not found["transformers-plain", "all"].promised
+
+
+def test_the_prefill_is_taken_off_where_it_is_known() -> None:
+    found = {row.label: row for row in Results(complete(), CONTESTANTS).rows if row.kind == "qa"}
+    ratio = found["ngram"].decode_ratio
+    assert ratio is not None
+    assert ratio.mean == pytest.approx((3.5 / 1.5 * 1) ** 0.5)
+    assert found["transformers-plain"].decode_ratio is None
+
+
+def test_other_tokens_are_counted_and_broken_where_they_must_not_be() -> None:
+    requests = [
+        request("none", 1.0, own_output([1, 2, 3])),
+        request("ngram", 1.0, drafted([1, 2, 4])),
+        request("transformers-plain", 1.0, {"token_ids": [1, 2]}),
+    ]
+    found = results(*requests)
+    rows = {row.label: row for row in found.rows}
+    assert (rows["ngram"].differing, rows["ngram"].first_difference) == (1, 2)
+    assert (rows["transformers-plain"].differing, rows["transformers-plain"].first_difference) == (
+        1,
+        2,
+    )
+    assert [row.label for row in found.broken()] == ["ngram"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "fields", "contestant"),
+    [
+        ({"lossless": False}, {}, {}),
+        ({"dtype": "bfloat16"}, {"branched": True}, {}),
+        ({}, {}, {"quantization": "int8"}),
+    ],
+)
+def test_nothing_is_promised_of(
+    facts: dict[str, Any], fields: dict[str, Any], contestant: dict[str, Any]
+) -> None:
+    other = Contestant("other", OWN, {"method": "ngram"}, **contestant)
+    records = [
+        *background(),
+        {"type": "contestant", "label": "other", "facts": {**OWN_FACTS, **facts}},
+        request("none", 1.0, own_output([1])),
+        request("other", 1.0, drafted([2], **fields)),
+    ]
+    found = Results(records, (BASELINE, other))
+    assert not found.broken()
+    assert [row.differing for row in found.rows] == [0, 1]
+
+
+def test_rounds_that_take_other_passes_are_told() -> None:
+    requests = [
+        request("none", 1.0, own_output([1])),
+        request("ngram", 1.0, drafted([1], passes=2), index=0),
+        request("ngram", 1.0, drafted([1], passes=1), index=1),
+    ]
+    assert [row.learning for row in results(*requests).rows] == [0, 1]
+
+
+def test_histogram_and_verify_cost_are_those_of_single_prompts() -> None:
+    found = Results(complete(), CONTESTANTS)
+    assert found.accepted_lengths("ngram") == {0: 4, 2: 4}
+    assert found.verify_seconds("none") == {1: pytest.approx(0.2)}
+    assert found.verify_seconds("ngram") == {3: pytest.approx(0.3)}
+    assert found.accepted_lengths("transformers-plain") == {}
+
+
+def test_batches_have_latency_and_throughput() -> None:
+    points = {(p.label, p.size): p for p in Results(complete(), CONTESTANTS).batches()}
+    assert set(points) == {("none", 1), ("none", 2), ("ngram", 1), ("ngram", 2)}
+    assert points["none", 2].latency == 5
+    assert points["none", 2].throughput == pytest.approx(8 / 5)
+
+
+def test_memory_by_parts() -> None:
+    none, _, peer = Results(complete(), CONTESTANTS).memory()
+    assert (none.peak, none.weights, none.cache, none.drafter) == (6_000_000, 1_000_000, 1000, 0)
+    assert (peer.peak, peer.cache, peer.drafter) == (4_000_000, None, None)
+
+
+def test_the_roofline_is_of_passes_without_a_draft() -> None:
+    ((label, stream, step),) = Results(complete(), CONTESTANTS).roofline()
+    assert (label, stream) == ("none", 0.05)
+    assert step == pytest.approx(0.2)
+
+
+def test_the_step_of_a_plain_peer_is_a_token_after_the_first() -> None:
+    requests = [
+        request("none", 1.0, own_output([1, 2])),
+        request(
+            "transformers-plain",
+            1.0,
+            {"token_ids": [1, 2], "prefill_seconds": 0.5, "decode_tokens": 1},
+        ),
+    ]
+    steps = {label: step for label, _, step in results(*requests).roofline()}
+    assert steps["transformers-plain"] == pytest.approx(0.5)
+
+
+def test_a_drafter_that_was_given_up_is_told() -> None:
+    requests = [
+        request("none", 1.0, own_output([1])),
+        request("ngram", 1.0, drafted([1], drafter_failure="out of memory")),
+    ]
+    assert results(*requests).drafter_failures() == {"ngram": "out of memory"}
+
+
+def test_energy_is_per_thousand_tokens() -> None:
+    requests = [
+        request("none", 1.0, own_output([1, 2]), joules=3.0),
+        request("ngram", 1.0, drafted([1, 2]), joules=None),
+    ]
+    assert [row.joules for row in results(*requests).rows] == [1500.0, None]

@@ -1,0 +1,143 @@
+"""`bench`: a whole run that is killed and resumed, and what is refused before it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from foretoken.bench.journal import Journal
+from foretoken.bench.run import Plan
+from tests.bench.records import background, drafted, own_output, request
+from tests.cli.conftest import Run, error_of
+from tests.cli.terminal import COMMAND, environment
+
+FAKE_LLAMA = """
+class Llama:
+    def __init__(self, **options): pass
+    def reset(self): pass
+    def generate(self, tokens, temp, repeat_penalty):
+        import time
+        while True:
+            time.sleep(0.001)
+            yield 1
+"""
+REQUESTS = 2 * 2 * 3
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.txt"
+    file.write_text("abc abc abc abc abc\nhello hello\n")
+    return file
+
+
+def requests_in(file: Path) -> int:
+    return file.read_text().count('"type": "request"') if file.exists() else 0
+
+
+def test_a_run_is_killed_and_resumed(
+    run: Run, tiny: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = tmp_path / "peer"
+    peer.mkdir()
+    (peer / "llama_cpp.py").write_text(FAKE_LLAMA)
+    monkeypatch.setenv("PYTHONPATH", str(peer))
+    monkeypatch.syspath_prepend(peer)
+    output = tmp_path / "results"
+    arguments = [
+        *("bench", prompts, "-m", tiny, "--method", "none", "--peers", "llama.cpp-plain"),
+        *("--gguf", tiny / "config.json", "--max-tokens", 96, "--rounds", 3, "--threads", 1),
+        *("--dtype", "float32", "--device", "cpu", "--output", output),
+    ]
+    records = output / "results.jsonl"
+    with subprocess.Popen([*COMMAND, *map(str, arguments)], env=environment()) as process:
+        ends = time.monotonic() + 60
+        while requests_in(records) < 2:
+            assert process.poll() is None
+            assert time.monotonic() < ends
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    assert 2 <= requests_in(records) < REQUESTS
+    assert "--resume" in error_of(run(*arguments))
+    result = run(*arguments, "--resume", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr == ""
+    assert requests_in(records) == REQUESTS
+    value = json.loads(result.stdout)
+    rows = {row["label"]: row for row in value["rows"]}
+    assert list(rows) == ["none", "llama.cpp-plain"]
+    assert rows["none"]["ratio"]["mean"] == 1
+    assert rows["llama.cpp-plain"]["differing"] == 2
+    assert value["roofline"][0]["step_seconds"] > value["roofline"][0]["stream_seconds"] > 0
+    again = run(*arguments, "--resume")  # nothing is left to do
+    assert again.stdout.strip() == (output / "table.md").read_text().strip()
+    assert "<!doctype html>" in (output / "report.html").read_text()
+
+
+def test_other_tokens_than_plain_decoding_are_a_failure(
+    run: Run, tiny: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(plan: Plan, journal: Journal, _: object) -> None:
+        calls = [request("none", 1.0, own_output([1, 2])), request("ngram", 1.0, drafted([1, 3]))]
+        for record in (*background(), *calls):
+            journal.add(record)
+
+    monkeypatch.setattr("foretoken.bench.run.run", measured)
+    output = tmp_path / "results"
+    result = run("bench", prompts, "-m", tiny, "--peers", "", "--output", output)
+    assert result.exit_code == 1
+    assert error_of(result) == "error: outputs differ from plain decoding's: ngram"
+    assert "ngram: outputs must be those of none, and differ on 1 prompts." in result.stdout
+    assert (output / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--all", "--per-kind", "3"], "--all takes every prompt: leave out --per-kind 3"),
+        (["--batch-sizes", "4,x"], "--batch-sizes takes numbers, as in 1,4,16, got 4,x"),
+        (["--batch-sizes", "0"], "--batch-sizes takes numbers"),
+        (["--method", "ngrm"], "did you mean 'ngram'?"),
+        (["--method", "draft_model"], "needs a draft model: add --draft-model"),
+        (["--peers", "vllm"], "unknown peer 'vllm'"),
+        (["--peers", "openvino"], "needs --gguf"),
+        (["--gguf", "none.gguf"], "--gguf: there is no file none.gguf"),
+        (["--draft-model", "small"], "--draft-model: no contestant takes it"),
+        (["--model", "no-such-model"], "no-such-model"),
+        (["--resume"], "--resume: there is no"),
+        (["--threads", "0"], "invalid value for '--threads'"),
+    ],
+)
+def test_wrong_use(
+    run: Run, prompts: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    result = run("bench", prompts, "--output", tmp_path / "results", *arguments)
+    assert result.exit_code == 2
+    assert message in error_of(result)
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_gguf_nobody_reads_is_refused(run: Run, prompts: Path) -> None:
+    result = run("bench", prompts, "--gguf", prompts)
+    assert result.exit_code == 2
+    assert "--gguf is for the peers llama.cpp and openvino" in error_of(result)
+
+
+def test_a_peer_that_is_not_installed(
+    run: Run, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    result = run("bench", prompts, "--gguf", prompts, "--peers", "llama.cpp")
+    assert result.exit_code == 2
+    assert "llama.cpp is not installed: pip install 'foretoken[peers]'" in error_of(result)
+
+
+def test_prompts_that_cannot_be_read(run: Run, tmp_path: Path) -> None:
+    result = run("bench", tmp_path / "none.txt")
+    assert result.exit_code == 1
+    assert "none.txt" in error_of(result)
