@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
@@ -28,7 +29,14 @@ from foretoken.errors import ConfigError
 from foretoken.grammar import check_grammar
 from foretoken.noise import MAX_SEED
 
-__all__ = ["GREEDY_BELOW", "Config", "SamplingParams", "StructuredOutputs", "nearest"]
+__all__ = [
+    "GREEDY_BELOW",
+    "Config",
+    "PathText",
+    "SamplingParams",
+    "StructuredOutputs",
+    "nearest",
+]
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM: dividing by them would overflow."""
@@ -73,6 +81,14 @@ class Config(BaseModel):
     def field_names(cls) -> list[str]:
         """Names a user may set."""
         return [field.alias or name for name, field in cls.model_fields.items()]
+
+
+def _path_text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+PathText = Annotated[str, BeforeValidator(_path_text)]
+"""An option that names a file: given as text or as a path, kept as text."""
 
 
 class StructuredOutputs(Config):

@@ -12,21 +12,18 @@ import codecs
 import hashlib
 import itertools
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BeforeValidator
 from transformers import PreTrainedTokenizerBase
 
 from foretoken.errors import CompatibilityError, ForetokenError
 
 __all__ = [
     "EMPTY",
-    "PathText",
     "check_target",
     "check_tokens",
     "fingerprint",
@@ -42,14 +39,6 @@ PIECE = 1 << 14
 EMPTY = "the corpus is empty: there is no text in it."
 
 Ints = NDArray[np.int64]
-
-
-def _path_text(value: Any) -> Any:
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-
-PathText = Annotated[str, BeforeValidator(_path_text)]
-"""An option that names a file: given as text or as a path, kept as text."""
 
 
 def read_tokens(

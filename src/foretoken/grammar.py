@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foretoken.common_prefix import common_prefix
 from foretoken.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -150,9 +151,7 @@ class Grammar:
         output = list(output_ids)
         agreed = len(self._tokens)
         if output[:agreed] != self._tokens:
-            pairs = enumerate(zip(self._tokens, output, strict=False))
-            shorter = min(agreed, len(output))
-            agreed = next((index for index, (a, b) in pairs if a != b), shorter)
+            agreed = common_prefix(self._tokens, output)
             self._matcher.rollback(len(self._tokens) - agreed)
         rest = output[agreed:]
         taken = self._matcher.try_consume_tokens(rest) if rest else 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -24,7 +24,14 @@ if TYPE_CHECKING:
     from foretoken.config import SamplingParams
     from foretoken.speculative import SpeculativeConfig
 
-__all__ = ["ModelOptions", "SamplingOptions", "SpeculationOptions", "flat", "in_panel"]
+__all__ = [
+    "ModelOptions",
+    "SamplingOptions",
+    "SpeculationOptions",
+    "flat",
+    "in_panel",
+    "refuse_given",
+]
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_METHOD = "ngram"
@@ -236,6 +243,22 @@ def parse_object(flag_name: str, text: str | None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UsageError(f"{flag_name} must be a JSON object, such as {{...}}, got {text}")
     return value
+
+
+def refuse_given(reason: str, *options: Any) -> None:
+    """Refuse what would have no effect.
+
+    Args:
+        reason: why.
+        options: dataclasses of options, all of which should have their defaults.
+
+    Raises:
+        UsageError: one has not.
+    """
+    for group in options:
+        for item in fields(group):
+            if getattr(group, item.name) != item.default:
+                raise UsageError(f"{flag(item.name)}: {reason}")
 
 
 def _fields(kind: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-from foretoken.cli.advice import flag
 from foretoken.cli.console import display, plain, working
 from foretoken.cli.options import (
     ModelOptions,
@@ -15,6 +14,7 @@ from foretoken.cli.options import (
     flat,
     in_panel,
     parse_object,
+    refuse_given,
 )
 from foretoken.cli.plan_report import show_plan, show_trials
 from foretoken.cli.plan_theory import Plan, planned
@@ -161,7 +161,7 @@ def plan(
     if plots is not None:
         check_plots(plots)
     if trial.measure:
-        _refuse("--measure finds this out by itself", theory)
+        refuse_given("--measure finds this out by itself", theory)
         found = _measured(trial, drafter, target, sampling, quiet=json_output)
         if json_output:
             display().out(as_json({"model": target.model, **found.as_dict()}))
@@ -169,8 +169,7 @@ def plan(
             show_trials(found, target.model)
         numbers = (found.assumed.alpha, found.assumed.c)
     else:
-        for options in (trial, drafter, target, sampling):
-            _refuse("only --measure uses this", options)
+        refuse_given("only --measure uses this", trial, drafter, target, sampling)
         expected = _expected(theory)
         if json_output:
             display().out(as_json(expected.as_dict()))
@@ -179,13 +178,6 @@ def plan(
         numbers = (expected.alpha, expected.c)
     if plots is not None:
         _draw(plots, *numbers, quiet=json_output)
-
-
-def _refuse(reason: str, options: Any) -> None:
-    """Refuse options that would have no effect."""
-    for item in fields(options):
-        if getattr(options, item.name) != item.default:
-            raise UsageError(f"{flag(item.name)}: {reason}")
 
 
 def _expected(theory: TheoryOptions) -> Plan:

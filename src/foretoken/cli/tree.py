@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.advice import flag
 from foretoken.cli.console import display, plain, working
 from foretoken.cli.files import check_writable, write_whole
 from foretoken.cli.options import (
@@ -19,6 +18,7 @@ from foretoken.cli.options import (
     flat,
     in_panel,
     parse_object,
+    refuse_given,
 )
 from foretoken.cli.plan_trials import read_texts
 from foretoken.cli.report import as_json
@@ -178,10 +178,7 @@ def _refuse_unused(prompts: Path | None, *unused: Any) -> None:
     reason = "with --acceptance-vector and --nodes nothing is measured"
     if prompts is not None:
         raise UsageError(f"{prompts}: {reason}")
-    for options in unused:
-        for item in fields(options):
-            if getattr(options, item.name) != item.default:
-                raise UsageError(f"{flag(item.name)}: {reason}")
+    refuse_given(reason, *unused)
 
 
 def _parse_vector(text: str) -> tuple[float, ...]:

@@ -14,9 +14,9 @@ from typing import Annotated, Any
 from annotated_types import Ge, Le
 
 from foretoken.acceptance.base import AcceptanceRule
+from foretoken.common_prefix import common_prefix
 from foretoken.control import Budget, Fixed
 from foretoken.drafters.base import Drafter, DrafterOptions
-from foretoken.drafters.draft_model import common_prefix
 from foretoken.law import Law
 from foretoken.request import Request
 from foretoken.target import Target

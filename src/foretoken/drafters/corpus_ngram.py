@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from pydantic import FiniteFloat, model_validator
 from transformers import PreTrainedTokenizerBase
 
-from foretoken.config import GREEDY_BELOW
+from foretoken.config import GREEDY_BELOW, PathText
 from foretoken.control import Budget
-from foretoken.corpus import PathText, check_target
+from foretoken.corpus import check_target
 from foretoken.drafters.base import Drafter, DrafterOptions
 from foretoken.law import Law
 from foretoken.ngrams import FILE, NgramTables

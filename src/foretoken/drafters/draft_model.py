@@ -16,6 +16,7 @@ from pydantic import model_validator
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from foretoken.common_prefix import common_prefix
 from foretoken.drafters.shapes import TreeOptions
 from foretoken.request import Request
 from foretoken.target import Target
@@ -112,13 +113,3 @@ class OwnModel:
         """Free the request's row."""
         if self._cached.pop(request.key, None) is not None:
             self._model.remove(request.key)
-
-
-def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
-    length = 0
-    for a, b in zip(first, second, strict=False):
-        if a != b:
-            break
-        length += 1
-    return length

@@ -16,8 +16,9 @@ from annotated_types import Ge, Le
 from pydantic import model_validator
 from transformers import PreTrainedTokenizerBase
 
+from foretoken.config import PathText
 from foretoken.control import Budget
-from foretoken.corpus import PathText, check_target
+from foretoken.corpus import check_target
 from foretoken.datastore import FILE, Datastore
 from foretoken.drafters.base import Drafter, DrafterOptions
 from foretoken.drafters.best_first import best_first

@@ -8,14 +8,14 @@ writes behind it, where the target's verification writes next.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from annotated_types import Ge
-from pydantic import PrivateAttr, field_validator, model_validator
+from pydantic import PrivateAttr, model_validator
 from torch import Tensor
 
+from foretoken.config import PathText
 from foretoken.drafters.shapes import TreeOptions
 from foretoken.drafters.tuned_layers import LayerIndices, TunedLayers
 from foretoken.errors import ConfigError
@@ -58,14 +58,9 @@ class LayerSkipOptions(TreeOptions):
 
     skip_attention: LayerIndices = ()
     skip_mlp: LayerIndices = ()
-    layers: str | None = None
+    layers: PathText | None = None
 
     _tuned: TunedLayers | None = PrivateAttr(default=None)
-
-    @field_validator("layers", mode="before")
-    @classmethod
-    def _path(cls, value: Any) -> Any:
-        return os.fspath(value) if isinstance(value, os.PathLike) else value
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
