@@ -52,10 +52,12 @@ class KVSlab(Cache):
         self._positions = KEY_BLOCK
         self._first, self._last = 0, 0
         self._span = 0
-        self._starts: list[int] = []
+        self._starts: Sequence[int] = ()
+        self._counts: Sequence[int] = ()
+        self._num_nodes = 0
         self._slots: Tensor | None = None
-        self._node_rows: Tensor | None = None
-        self._node_slots: Tensor | None = None
+        self._places: tuple[Tensor, Tensor] | None = None
+        self._addresses: list[tuple[int, int, int, int]] | None = None
 
     # Rows
 
@@ -118,35 +120,67 @@ class KVSlab(Cache):
     # One forward pass
 
     def begin(
-        self, rows: range, num_nodes: int, known: Sequence[int], used: Tensor | None = None
+        self, first: int, starts: Sequence[int], counts: Sequence[int], num_nodes: int
     ) -> int:
-        """Prepare a pass over adjacent rows that writes `num_nodes` nodes in each.
+        """Prepare a pass over adjacent rows.
 
         Args:
-            rows: the rows of the pass.
-            num_nodes: nodes written per row.
-            known: per row, nodes of earlier passes that lie behind the committed tokens and stay;
-                the new ones are written behind them.
-            used: see `PassInputs`.
+            first: the first row.
+            starts: per row, the slot of its first new node: behind the committed tokens, and behind
+                nodes of earlier passes that stay.
+            counts: new nodes per row.
+            num_nodes: most of them, padding included.
 
         Returns:
             S, the number of key positions that `update` will return, a multiple of `KEY_BLOCK`.
         """
-        self._starts = [self.lengths[row] + skip for row, skip in zip(rows, known, strict=True)]
-        needed = max(self._starts) + num_nodes
-        self._span = -(-needed // KEY_BLOCK) * KEY_BLOCK
+        self._span = whole_blocks(max(starts) + num_nodes)
         if self._span > self._positions:
             self._grow(self._rows, self._span)
-        self._first, self._last = rows.start, rows.stop
-        # [B, N] positions to write; one row is written as a slice instead.
-        starts = torch.tensor(self._starts)[:, None]
-        self._slots = None if len(rows) == 1 else starts + torch.arange(num_nodes)
-        self._node_rows = self._node_slots = None
-        if self._slots is not None:
-            places = torch.arange(self._slots.numel()) if used is None else used
-            self._node_rows = places // num_nodes  # [T]
-            self._node_slots = self._slots.flatten()[places]  # [T]
+        self._first, self._last = first, first + len(starts)
+        self._starts, self._counts, self._num_nodes = starts, counts, num_nodes
+        self._slots = self._places = None
         return self._span
+
+    @property
+    def _padded_slots(self) -> Tensor:
+        """[B, N] slots of a pass over several rows, padding included."""
+        if self._slots is None:
+            self._slots = torch.tensor(self._starts)[:, None] + torch.arange(self._num_nodes)
+        return self._slots
+
+    @property
+    def _node_places(self) -> tuple[Tensor, Tensor]:
+        """Rows and slots [T] of the nodes of a pass over several rows."""
+        if self._places is None:
+            counts = torch.tensor(self._counts)
+            inside = torch.cat([torch.arange(count) for count in self._counts])
+            starts = torch.tensor(self._starts).repeat_interleave(counts)
+            self._places = torch.arange(len(counts)).repeat_interleave(counts), starts + inside
+        return self._places
+
+    def reserve(self, layers: Sequence[int], like: Tensor) -> None:
+        """Make the buffers of these layers, for a network that writes them by address.
+
+        Args:
+            layers: which.
+            like: [1, G, 1, D] of the right dtype.
+        """
+        for layer in layers:
+            if layer not in self._keys:
+                self._keys[layer], self._values[layer] = (self._new_buffer(like) for _ in range(2))
+                self._addresses = None
+
+    @property
+    def addresses(self) -> list[tuple[int, int, int, int]]:
+        """Of each layer: where keys and values lie, and the positions of a row in either."""
+        if self._addresses is None:
+            pairs = [(self._keys[layer], self._values[layer]) for layer in sorted(self._keys)]
+            self._addresses = [
+                (keys.data_ptr(), values.data_ptr(), keys.shape[2], values.shape[2])
+                for keys, values in pairs
+            ]
+        return self._addresses
 
     def write(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Write a layer's new keys and values of the nodes [T, G, D]; all back, [B, G, S, D]."""
@@ -154,6 +188,7 @@ class KVSlab(Cache):
             shape = (1, keys.shape[1], 1, keys.shape[2])
             self._keys[layer] = self._new_buffer(keys.new_empty(shape))
             self._values[layer] = self._new_buffer(values.new_empty(shape))
+            self._addresses = None
         return (
             self._write_nodes(self._keys[layer], keys),
             self._write_nodes(self._values[layer], values),
@@ -161,12 +196,13 @@ class KVSlab(Cache):
 
     def _write_nodes(self, buffer: Tensor, states: Tensor) -> Tensor:
         rows = buffer[self._first : self._last]  # [B, G, all positions, D]
-        if self._node_rows is None or self._node_slots is None:
+        if len(self._starts) == 1:
             start = self._starts[0]
             rows[0, :, start : start + len(states)] = states.transpose(0, 1)
         else:
+            node_rows, slots = self._node_places
             # Indexing dimensions 0 and 2 puts them first: [T, G, D].
-            rows[self._node_rows, :, self._node_slots] = states
+            rows[node_rows, :, slots] = states
         return rows[:, :, : self._span]
 
     def update(
@@ -187,12 +223,12 @@ class KVSlab(Cache):
 
     def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
         rows = buffer[self._first : self._last]  # [B, G, all positions, D]
-        if self._slots is None:
+        if len(self._starts) == 1:
             start = self._starts[0]
             rows[:, :, start : start + states.shape[2]] = states
         else:
             row_index = torch.arange(len(rows), device=buffer.device)[:, None]  # [B, 1]
-            slots = self._slots.to(buffer.device)  # [B, N]
+            slots = self._padded_slots.to(buffer.device)  # [B, N]
             # Indexing dimensions 0 and 2 puts them first: [B, N, G, D].
             rows[row_index, :, slots] = states.transpose(1, 2)
         return rows[:, :, : self._span]
@@ -284,6 +320,7 @@ class KVSlab(Cache):
 
         A failure leaves layers of different sizes, all of which hold what is in use.
         """
+        self._addresses = None
         buffers = [(kv, layer) for kv in (self._keys, self._values) for layer in kv]
         if not buffers:
             self._rows, self._positions = rows, positions

@@ -20,8 +20,8 @@ from foretoken.cache import KVBlock, KVSlab
 from foretoken.control.costs import CostCurve
 from foretoken.errors import CompatibilityError, ConfigError
 from foretoken.memory import MIB
-from foretoken.runtime.attention import KEY_BLOCK, ROW_MULTIPLE, padded_rows
-from foretoken.runtime.inputs import PassInputs
+from foretoken.runtime.attention import KEY_BLOCK, ROW_MULTIPLE
+from foretoken.runtime.inputs import PassInputs, RowNodes, tree_nodes
 from foretoken.runtime.network import Network, network_for
 from foretoken.support import check_supported, context_length
 from foretoken.tree import TokenTree, chain
@@ -56,9 +56,10 @@ class Target:
         model: a loaded causal LM; it is left as it is and may be used elsewhere.
         max_model_len: most tokens of a row, prompt included; None takes the model's own limit.
         quantization: see `network_for`.
+        runtime: see `network_for`.
 
     Raises:
-        ConfigError: `max_model_len` or `quantization` is out of range.
+        ConfigError: `max_model_len`, `quantization` or `runtime` is out of range.
         CompatibilityError: the architecture cannot be served; the message says why.
     """
 
@@ -67,13 +68,14 @@ class Target:
         model: PreTrainedModel,
         max_model_len: int | None = None,
         quantization: str | None = None,
+        runtime: str = "auto",
     ) -> None:
         self.max_model_len = context_length(model.config, max_model_len)
         check_supported(model, self.max_model_len)
         self.device = model.device
         self.dtype = model.dtype
         self.vocab_size = int(model.config.get_text_config().vocab_size)
-        self.network = network_for(model, quantization)
+        self.network = network_for(model, quantization, runtime)
         self._slab = KVSlab()
         self._keys: list[int] = []  # key of each slab row
         self.num_passes = 0
@@ -224,55 +226,22 @@ class Target:
             for key, tree, skip in zip(keys, trees, known, strict=True)
         }
         rows = range(min(work), max(work) + 1)
-        num_nodes = max(len(tree) - skip for tree, skip in work.values())
+        nodes = [
+            tree_nodes(*work[row], self._slab.lengths[row])
+            if row in work
+            else RowNodes(self._slab.lengths[row])
+            for row in rows
+        ]
+        counts = [len(row) for row in nodes]
+        num_nodes = max(counts)
         if len(rows) == 1:
             num_nodes = max(num_nodes, self.network.least_nodes)
-        skipped = [work[row][1] if row in work else 0 for row in rows]
-        counts = [len(work[row][0]) - work[row][1] if row in work else 0 for row in rows]
-        used = None if len(rows) == 1 else _used(counts, num_nodes)
-        span = self._slab.begin(rows, num_nodes, skipped, used)
-        inputs = self._inputs(rows, work, num_nodes, span, used)
+        span = self._slab.begin(rows.start, [row.start for row in nodes], counts, num_nodes)
+        inputs = PassInputs(nodes, rows.start, num_nodes, span, self.dtype, self.device)
         self.num_passes += 1
         logits = self.network.forward(inputs, self._slab, scored=scored)
-        starts = (0, *accumulate(counts))
-        return logits, {self._keys[row]: starts[row - rows.start] for row in work}
-
-    def _inputs(
-        self,
-        rows: range,
-        work: dict[int, tuple[TokenTree, int]],
-        num_nodes: int,
-        span: int,
-        used: Tensor | None,
-    ) -> PassInputs:
-        """The nodes of the rows, and who sees whom.
-
-        A node sees the committed tokens, its ancestors and itself. Padding sees the committed
-        tokens and the root's slot, so that no softmax is empty.
-        """
-        tokens = torch.zeros(len(rows), num_nodes, dtype=torch.long)
-        lengths = torch.tensor([self._slab.lengths[row] for row in rows])
-        positions = lengths[:, None].repeat(1, num_nodes)
-        mask = torch.full(
-            (len(rows), 1, padded_rows(num_nodes), span), -torch.inf, dtype=self.dtype
-        )
-        for index, row in enumerate(rows):
-            length = self._slab.lengths[row]
-            mask[index, 0, :, : length + 1] = 0
-            if row in work:
-                tree, skip = work[row]
-                size = len(tree)
-                new = size - skip
-                tokens[index, :new] = torch.tensor(tree.tokens[skip:])
-                positions[index, :new] += torch.tensor(tree.depths[skip:])
-                below = mask[index, 0, :new, length : length + size]
-                below.masked_fill_(tree.ancestor_mask[skip:], 0)
-        return PassInputs(
-            tokens.to(self.device),
-            positions.to(self.device),
-            mask.to(self.device),
-            None if used is None else used.to(self.device),
-        )
+        starts = accumulate(counts, initial=0)
+        return logits, dict(zip(self._keys[rows.start : rows.stop], starts, strict=False))
 
     # Measurement
 
@@ -357,10 +326,3 @@ class Target:
         narrow = self._score(tokens[:2], chain(tokens[2:3]))
         middle = self._score(tokens[:3], chain(tokens[3:9]))
         return torch.equal(wide[:1], narrow) and torch.equal(wide[1 : 1 + len(middle)], middle)
-
-
-def _used(counts: Sequence[int], num_nodes: int) -> Tensor | None:
-    """Places of the nodes in [B, N], or None where there is no other place."""
-    if min(counts) == num_nodes:
-        return None
-    return torch.cat([row * num_nodes + torch.arange(count) for row, count in enumerate(counts)])

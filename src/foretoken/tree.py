@@ -78,6 +78,18 @@ class TokenTree:
         return [self.tokens[i] for i in self.path(node)]
 
     @cached_property
+    def sights(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Who sees whom, in short: of each node (m, others).
+
+        It sees nodes 0 to m - 1 and the others, ascending: its ancestors and itself.
+        """
+        sights: list[tuple[int, tuple[int, ...]]] = []
+        for node, parent in enumerate(self.parents):
+            seen, others = sights[parent] if node else (0, ())
+            sights.append((seen, (*others, node)) if others or node > seen else (node + 1, ()))
+        return tuple(sights)
+
+    @cached_property
     def ancestor_mask(self) -> Tensor:
         """Who sees whom: [n+1, n+1] bool, row i true at node i itself and at its ancestors."""
         if self.is_chain:

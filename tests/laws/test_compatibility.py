@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -19,6 +19,8 @@ from foretoken import LLM, CompatibilityError, ConfigError
 from foretoken.acceptance import RULES
 from foretoken.control import Fixed
 from foretoken.engine import Engine
+from foretoken.runtime.attention import padded_rows
+from foretoken.runtime.inputs import PassInputs
 from foretoken.support import default_device, default_dtype
 from foretoken.target import Target
 from tests.drafting import RandomTrees
@@ -157,13 +159,11 @@ def test_no_language_model_head() -> None:
 def test_a_model_that_ignores_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a configuration says, behaviour is checked."""
     model = tiny_model()
-    original = Target._inputs
 
-    def causal(self: Target, *args: Any) -> Any:
-        inputs = original(self, *args)
-        return replace(inputs, mask=torch.zeros_like(inputs.mask))
+    def nothing_hidden(inputs: PassInputs) -> Tensor:
+        return torch.zeros(len(inputs.rows), 1, padded_rows(inputs.nodes), inputs.span)
 
-    monkeypatch.setattr(Target, "_inputs", causal)
+    monkeypatch.setattr(PassInputs, "mask", property(nothing_hidden))
     with pytest.raises(CompatibilityError, match="ignores the 4-D mask or the position ids"):
         LLM(model)
 

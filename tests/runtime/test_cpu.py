@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken import LLM, CompatibilityError, ConfigError, SamplingParams
-from foretoken.runtime.cpu import Int8Linear, PackedLinear, linear_layer
+from foretoken.runtime.cpu import Int8Linear, PackedLinear, check_quantization, linear_layer
 from foretoken.runtime.lean import LeanDecoder
 from foretoken.runtime.module import ModuleNetwork
 from foretoken.runtime.network import network_for
@@ -94,10 +94,12 @@ def test_a_draft_model_is_quantised_too() -> None:
 
 
 def test_what_cannot_be_quantised() -> None:
-    with pytest.raises(ConfigError, match="quantization: must be int8, or None, got 'int3'"):
+    with pytest.raises(
+        ConfigError, match="quantization: must be int8 or int4, or None, got 'int3'"
+    ):
         LLM(tiny_model(), quantization="int3")
     with pytest.raises(CompatibilityError, match="multiple of 16, and this model has one of 40"):
         LLM(tiny_model(hidden_size=40), quantization="int8")
     with pytest.raises(ConfigError, match="int8 runs on CPUs only, not on cuda"):
-        linear_layer(torch.bfloat16, torch.device("cuda"), "int8")
+        check_quantization("int8", torch.device("cuda"))
     assert linear_layer(torch.float16, CPU, None) is None

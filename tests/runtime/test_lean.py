@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from foretoken.runtime.lean import LeanDecoder, can_be_lean
+from foretoken.runtime.lean import LeanDecoder
+from foretoken.runtime.llama import is_llama
 from foretoken.runtime.module import ModuleNetwork
 from foretoken.runtime.network import Network, network_for
 from foretoken.target import Target
@@ -42,9 +43,9 @@ FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def model_of(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def model_of(name: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:
     architecture, fields = FAMILY[name]
-    model = tiny_model(architecture, dtype=dtype, **fields)
+    model = tiny_model(architecture, dtype=dtype, **{**fields, **overrides})
     generator = torch.Generator().manual_seed(1)
     for parameter_name, parameter in model.named_parameters():
         if "norm" in parameter_name or "bias" in parameter_name:  # ones and zeros prove nothing
@@ -66,7 +67,7 @@ def scores(model: PreTrainedModel, network: Network) -> Tensor:
 @pytest.mark.parametrize("name", FAMILY)
 def test_the_module_is_the_oracle(name: str) -> None:
     model = model_of(name)
-    lean = network_for(model)
+    lean = network_for(model, runtime="torch")
     assert isinstance(lean, LeanDecoder)
     expected = scores(model, ModuleNetwork.sharing(model))
     assert torch.allclose(scores(model, lean), expected, atol=2e-4, rtol=1e-4)
@@ -115,19 +116,19 @@ def test_rotation_far_into_the_context() -> None:
 @pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox", "gemma", "phi"])
 def test_other_architectures_run_through_their_modules(architecture: str) -> None:
     model = tiny_model(architecture)
-    assert not can_be_lean(model)
+    assert not is_llama(model)
     assert isinstance(network_for(model), ModuleNetwork)
 
 
 def test_what_looks_like_llama_and_is_not() -> None:
-    assert not can_be_lean(tiny_model("llama", hidden_act="gelu"))
+    assert not is_llama(tiny_model("llama", hidden_act="gelu"))
 
     class Changed(type(tiny_model("llama"))):  # type: ignore[misc]
         pass
 
     model = tiny_model("llama")
     model.__class__ = Changed
-    assert not can_be_lean(model)
+    assert not is_llama(model)
 
 
 def test_the_model_is_left_as_it_is() -> None:

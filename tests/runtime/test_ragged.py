@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from foretoken.runtime.inputs import PassInputs
+from foretoken.runtime.attention import KEY_BLOCK
+from foretoken.runtime.inputs import PassInputs, tree_nodes
 from foretoken.runtime.module import ModuleNetwork
 from foretoken.target import Target
 from foretoken.tree import TokenTree, chain
@@ -29,16 +32,16 @@ def filled(target: Target) -> Target:
 
 
 def test_flat_and_padded_are_inverse() -> None:
-    tokens = torch.arange(6).view(2, 3)
-    used = torch.tensor([0, 1, 2, 4])
-    inputs = PassInputs(tokens, tokens, tokens, used)
-    flat = inputs.flat(tokens)
-    assert flat.tolist() == [0, 1, 2, 4]
-    assert inputs.padded(flat).tolist() == [[0, 1, 2], [0, 4, 0]]
+    rows = [tree_nodes(chain(tokens), 0, 7) for tokens in ([5, 6, 7], [8])]
+    inputs = PassInputs(rows, 0, 3, KEY_BLOCK, torch.float32, torch.device("cpu"))
+    assert inputs.tokens.tolist() == [[5, 6, 7], [8, 0, 0]]
+    flat = inputs.flat(inputs.tokens)
+    assert flat.tolist() == [5, 6, 7, 8]
+    assert inputs.padded(flat).tolist() == inputs.tokens.tolist()
     assert inputs.num_nodes == 4
-    whole = PassInputs(tokens, tokens, tokens)
-    assert torch.equal(whole.padded(whole.flat(tokens)), tokens)
-    assert whole.num_nodes == 6
+    whole = replace(inputs, rows=rows[:1])
+    assert torch.equal(whole.padded(whole.flat(whole.tokens)), whole.tokens)
+    assert whole.num_nodes == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

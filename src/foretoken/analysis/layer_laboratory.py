@@ -29,8 +29,7 @@ from foretoken.drafters.self_draft import leave_out
 from foretoken.errors import ConfigError
 from foretoken.law import Law
 from foretoken.request import Request
-from foretoken.runtime.attention import padded_rows
-from foretoken.runtime.inputs import PassInputs
+from foretoken.runtime.inputs import PassInputs, RowNodes
 from foretoken.runtime.network import Network
 from foretoken.sampling import Laws
 from foretoken.speculative import SpeculativeConfig
@@ -101,18 +100,17 @@ class Text:
         A position sees the committed KV of the positions before it and its own new one; where
         those in the pass are not committed yet, it sees the new ones of the pass before it.
         """
-        rows = padded_rows(len(part))  # never a single row (see runtime/cpu.py)
-        positions = torch.arange(part.start, part.start + rows).clamp(max=part.stop - 1)  # [N]
         committed = self._slab.lengths[0]
-        span = self._slab.begin(range(1), rows, [0])
-        slots, own = torch.arange(span), committed + torch.arange(rows)
-        seen = (slots < positions[:, None]) | (slots == own[:, None])  # [N, S]
-        mask = torch.zeros(rows, span, dtype=model.dtype).masked_fill(~seen, -torch.inf)
-        inputs = PassInputs(
-            self._tokens[positions][None].to(model.device),
-            positions[None].to(model.device),
-            mask[None, None].to(model.device),
+        nodes = RowNodes(
+            start=committed,
+            tokens=self._tokens[part.start : part.stop].tolist(),
+            positions=part,
+            prefixes=part,
+            tails=[[committed + node] for node in range(len(part))],
         )
+        size = max(len(part), model.network.least_nodes)
+        span = self._slab.begin(0, [committed], [len(part)], size)
+        inputs = PassInputs([nodes], 0, size, span, model.dtype, model.device)
         logits = model.network.forward(inputs, self._slab, scored=True)
         assert logits is not None
         if commit:

@@ -18,9 +18,16 @@ from transformers.pytorch_utils import Conv1D
 from foretoken.errors import CompatibilityError, ConfigError
 from foretoken.runtime.share import share
 
-__all__ = ["QUANTIZATIONS", "Int8Linear", "PackedLinear", "linear_layer", "pack"]
+__all__ = [
+    "QUANTIZATIONS",
+    "Int8Linear",
+    "PackedLinear",
+    "check_quantization",
+    "linear_layer",
+    "pack",
+]
 
-QUANTIZATIONS = ("int8",)
+QUANTIZATIONS = ("int8", "int4")
 
 _INT8_WIDTH = 16
 """The kernel reads past the end of rows of other widths."""
@@ -96,20 +103,26 @@ class Int8Linear(nn.Module):
 def linear_layer(
     dtype: torch.dtype, device: torch.device, quantization: str | None
 ) -> type[PackedLinear | Int8Linear] | None:
-    """The fast linear layer there is for these; None leaves `nn.Linear`.
+    """The fast linear layer there is for these; None leaves `nn.Linear`."""
+    if quantization is None:
+        return PackedLinear if _can_pack(dtype, device) else None
+    return Int8Linear
+
+
+def check_quantization(quantization: str | None, device: torch.device) -> None:
+    """Refuse what there is not.
 
     Raises:
         ConfigError: no such quantization, or none on this device.
     """
     if quantization is None:
-        return PackedLinear if _can_pack(dtype, device) else None
+        return
     if quantization not in QUANTIZATIONS:
         raise ConfigError(
             f"quantization: must be {' or '.join(QUANTIZATIONS)}, or None, got '{quantization}'."
         )
     if device.type != "cpu":
         raise ConfigError(f"quantization: {quantization} runs on CPUs only, not on {device.type}.")
-    return Int8Linear
 
 
 def _can_pack(dtype: torch.dtype, device: torch.device) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,25 +22,12 @@ from foretoken.cache import KVSlab
 from foretoken.runtime.attention import attend_grouped, grouped_mask
 from foretoken.runtime.cpu import Int8Linear, PackedLinear
 from foretoken.runtime.inputs import PassInputs
+from foretoken.runtime.llama import LayerWeights, LinearWeights, LlamaWeights
 
-__all__ = ["LeanDecoder", "Linear", "can_be_lean"]
+__all__ = ["LeanDecoder", "Linear"]
 
 Linear: TypeAlias = Callable[[Tensor], Tensor]
 """[T, in] -> [T, out]."""
-
-_ARCHITECTURES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-
-
-def can_be_lean(model: PreTrainedModel) -> bool:
-    """Whether this is exactly one of the architectures written down here.
-
-    Subclasses, other activations and rotary angles that depend on the length of the text are left
-    to the module.
-    """
-    config: Any = model.config
-    rope = getattr(config, "rope_parameters", None) or {}
-    fixed_angles = rope.get("rope_type") not in ("dynamic", "longrope")
-    return type(model).__name__ in _ARCHITECTURES and config.hidden_act == "silu" and fixed_angles
 
 
 @dataclass(frozen=True)
@@ -82,22 +69,18 @@ class LeanDecoder:
 
     def __init__(self, model: PreTrainedModel, linear: type[PackedLinear | Int8Linear]) -> None:
         self._least_nodes = linear.LEAST_ROWS
-        config: Any = model.config
-        body: Any = model.model
-        self._heads: int = config.num_attention_heads
-        self._key_heads: int = config.num_key_value_heads
-        attention = body.layers[0].self_attn
-        self._width: int = attention.head_dim
-        self._scaling: float = attention.scaling
-        self._epsilon: float = config.rms_norm_eps
-        self._embedding: Tensor = body.embed_tokens.weight.detach()
-        self._rotary: Any = body.rotary_emb
+        weights = LlamaWeights(model)
+        self._rotary = weights.rotary
+        self._heads, self._key_heads = weights.heads, weights.key_heads
+        self._width, self._scaling, self._epsilon = weights.width, weights.scaling, weights.epsilon
+        self._embedding, self._norm = weights.embedding, weights.norm
         self._angles: tuple[Tensor, Tensor] | None = None
-        self._layers = [_layer(layer, index, linear) for index, layer in enumerate(body.layers)]
-        self._norm: Tensor = body.norm.weight.detach()
-        head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        # Called without nn.Module's detour, which a pass would take four times a layer.
-        self._head: Linear = linear(head.weight.detach(), _detached(head.bias)).forward
+        self._layers = [
+            _layer(index, weights.layer(index), linear) for index in range(weights.num_layers)
+        ]
+        self._head: Linear = linear(weights.head.weight, weights.head.bias).forward
+
+    name = "lean"
 
     @property
     def least_nodes(self) -> int:
@@ -131,18 +114,25 @@ class LeanDecoder:
         """See `Network.forward`."""
         x = F.embedding(inputs.flat(inputs.tokens), self._embedding)  # [T, E]
         cos, sin = self._angles_at(inputs.flat(inputs.positions))  # [T, 1, D]
-        nodes, group = inputs.tokens.shape[1], self._heads // self._key_heads
-        inputs = replace(inputs, mask=grouped_mask(inputs.mask, nodes, group))
+        nodes, group = inputs.nodes, self._heads // self._key_heads
+        mask = grouped_mask(inputs.mask, nodes, group)
         for layer in self._layers:
             if layer.attends:
-                x = x + self._attention(layer, x, cos, sin, inputs, slab)
+                x = x + self._attention(layer, x, (cos, sin), inputs, mask, slab)
             if layer.computes:
                 x = x + self._mlp(layer, x)
         return self._head(self._normalised(x, self._norm)) if scored else None
 
     def _attention(
-        self, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, inputs: PassInputs, slab: KVSlab
+        self,
+        layer: _Layer,
+        x: Tensor,
+        angles: tuple[Tensor, Tensor],
+        inputs: PassInputs,
+        mask: Tensor,
+        slab: KVSlab,
     ) -> Tensor:
+        cos, sin = angles
         heads, turned = self._heads, self._heads + self._key_heads
         qkv = layer.qkv(self._normalised(x, layer.attention_norm))
         qkv = qkv.view(len(x), turned + self._key_heads, self._width)
@@ -155,7 +145,7 @@ class LeanDecoder:
         qk = (torch.cat([second, first], dim=-1) * sin).addcmul_(qk, cos)
         keys, values = slab.write(qk[:, heads:], qkv[:, turned:], layer.index)
         query = inputs.padded(qk[:, :heads])  # [B, N, H, D]
-        mixed = attend_grouped(query, keys, values, inputs.mask, self._scaling)
+        mixed = attend_grouped(query, keys, values, mask, self._scaling)
         return layer.output(inputs.flat(mixed))
 
     def _mlp(self, layer: _Layer, x: Tensor) -> Tensor:
@@ -175,43 +165,25 @@ class LeanDecoder:
 
     def _tables(self, size: int) -> tuple[Tensor, Tensor]:
         """[size, D] each, from the module's own frequencies and scaling."""
-        everywhere = torch.arange(size, device=self._embedding.device)[None]
-        cos, sin = self._rotary(self._embedding, everywhere)  # [1, size, D]
-        signs = torch.ones_like(sin[0])
+        cos, sin = self._rotary.angles(size, self._embedding.dtype)
+        signs = torch.ones_like(sin)
         signs[:, : self._width // 2] = -1
-        return cos[0], sin[0] * signs
+        return cos, sin * signs
 
 
-def _layer(layer: Any, index: int, linear: type[PackedLinear | Int8Linear]) -> _Layer:
-    attention, mlp = layer.self_attn, layer.mlp
+def _layer(index: int, weights: LayerWeights, linear: type[PackedLinear | Int8Linear]) -> _Layer:
+    def of(part: LinearWeights) -> Linear:
+        # Called without nn.Module's detour, which a pass would take four times a layer.
+        return linear(part.weight, part.bias).forward
+
     return _Layer(
         index=index,
-        attention_norm=layer.input_layernorm.weight.detach(),
-        qkv=_fused(linear, attention.q_proj, attention.k_proj, attention.v_proj),
-        query_norm=_norm_of(attention, "q_norm"),
-        key_norm=_norm_of(attention, "k_norm"),
-        output=_fused(linear, attention.o_proj),
-        mlp_norm=layer.post_attention_layernorm.weight.detach(),
-        gate_up=_fused(linear, mlp.gate_proj, mlp.up_proj),
-        down=_fused(linear, mlp.down_proj),
+        attention_norm=weights.attention_norm,
+        qkv=of(weights.qkv),
+        query_norm=weights.query_norm,
+        key_norm=weights.key_norm,
+        output=of(weights.output),
+        mlp_norm=weights.mlp_norm,
+        gate_up=of(weights.gate_up),
+        down=of(weights.down),
     )
-
-
-def _fused(linear: type[PackedLinear | Int8Linear], *parts: Any) -> Linear:
-    """One linear layer that computes several of the same input."""
-    weight = torch.cat([part.weight.detach() for part in parts])
-    if all(part.bias is None for part in parts):
-        return linear(weight, None).forward
-    biases = [
-        torch.zeros_like(part.weight[:, 0]) if part.bias is None else part.bias for part in parts
-    ]
-    return linear(weight, torch.cat(biases).detach()).forward
-
-
-def _norm_of(attention: Any, name: str) -> Tensor | None:
-    norm = getattr(attention, name, None)
-    return None if norm is None else norm.weight.detach()
-
-
-def _detached(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach()

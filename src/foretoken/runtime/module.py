@@ -28,6 +28,8 @@ class ModuleNetwork:
         least_nodes: see `Network.least_nodes`.
     """
 
+    name = "module"
+
     def __init__(self, model: PreTrainedModel, least_nodes: int = 1) -> None:
         self.least_nodes = least_nodes
         model.train(False)

@@ -1,8 +1,9 @@
 """The seam between the target and whatever computes a pass.
 
 A network is given the nodes of a pass and the slab, writes the new KV there and returns
-logits. There are two: `lean.py`, the Llama family written down in as few operations as it takes,
-and `module.py`, which runs any Transformers module. `network_for` chooses.
+logits. There are three: `native/`, the Llama family in C++; `lean.py`, the same in as few of
+PyTorch's operations as it takes; and `module.py`, which runs any Transformers module. `network_for`
+chooses.
 """
 
 from __future__ import annotations
@@ -14,16 +15,26 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from foretoken.cache import KVSlab
-from foretoken.runtime.cpu import linear_layer
+from foretoken.errors import ConfigError
+from foretoken.runtime.cpu import check_quantization, linear_layer
 from foretoken.runtime.inputs import PassInputs
-from foretoken.runtime.lean import LeanDecoder, can_be_lean
+from foretoken.runtime.lean import LeanDecoder
+from foretoken.runtime.llama import is_llama
 from foretoken.runtime.module import ModuleNetwork
+from foretoken.runtime.native.decoder import NativeDecoder, why_not_native
 
-__all__ = ["Network", "network_for"]
+__all__ = ["RUNTIMES", "Network", "network_for"]
+
+RUNTIMES = ("auto", "native", "torch")
 
 
 class Network(Protocol):
     """A decoder-only model over a KV slab."""
+
+    @property
+    def name(self) -> str:
+        """What users are told is running."""
+        ...
 
     @property
     def least_nodes(self) -> int:
@@ -57,18 +68,33 @@ class Network(Protocol):
         ...
 
 
-def network_for(model: PreTrainedModel, quantization: str | None = None) -> Network:
+def network_for(
+    model: PreTrainedModel, quantization: str | None = None, runtime: str = "auto"
+) -> Network:
     """The fastest network that computes what the model does; the model is left as it is.
 
     Args:
         model: the Transformers module.
-        quantization: None keeps the weights as they are; "int8" rounds those of linear layers.
+        quantization: None keeps the weights as they are; "int8" and "int4" round those of linear
+            layers.
+        runtime: "native" is this library's C++, compiled at its first use, "torch" PyTorch's
+            operations; "auto" takes the former where it can be had.
 
     Raises:
-        ConfigError: no such quantization, or none on this device.
+        ConfigError: no such quantization or runtime, or none for this model on this machine.
         CompatibilityError: the model's layers cannot be quantised.
     """
+    if runtime not in RUNTIMES:
+        raise ConfigError(f"runtime: must be one of {', '.join(RUNTIMES)}, got '{runtime}'.")
+    check_quantization(quantization, model.device)
+    reason = "torch was asked for" if runtime == "torch" else why_not_native(model)
+    if reason is None:
+        return NativeDecoder(model, quantization)
+    if runtime == "native":
+        raise ConfigError(f"runtime: native cannot be had for this model here: {reason}.")
+    if quantization == "int4":
+        raise ConfigError(f"quantization: int4 needs the native runtime, and {reason}.")
     linear = linear_layer(model.dtype, model.device, quantization)
     if linear is None:
         return ModuleNetwork.sharing(model)
-    return LeanDecoder(model, linear) if can_be_lean(model) else ModuleNetwork.packed(model, linear)
+    return LeanDecoder(model, linear) if is_llama(model) else ModuleNetwork.packed(model, linear)

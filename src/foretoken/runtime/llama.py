@@ -1,0 +1,147 @@
+"""The weights of the Llama family as its networks want them: Llama, Mistral, Qwen2, Qwen3.
+
+Query, key and value are one linear layer, and so are gate and up. `lean.py` and `native.py` compute
+with these; every other architecture runs through its Transformers module (`module.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+__all__ = ["LayerWeights", "LinearWeights", "LlamaWeights", "Rotary", "is_llama"]
+
+_ARCHITECTURES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+
+
+def is_llama(model: PreTrainedModel) -> bool:
+    """Whether this is exactly one of the architectures written down here.
+
+    Subclasses, other activations and rotary angles that depend on the length of the text are left
+    to the module.
+    """
+    config: Any = model.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    fixed_angles = rope.get("rope_type") not in ("dynamic", "longrope")
+    return type(model).__name__ in _ARCHITECTURES and config.hidden_act == "silu" and fixed_angles
+
+
+@dataclass(frozen=True)
+class LinearWeights:
+    """`y = x W^T + b`.
+
+    Args:
+        weight: [out, in].
+        bias: [out] or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, *parts: Any) -> LinearWeights:
+        """Several `nn.Linear` of the same input as one."""
+        weight = torch.cat([part.weight.detach() for part in parts])
+        if all(part.bias is None for part in parts):
+            return cls(weight, None)
+        biases = [
+            torch.zeros_like(part.weight[:, 0]) if part.bias is None else part.bias
+            for part in parts
+        ]
+        return cls(weight, torch.cat(biases).detach())
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer; E hidden size, H heads, G key heads, D their width, I inner size.
+
+    Args:
+        attention_norm, mlp_norm: [E].
+        qkv: E -> (H + 2 G) D.
+        query_norm, key_norm: [D] of architectures that normalise heads, or None.
+        output: H D -> E.
+        gate_up: E -> 2 I.
+        down: I -> E.
+    """
+
+    attention_norm: Tensor
+    qkv: LinearWeights
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    output: LinearWeights
+    mlp_norm: Tensor
+    gate_up: LinearWeights
+    down: LinearWeights
+
+
+class LlamaWeights:
+    """A model's weights and sizes; a layer's are put together when they are asked for.
+
+    Args:
+        model: for which `is_llama` holds.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config: Any = model.config
+        body: Any = model.model
+        self.heads: int = config.num_attention_heads
+        self.key_heads: int = config.num_key_value_heads
+        self.hidden_size: int = config.hidden_size
+        self.inner_size: int = config.intermediate_size
+        attention = body.layers[0].self_attn
+        self.width: int = attention.head_dim
+        self.scaling: float = attention.scaling
+        self.epsilon: float = config.rms_norm_eps
+        self.embedding: Tensor = body.embed_tokens.weight.detach()  # [V, E]
+        self.norm: Tensor = body.norm.weight.detach()  # [E]
+        head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self.head = LinearWeights(
+            head.weight.detach(), None if head.bias is None else head.bias.detach()
+        )
+        self.num_layers = len(body.layers)
+        self._layers = body.layers
+        self.rotary = Rotary(body.rotary_emb, self.embedding.device)
+
+    def layer(self, index: int) -> LayerWeights:
+        """Copies of a layer's weights."""
+        layer = self._layers[index]
+        attention, mlp = layer.self_attn, layer.mlp
+        return LayerWeights(
+            attention_norm=layer.input_layernorm.weight.detach(),
+            qkv=LinearWeights.of(attention.q_proj, attention.k_proj, attention.v_proj),
+            query_norm=_norm_of(attention, "q_norm"),
+            key_norm=_norm_of(attention, "k_norm"),
+            output=LinearWeights.of(attention.o_proj),
+            mlp_norm=layer.post_attention_layernorm.weight.detach(),
+            gate_up=LinearWeights.of(mlp.gate_proj, mlp.up_proj),
+            down=LinearWeights.of(mlp.down_proj),
+        )
+
+
+class Rotary:
+    """Rotary angles, of the module's own frequencies and scaling.
+
+    Args:
+        module: the model's rotary embedding.
+        device: where the angles are wanted.
+    """
+
+    def __init__(self, module: Any, device: torch.device) -> None:
+        self._module = module
+        self._device = device
+
+    def angles(self, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [size, D] of positions 0 to size - 1."""
+        everywhere = torch.arange(size, device=self._device)[None]
+        like = torch.empty(0, dtype=dtype, device=self._device)
+        cos, sin = self._module(like, everywhere)
+        return cos[0], sin[0]
+
+
+def _norm_of(attention: Any, name: str) -> Tensor | None:
+    norm = getattr(attention, name, None)
+    return None if norm is None else norm.weight.detach()

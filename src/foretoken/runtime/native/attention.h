@@ -1,0 +1,190 @@
+// Attention of a few queries over the KV slab.
+//
+// A query sees a prefix of its row's slots, and behind it, in a token tree, some slots more: its
+// ancestors and itself. What it sees is numbered in order of position. Every score is one dot product, and the weighted
+// sum of values runs over these numbers in ascending order, so a node of a tree gets the bits that the same
+// tokens would get in a chain, and chains get those of plain decoding (law 7).
+
+#pragma once
+
+#include <cmath>
+
+#include "linear.h"
+
+namespace foretoken {
+
+constexpr int QUERIES = 24;  // at most, in one task: keys and values are read once for all of them
+
+// What one node sees: slots 0 to prefix - 1, then those of the tail.
+struct Sight {
+    const int32_t* tail;
+    int32_t tail_length;
+    int32_t prefix;
+
+    int count() const { return prefix + tail_length; }
+    int slot(int rank) const { return rank < prefix ? rank : tail[rank - prefix]; }
+};
+
+struct FloatCache {
+    using Element = float;
+    static constexpr int PER_WORD = 1;
+
+    static f32x16 values(const Element* from) { return load<f32x16>(from); }
+    static f32x16 dot(f32x16 sum, u32x16 keys, uint32_t query) {
+        float q;
+        std::memcpy(&q, &query, sizeof q);
+        return fma((f32x16)keys, splat(q), sum);
+    }
+    static void write(const float* from, Element* to) { store(to, load<f32x16>(from)); }
+};
+
+struct Bf16Cache {
+    using Element = bf16;
+    static constexpr int PER_WORD = 2;
+
+    static f32x16 values(const Element* from) { return widen(from); }
+    static f32x16 dot(f32x16 sum, u32x16 keys, uint32_t query) { return dot2(sum, keys, query); }
+    static void write(const float* from, Element* to) { store(to, narrow(load<f32x16>(from))); }
+};
+
+// 16 rows of 16 words -> 16 columns.
+inline void transpose(const uint32_t* const (&rows)[LANES], int offset, u32x16* columns) {
+#ifdef FORETOKEN_AVX512
+    __m512i a[16], b[16];
+    for (int i = 0; i < 16; i++) a[i] = (__m512i)load<u32x16>(rows[i] + offset);
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        b[i] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88);
+        b[i + 4] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
+        b[i + 8] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
+        b[i + 12] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
+    }
+    for (int i = 0; i < 4; i++) {
+        columns[i] = (u32x16)_mm512_shuffle_i32x4(b[i], b[i + 8], 0x88);
+        columns[i + 8] = (u32x16)_mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd);
+        columns[i + 4] = (u32x16)_mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0x88);
+        columns[i + 12] = (u32x16)_mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0xdd);
+    }
+#else
+    for (int j = 0; j < LANES; j++)
+        for (int i = 0; i < LANES; i++) columns[j][i] = rows[i][offset + j];
+#endif
+}
+
+template <class Cache, int D>
+struct Attention {
+    using Element = typename Cache::Element;
+    static constexpr int WORDS = D / Cache::PER_WORD;
+    static constexpr int PARTS = D / LANES;
+    static constexpr int AT_ONCE = 24 / PARTS;  // queries whose sums fit into registers
+
+    const Element* keys;    // [slots][D]
+    const Element* values;  // [slots][D]
+    const Sight* sights;    // of each query
+    int count;              // queries
+    float scaling;
+    float* scores;  // [count][stride]
+    long stride;
+    alignas(64) Element queries[QUERIES][D];
+
+    // out: [count][D]
+    void run(const float* const* from, float (*out)[D]) {
+        for (int q = 0; q < count; q++)
+            for (int part = 0; part < D; part += LANES) Cache::write(from[q] + part, queries[q] + part);
+        int shared = sights[0].prefix;  // slots that every query sees
+        for (int q = 1; q < count; q++) shared = sights[q].prefix < shared ? sights[q].prefix : shared;
+        shared = shared / LANES * LANES;
+        Sight all{nullptr, 0, shared};
+        for (int rank = 0; rank < shared; rank += LANES) score(all, rank, 0, count);
+        for (int q = 0; q < count; q++)
+            for (int rank = shared; rank < sights[q].count(); rank += LANES) score(sights[q], rank, q, q + 1);
+        float totals[QUERIES];
+        for (int q = 0; q < count; q++) totals[q] = exponentiate(scores + q * stride, sights[q].count());
+        for (int q = 0; q < count;) q += sum_values(q, shared, out);
+        for (int q = 0; q < count; q++)
+            for (int d = 0; d < D; d++) out[q][d] /= totals[q];
+    }
+
+    // Scores of sixteen keys for queries `first` to `last` - 1.
+    void score(const Sight& sight, int rank, int first, int last) {
+        const uint32_t* rows[LANES];
+        int last_rank = sight.count() - 1;
+        for (int i = 0; i < LANES; i++) {
+            int at = rank + i < last_rank ? rank + i : last_rank;  // beyond the end nobody looks
+            rows[i] = (const uint32_t*)(keys + (long)sight.slot(at) * D);
+        }
+        u32x16 columns[WORDS];
+        for (int offset = 0; offset < WORDS; offset += LANES) transpose(rows, offset, columns + offset);
+        for (int q = first; q < last; q++) {
+            const uint32_t* query = (const uint32_t*)queries[q];
+            f32x16 even = {}, odd = {};
+#pragma GCC unroll 16
+            for (int word = 0; word < WORDS; word += 2) {
+                even = Cache::dot(even, columns[word], query[word]);
+                odd = Cache::dot(odd, columns[word + 1], query[word + 1]);
+            }
+            store(scores + q * stride + rank, (even + odd) * scaling);
+        }
+    }
+
+    // Softmax without the division; returns the sum.
+    static float exponentiate(float* row, int count) {
+        for (int i = count; i % LANES; i++) row[i] = -INFINITY;
+        f32x16 most = splat(-INFINITY), total = {};
+        for (int i = 0; i < count; i += LANES) most = max(most, load<f32x16>(row + i));
+        float largest = max(most);
+        for (int i = 0; i < count; i += LANES) {
+            f32x16 weight = exp(load<f32x16>(row + i) - largest);
+            store(row + i, weight);
+            total += weight;
+        }
+        return sum(total);
+    }
+
+    // Of as many queries as fit, from `first` on; returns how many.
+    int sum_values(int first, int shared, float (*out)[D]) {
+        int left = count - first;
+        if (AT_ONCE >= 6 && left >= 6) return sum_values<6>(first, shared, out);
+        if (AT_ONCE >= 4 && left >= 4) return sum_values<4>(first, shared, out);
+        if (AT_ONCE >= 3 && left >= 3) return sum_values<3>(first, shared, out);
+        if (left >= 2) return sum_values<2>(first, shared, out);
+        return sum_values<1>(first, shared, out);
+    }
+
+    template <int Q>
+    int sum_values(int first, int shared, float (*out)[D]) {
+        f32x16 sums[Q][PARTS] = {};
+        for (int rank = 0; rank < shared; rank++) {
+            f32x16 value[PARTS];
+            for (int part = 0; part < PARTS; part++)
+                value[part] = Cache::values(values + (long)rank * D + part * LANES);
+#pragma GCC unroll 6
+            for (int q = 0; q < Q; q++) {
+                f32x16 weight = splat(scores[(first + q) * stride + rank]);
+                for (int part = 0; part < PARTS; part++) sums[q][part] = fma(weight, value[part], sums[q][part]);
+            }
+        }
+        for (int q = 0; q < Q; q++) {
+            const Sight& sight = sights[first + q];
+            for (int rank = shared; rank < sight.count(); rank++) {
+                f32x16 weight = splat(scores[(first + q) * stride + rank]);
+                const Element* row = values + (long)sight.slot(rank) * D;
+                for (int part = 0; part < PARTS; part++)
+                    sums[q][part] = fma(weight, Cache::values(row + part * LANES), sums[q][part]);
+            }
+            for (int part = 0; part < PARTS; part++) store(out[first + q] + part * LANES, sums[q][part]);
+        }
+        return Q;
+    }
+};
+
+}  // namespace foretoken

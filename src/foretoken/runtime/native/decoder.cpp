@@ -1,0 +1,314 @@
+// A pass of a decoder of the Llama family: tokens in, logits out, keys and values into the slab.
+//
+// The same computation as lean.py, which says what it is; here it is one parallel region for all
+// layers, whose threads meet at a barrier after each part of a layer. Between linear layers numbers
+// stay in float32. Called through ctypes (`native.py`): the structures below are known there.
+
+#include <omp.h>
+#include <sched.h>
+
+#include <atomic>
+
+#include "attention.h"
+
+namespace foretoken {
+
+struct Layer {
+    Linear qkv, output, gate_up, down;  // gate and up in turns of PANEL outputs
+    const float *attention_norm, *query_norm, *key_norm, *mlp_norm;
+    int32_t index, attends, computes, unused;
+};
+
+struct Decoder {
+    const Layer* layers;
+    Linear head;
+    const float* norm;
+    const uint8_t* embedding;  // [V, E] in the model's dtype
+    int32_t num_layers, hidden, heads, key_heads, width, intermediate;
+    int32_t is_bf16;  // dtype of embedding and slab; float32 otherwise
+    float epsilon, scaling;
+    int32_t unused;
+};
+
+// Keys and values of a layer, [rows, G, S, D] each.
+struct Buffers {
+    uint8_t *keys, *values;
+    int64_t key_slots, value_slots;  // S
+};
+
+struct Pass {
+    int32_t nodes, scored, threads, most_seen;
+    const int64_t* tokens;       // [T]
+    const int32_t* positions;    // [T]
+    const int32_t* rows;         // [T] of the slab
+    const int32_t* slots;        // [T] where a node's keys and values go
+    const int32_t* prefixes;     // [T] slots seen from the row's beginning on
+    const int32_t* tail_starts;  // [T + 1] into tails
+    const int32_t* tails;        // slots seen behind the prefix
+    const Buffers* buffers;      // of each layer
+    const float *cos, *sin;      // [positions, D/2]
+    float* logits;               // [T, V]
+    uint8_t* workspace;
+};
+
+// Threads meet here. They spin, as the parts of a layer take microseconds, but not for long on a
+// busy machine.
+class Barrier {
+public:
+    explicit Barrier(int threads) : threads_(threads) {}
+
+    void wait() {
+        if (threads_ == 1) return;
+        int phase = phase_.load(std::memory_order_relaxed);
+        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
+            arrived_.store(0, std::memory_order_relaxed);
+            phase_.store(phase + 1, std::memory_order_release);
+            return;
+        }
+        for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++) {
+            if (spins > 2000) sched_yield();
+#if defined(__x86_64__)
+            else __builtin_ia32_pause();
+#endif
+        }
+    }
+
+private:
+    alignas(64) std::atomic<int> arrived_{0};
+    alignas(64) std::atomic<int> phase_{0};
+    int threads_;
+};
+
+inline size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+class Run {
+public:
+    Run(const Decoder& decoder, const Pass& pass) : d_(decoder), p_(pass), barrier_(pass.threads) {
+        layout(pass.workspace);
+    }
+
+    // Bytes of workspace; the buffers lie one behind the other from `base` on.
+    size_t layout(uint8_t* base) {
+        size_t used = 0, nodes = p_.nodes;
+        auto take = [&](size_t bytes) {
+            uint8_t* at = base + used;
+            used += aligned(bytes);
+            return at;
+        };
+        Format format = d_.layers[0].qkv.format;
+        stream_ = (float*)take(nodes * d_.hidden * sizeof(float));
+        qkv_ = (float*)take(nodes * heads() * d_.width * sizeof(float));
+        hidden_ = take(nodes * row_bytes(format, d_.hidden));
+        if (row_bytes(d_.head.format, d_.hidden) > row_bytes(format, d_.hidden))
+            take(nodes * (row_bytes(d_.head.format, d_.hidden) - row_bytes(format, d_.hidden)));
+        mixed_ = take(nodes * row_bytes(format, d_.heads * d_.width));
+        inner_ = take(nodes * row_bytes(format, d_.intermediate));
+        stride_ = (p_.most_seen + LANES - 1) / LANES * LANES;
+        scores_ = (float*)take((size_t)p_.threads * QUERIES * stride_ * sizeof(float));
+        return used;
+    }
+
+    void thread(int id) {
+        share(p_.nodes, id, [&](int node) { embed(node); });
+        barrier_.wait();
+        for (int i = 0; i < d_.num_layers; i++) {
+            const Layer& layer = d_.layers[i];
+            if (layer.attends) attention(layer, id);
+            if (layer.computes) mlp(layer, id);
+        }
+        if (!p_.scored) return;
+        normalise(d_.norm, d_.head.format, id);
+        long vocabulary = d_.head.outputs;
+        multiply<1>(d_.head, hidden_, p_.nodes, id, p_.threads, [&](long node, long panel, const float* sums) {
+            long first = panel * PANEL, count = vocabulary - first < PANEL ? vocabulary - first : PANEL;
+            std::memcpy(p_.logits + node * vocabulary + first, sums, count * sizeof(float));
+        });
+    }
+
+private:
+    int heads() const { return d_.heads + 2 * d_.key_heads; }
+
+    template <class Work>
+    void share(long count, int id, Work work) {
+        for (long i = count * id / p_.threads; i < count * (id + 1) / p_.threads; i++) work((int)i);
+    }
+
+    void embed(int node) {
+        float* to = stream_ + (long)node * d_.hidden;
+        const uint8_t* from = d_.embedding + p_.tokens[node] * d_.hidden * (d_.is_bf16 ? 2 : 4);
+        for (int i = 0; i < d_.hidden; i += LANES)
+            store(to + i, d_.is_bf16 ? widen((const bf16*)from + i) : load<f32x16>((const float*)from + i));
+    }
+
+    static void rms_norm(const float* from, const float* weight, float epsilon, int size, float* to) {
+        f32x16 squares = {};
+        for (int i = 0; i < size; i += LANES) {
+            f32x16 x = load<f32x16>(from + i);
+            squares = fma(x, x, squares);
+        }
+        float scale = 1.0f / std::sqrt(sum(squares) / size + epsilon);
+        for (int i = 0; i < size; i += LANES)
+            store(to + i, load<f32x16>(from + i) * scale * load<f32x16>(weight + i));
+    }
+
+    // The stream, normalised, as inputs of a linear layer.
+    void normalise(const float* weight, Format format, int id) {
+        share(p_.nodes, id, [&](int node) {
+            float normal[16384];
+            rms_norm(stream_ + (long)node * d_.hidden, weight, d_.epsilon, d_.hidden, normal);
+            encode(format, normal, hidden_ + node * row_bytes(format, d_.hidden), d_.hidden, 0, d_.hidden);
+        });
+        barrier_.wait();
+    }
+
+    void add_product(const Linear& layer, const uint8_t* inputs, int id) {
+        multiply<1>(layer, inputs, p_.nodes, id, p_.threads, [&](long node, long panel, const float* sums) {
+            float* to = stream_ + node * d_.hidden + panel * PANEL;
+            for (int i = 0; i < PANEL; i += LANES) store(to + i, load<f32x16>(to + i) + load<f32x16>(sums + i));
+        });
+        barrier_.wait();
+    }
+
+    void mlp(const Layer& layer, int id) {
+        Format format = layer.down.format;
+        normalise(layer.mlp_norm, layer.gate_up.format, id);
+        multiply<2>(layer.gate_up, hidden_, p_.nodes, id, p_.threads, [&](long node, long pair, float* sums) {
+            for (int i = 0; i < PANEL; i += LANES) {
+                f32x16 gate = load<f32x16>(sums + i), up = load<f32x16>(sums + PANEL + i);
+                store(sums + i, gate / (1.0f + exp(-gate)) * up);
+            }
+            encode(format, sums, inner_ + node * row_bytes(format, d_.intermediate), d_.intermediate, pair * PANEL, PANEL);
+        });
+        barrier_.wait();
+        add_product(layer.down, inner_, id);
+    }
+
+    void attention(const Layer& layer, int id) {
+        normalise(layer.attention_norm, layer.qkv.format, id);
+        long size = heads() * d_.width;
+        multiply<1>(layer.qkv, hidden_, p_.nodes, id, p_.threads, [&](long node, long panel, const float* sums) {
+            std::memcpy(qkv_ + node * size + panel * PANEL, sums, PANEL * sizeof(float));
+        });
+        barrier_.wait();
+        share((long)p_.nodes * heads(), id, [&](int i) { finish_head(layer, i / heads(), i % heads()); });
+        barrier_.wait();
+        if (d_.is_bf16) attend<Bf16Cache>(layer, id);
+        else attend<FloatCache>(layer, id);
+        barrier_.wait();
+        add_product(layer.output, mixed_, id);
+    }
+
+    // Norm and rotation of a query or key; keys and values go into the slab.
+    void finish_head(const Layer& layer, int node, int head) {
+        float* x = qkv_ + ((long)node * heads() + head) * d_.width;
+        int first_value = d_.heads + d_.key_heads;
+        if (head < first_value) {
+            const float* norm = head < d_.heads ? layer.query_norm : layer.key_norm;
+            if (norm) rms_norm(x, norm, d_.epsilon, d_.width, x);
+            rotate(x, p_.positions[node]);
+        }
+        if (head < d_.heads) return;
+        bool is_key = head < first_value;
+        long group = head - (is_key ? d_.heads : first_value);
+        const Buffers& kv = p_.buffers[layer.index];
+        uint8_t* buffer = is_key ? kv.keys : kv.values;
+        long slots = is_key ? kv.key_slots : kv.value_slots;
+        long place = ((p_.rows[node] * d_.key_heads + group) * slots + p_.slots[node]) * d_.width;
+        for (int i = 0; i < d_.width; i += LANES) {
+            if (d_.is_bf16) Bf16Cache::write(x + i, (bf16*)buffer + place + i);
+            else FloatCache::write(x + i, (float*)buffer + place + i);
+        }
+    }
+
+    void rotate(float* x, long position) {
+        int half_width = d_.width / 2;
+        const float *cos = p_.cos + position * half_width, *sin = p_.sin + position * half_width;
+        for (int i = 0; i < half_width; i += LANES) {
+            f32x16 first = load<f32x16>(x + i), second = load<f32x16>(x + half_width + i);
+            f32x16 c = load<f32x16>(cos + i), s = load<f32x16>(sin + i);
+            store(x + i, fma(first, c, -(second * s)));
+            store(x + half_width + i, fma(second, c, first * s));
+        }
+    }
+
+    template <class Cache>
+    void attend(const Layer& layer, int id) {
+        switch (d_.width) {
+            case 32: return attend<Cache, 32>(layer, id);
+            case 64: return attend<Cache, 64>(layer, id);
+            case 96: return attend<Cache, 96>(layer, id);
+            default: return attend<Cache, 128>(layer, id);
+        }
+    }
+
+    // Tasks of some adjacent nodes of a row and one key head, dealt out in turn.
+    template <class Cache, int D>
+    void attend(const Layer& layer, int id) {
+        int group = d_.heads / d_.key_heads, most = QUERIES / group > 0 ? QUERIES / group : 1;
+        int wanted = (p_.nodes * d_.key_heads + 4 * p_.threads - 1) / (4 * p_.threads);  // four tasks a thread
+        int nodes = wanted < most ? wanted : most, task = 0;
+        for (int first = 0, last; first < p_.nodes; first = last) {
+            for (last = first + 1; last < p_.nodes && last < first + nodes && p_.rows[last] == p_.rows[first];) last++;
+            for (int key_head = 0; key_head < d_.key_heads; key_head++)
+                if (task++ % p_.threads == id)
+                    for (int head = 0; head < group; head += QUERIES)  // all of them, but for huge groups
+                        attend<Cache, D>(layer, id, first, last, key_head, key_head * group + head,
+                                         group - head < QUERIES ? group - head : QUERIES);
+        }
+    }
+
+    template <class Cache, int D>
+    void attend(const Layer& layer, int id, int first, int last, int key_head, int head, int heads_here) {
+        using Element = typename Cache::Element;
+        Attention<Cache, D> attention;
+        const Buffers& kv = p_.buffers[layer.index];
+        long place = (long)p_.rows[first] * d_.key_heads + key_head;
+        attention.keys = (const Element*)kv.keys + place * kv.key_slots * D;
+        attention.values = (const Element*)kv.values + place * kv.value_slots * D;
+        attention.scaling = d_.scaling;
+        attention.scores = scores_ + (long)id * QUERIES * stride_;
+        attention.stride = stride_;
+        Sight sights[QUERIES];
+        const float* queries[QUERIES];
+        int count = 0;
+        for (int node = first; node < last; node++) {
+            Sight sight{p_.tails + p_.tail_starts[node], p_.tail_starts[node + 1] - p_.tail_starts[node], p_.prefixes[node]};
+            for (int i = 0; i < heads_here; i++, count++) {
+                sights[count] = sight;
+                queries[count] = qkv_ + ((long)node * heads() + head + i) * D;
+            }
+        }
+        attention.sights = sights;
+        attention.count = count;
+        float out[QUERIES][D];
+        attention.run(queries, out);
+        Format format = layer.output.format;
+        int inputs = d_.heads * D;
+        for (int q = 0; q < count; q++) {
+            long node = first + q / heads_here;
+            encode(format, out[q], mixed_ + node * row_bytes(format, inputs), inputs, (head + q % heads_here) * D, D);
+        }
+    }
+
+    const Decoder& d_;
+    const Pass& p_;
+    Barrier barrier_;
+    float *stream_, *qkv_, *scores_;      // [T, E], [T, H + 2 G, D], [threads, QUERIES, stride_]
+    uint8_t *hidden_, *mixed_, *inner_;   // inputs of linear layers: [T, E], [T, H D], [T, I]
+    long stride_;
+};
+
+}  // namespace foretoken
+
+extern "C" {
+
+size_t foretoken_workspace(const foretoken::Decoder* decoder, const foretoken::Pass* pass) {
+    return foretoken::Run(*decoder, *pass).layout(nullptr);
+}
+
+void foretoken_forward(const foretoken::Decoder* decoder, const foretoken::Pass* pass) {
+    foretoken::Run run(*decoder, *pass);
+#pragma omp parallel num_threads(pass->threads)
+    run.thread(omp_get_thread_num());
+}
+}

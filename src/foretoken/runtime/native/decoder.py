@@ -1,0 +1,305 @@
+"""`NativeDecoder`: the Llama family through the C++ of this folder (see `Network`).
+
+Every kernel sums in one order whatever stands beside: law 7 holds for any number of nodes, rows and
+processes, down to a single node, and for trees, too. Logits are float32: in bfloat16 and int8 the
+numbers between the layers are not rounded as often as in PyTorch.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Sequence
+from copy import copy
+from ctypes import (
+    POINTER,
+    Structure,
+    addressof,
+    byref,
+    c_float,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_void_p,
+)
+from itertools import chain, repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from foretoken.cache import KVSlab
+from foretoken.runtime.inputs import PassInputs
+from foretoken.runtime.llama import LayerWeights, LinearWeights, LlamaWeights, is_llama
+from foretoken.runtime.native.build import NativeLibraryError, library
+from foretoken.runtime.native.pack import GROUP, CLinear, Format, PackedWeights, in_turns, pack
+
+__all__ = ["NativeDecoder", "why_not_native"]
+
+_WIDTHS = (32, 64, 96, 128)
+_MOST_HIDDEN = 16384
+"""`Run::normalise` has room for so many numbers."""
+
+_FORMATS = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16}
+_QUANTIZED = {"int8": Format.INT8, "int4": Format.INT4}
+
+
+class _CLayer(Structure):
+    _fields_ = (
+        ("qkv", CLinear),
+        ("output", CLinear),
+        ("gate_up", CLinear),
+        ("down", CLinear),
+        ("attention_norm", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("index", c_int32),
+        ("attends", c_int32),
+        ("computes", c_int32),
+        ("unused", c_int32),
+    )
+
+
+class _CDecoder(Structure):
+    _fields_ = (
+        ("layers", POINTER(_CLayer)),
+        ("head", CLinear),
+        ("norm", c_void_p),
+        ("embedding", c_void_p),
+        ("num_layers", c_int32),
+        ("hidden", c_int32),
+        ("heads", c_int32),
+        ("key_heads", c_int32),
+        ("width", c_int32),
+        ("intermediate", c_int32),
+        ("is_bf16", c_int32),
+        ("epsilon", c_float),
+        ("scaling", c_float),
+        ("unused", c_int32),
+    )
+
+
+class _CBuffers(Structure):
+    _fields_ = (
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("key_slots", c_int64),
+        ("value_slots", c_int64),
+    )
+
+
+class _CPass(Structure):
+    _fields_ = (
+        ("nodes", c_int32),
+        ("scored", c_int32),
+        ("threads", c_int32),
+        ("most_seen", c_int32),
+        ("tokens", c_void_p),
+        ("positions", c_void_p),
+        ("rows", c_void_p),
+        ("slots", c_void_p),
+        ("prefixes", c_void_p),
+        ("tail_starts", c_void_p),
+        ("tails", c_void_p),
+        ("buffers", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("logits", c_void_p),
+        ("workspace", c_void_p),
+    )
+
+
+def why_not_native(model: PreTrainedModel) -> str | None:
+    """Why the model cannot run natively here; None where it can."""
+    if not is_llama(model):
+        return "it is written for Llama, Mistral, Qwen2 and Qwen3 only"
+    if model.device.type != "cpu" or model.dtype not in _FORMATS:
+        return f"it runs float32 and bfloat16 on CPUs, not {model.dtype} on {model.device.type}"
+    config: Any = model.config
+    body: Any = model.model
+    width = body.layers[0].self_attn.head_dim
+    sizes = (config.hidden_size, config.intermediate_size)
+    if width not in _WIDTHS:
+        return f"heads are to be {', '.join(map(str, _WIDTHS))} wide, and these are {width}"
+    if config.hidden_size > _MOST_HIDDEN or any(size % GROUP for size in sizes):
+        return f"hidden sizes are to be multiples of {GROUP}, and these are {sizes}"
+    try:
+        library()
+    except NativeLibraryError as error:
+        return str(error)
+    return None
+
+
+class NativeDecoder:
+    """A decoder-only model of the Llama family (see `Network`).
+
+    Args:
+        model: for which `why_not_native` knows no reason; its weights are read, and not kept but
+            for the embedding.
+        quantization: "int8", "int4" (the head in int8) or None.
+        *flags: for the compiler (see `library`).
+
+    Raises:
+        NativeLibraryError: there is no compiled library.
+    """
+
+    least_nodes = 1
+    name = "native"
+
+    def __init__(
+        self, model: PreTrainedModel, quantization: str | None = None, *flags: str
+    ) -> None:
+        self._library = library(*flags)
+        self._library.foretoken_workspace.restype = c_size_t
+        form = _FORMATS[model.dtype] if quantization is None else _QUANTIZED[quantization]
+        weights = LlamaWeights(model)
+        self._kept: list[Tensor | PackedWeights] = []
+        self._layers = [
+            self._layer(index, weights.layer(index), form) for index in range(weights.num_layers)
+        ]
+        self._vocab_size = len(weights.head.weight)
+        self._rotary = weights.rotary
+        self._cos, self._sin = torch.empty(0, 0), torch.empty(0, 0)
+        self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._like = torch.empty(1, weights.key_heads, 1, weights.width, dtype=model.dtype)
+        self._decoder = _CDecoder(
+            # A head chooses among all tokens: in int4 it would lose more than the layers do.
+            head=self._linear(weights.head, Format.INT8 if form is Format.INT4 else form),
+            norm=self._float(weights.norm),
+            embedding=self._keep(weights.embedding.contiguous()).data_ptr(),
+            hidden=weights.hidden_size,
+            heads=weights.heads,
+            key_heads=weights.key_heads,
+            width=weights.width,
+            intermediate=weights.inner_size,
+            is_bf16=model.dtype == torch.bfloat16,
+            epsilon=weights.epsilon,
+            scaling=weights.scaling,
+        )
+        self._use(self._layers)
+
+    def _use(self, layers: Sequence[_CLayer]) -> None:
+        self._layers = list(layers)
+        self._array = (_CLayer * len(self._layers))(*self._layers)
+        self._decoder.layers = self._array
+        self._decoder.num_layers = len(self._layers)
+
+    def _layer(self, index: int, weights: LayerWeights, form: Format) -> _CLayer:
+        return _CLayer(
+            qkv=self._linear(weights.qkv, form),
+            output=self._linear(weights.output, form),
+            gate_up=self._linear(in_turns(weights.gate_up), form),
+            down=self._linear(weights.down, form),
+            attention_norm=self._float(weights.attention_norm),
+            query_norm=self._float(weights.query_norm),
+            key_norm=self._float(weights.key_norm),
+            mlp_norm=self._float(weights.mlp_norm),
+            index=index,
+            attends=True,
+            computes=True,
+        )
+
+    def _linear(self, weights: LinearWeights, form: Format) -> CLinear:
+        packed = pack(weights, form)
+        self._kept.append(packed)
+        return packed.c
+
+    def _float(self, weight: Tensor | None) -> int | None:
+        return None if weight is None else self._keep(weight.float().contiguous()).data_ptr()
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        self._kept.append(tensor)
+        return tensor
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers, those left out included."""
+        return len(self._layers)
+
+    def first_layers(self, count: int) -> NativeDecoder:
+        """See `Network.first_layers`."""
+        return self._with(self._layers[:count])
+
+    def without(self, attention: Collection[int], mlp: Collection[int]) -> NativeDecoder:
+        """See `Network.without`."""
+        layers = []
+        for place, layer in enumerate(self._layers):
+            other = _CLayer.from_buffer_copy(layer)
+            other.attends = layer.attends and place not in attention
+            other.computes = layer.computes and place not in mlp
+            layers.append(other)
+        return self._with(layers)
+
+    def _with(self, layers: Sequence[_CLayer]) -> NativeDecoder:
+        other = copy(self)
+        other._decoder = _CDecoder.from_buffer_copy(self._decoder)
+        other._use(layers)
+        return other
+
+    def forward(self, inputs: PassInputs, slab: KVSlab, *, scored: bool) -> Tensor | None:
+        """See `Network.forward`; padding is not computed."""
+        slab.reserve([layer.index for layer in self._layers], self._like)
+        addresses = slab.addresses
+        buffers = (_CBuffers * len(addresses))(*(_CBuffers(*where) for where in addresses))
+        nodes = _Nodes(inputs)
+        self._reach(inputs.span)
+        logits = torch.empty(len(nodes) if scored else 0, self._vocab_size)
+        arguments = _CPass(
+            nodes=len(nodes),
+            scored=scored,
+            threads=torch.get_num_threads(),
+            most_seen=inputs.span,
+            buffers=addressof(buffers),
+            cos=self._cos.data_ptr(),
+            sin=self._sin.data_ptr(),
+            logits=logits.data_ptr(),
+            **nodes.addresses(),
+        )
+        needed = self._library.foretoken_workspace(byref(self._decoder), byref(arguments))
+        if len(self._workspace) < needed:
+            self._workspace = torch.empty(needed, dtype=torch.uint8)
+        arguments.workspace = self._workspace.data_ptr()
+        self._library.foretoken_forward(byref(self._decoder), byref(arguments))
+        return logits if scored else None
+
+    def _reach(self, positions: int) -> None:
+        """Rotary angles of at least so many positions."""
+        if len(self._cos) < positions:
+            half = self._like.shape[-1] // 2
+            cos, sin = self._rotary.angles(2 * positions, torch.float32)
+            self._cos, self._sin = cos[:, :half].contiguous(), sin[:, :half].contiguous()
+
+
+class _Nodes:
+    """The nodes of all rows as the arrays that `Pass` points to."""
+
+    def __init__(self, inputs: PassInputs) -> None:
+        rows = [row for row in inputs.rows if len(row)]
+        self._tokens = array("q", chain.from_iterable(row.tokens for row in rows))
+        numbers = [range(row.start, row.start + len(row)) for row in rows]
+        self._ints = {
+            "positions": array("i", chain.from_iterable(row.positions for row in rows)),
+            "prefixes": array("i", chain.from_iterable(row.prefixes for row in rows)),
+            "slots": array("i", chain.from_iterable(numbers)),
+            "rows": array("i"),
+            "tails": array("i"),
+        }
+        starts = array("i", [0])
+        for index, row in enumerate(inputs.rows, inputs.first):
+            self._ints["rows"].extend(repeat(index, len(row)))
+            if row.tails:
+                for tail in row.tails:
+                    self._ints["tails"].extend(tail)
+                    starts.append(len(self._ints["tails"]))
+            else:
+                starts.extend(repeat(starts[-1], len(row)))
+        self._ints["tail_starts"] = starts
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def addresses(self) -> dict[str, int]:
+        """Field of `Pass` -> address, valid as long as this object lives."""
+        found = {name: numbers.buffer_info()[0] for name, numbers in self._ints.items()}
+        return {"tokens": self._tokens.buffer_info()[0], **found}

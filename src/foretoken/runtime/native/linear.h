@@ -1,0 +1,283 @@
+// Linear layers over packed weights, in four formats.
+//
+// A weight [N, K] is cut into panels of 32 outputs, and a panel is stored in the order in which it
+// is read, front to back, once for up to ROWS input rows. Every output is one sum over k in
+// ascending order whatever the number of rows beside it: bits do not depend on the company (law 7),
+// without padding and down to a single row.
+//
+//   format  weights of a panel                                                  input row
+//   F32     [K][32] float32                                                     float32
+//   BF16    [K/2][32][2] bfloat16                                               bfloat16
+//   INT8    [K/32] of ([8][32][4] uint8: w/d + 128; [32] half: d)               Bytes
+//   INT4    [K/32] of ([4][32][4] two nibbles: (w-m)/d; [32] half: d; half: m)  Bytes
+//
+// `Bytes` are int8 in groups of 32 with one scale each, rounded from the row as it comes.
+
+#pragma once
+
+#include "simd.h"
+
+namespace foretoken {
+
+constexpr int PANEL = 32;
+constexpr int GROUP = 32;
+
+enum class Format : int32_t { F32, BF16, INT8, INT4 };
+
+// Layout known to the Python side.
+struct Linear {
+    const uint8_t* weight;
+    const float* bias;  // [outputs] or null
+    Format format;
+    int32_t inputs;
+    int32_t outputs;  // multiple of PANEL but for the head's last panel
+    int32_t unused;
+};
+
+// Sizes
+
+inline size_t group_bytes(Format format) {
+    return format == Format::INT8 ? GROUP * PANEL + 2 * PANEL : GROUP * PANEL / 2 + 4 * PANEL;
+}
+
+inline size_t panel_bytes(Format format, int inputs) {
+    if (format == Format::F32) return sizeof(float) * PANEL * inputs;
+    if (format == Format::BF16) return sizeof(bf16) * PANEL * inputs;
+    return group_bytes(format) * (inputs / GROUP);
+}
+
+// A row of Bytes: [K] int8, then [K/32] each of scale, scale * sum and -128 * sum.
+inline size_t row_bytes(Format format, int inputs) {
+    size_t size = format == Format::F32    ? sizeof(float) * inputs
+                  : format == Format::BF16 ? sizeof(bf16) * inputs
+                                           : inputs + 3 * sizeof(float) * (inputs / GROUP);
+    return (size + 63) / 64 * 64;
+}
+
+// Inputs
+
+inline void quantize(const float* from, uint8_t* row, int inputs, int offset) {
+    f32x16 low = load<f32x16>(from), high = load<f32x16>(from + LANES);
+    float largest = max(max(max(low, -low), max(high, -high)));
+    float scale = largest / 127.0f, steps = largest > 0 ? 127.0f / largest : 0.0f;
+    int32_t total = 0;
+    int8_t* bytes = (int8_t*)row + offset;
+    for (int i = 0; i < GROUP; i++) {
+        bytes[i] = (int8_t)__builtin_rintf(from[i] * steps);
+        total += bytes[i];
+    }
+    int groups = inputs / GROUP, group = offset / GROUP;
+    float* scales = (float*)(row + inputs);
+    scales[group] = scale;
+    scales[groups + group] = scale * total;
+    ((int32_t*)scales)[2 * groups + group] = -128 * total;
+}
+
+// Put `count` values at `offset` of an input row; both are multiples of GROUP.
+inline void encode(Format format, const float* from, uint8_t* row, int inputs, int offset, int count) {
+    for (int i = 0; i < count; i += GROUP) {
+        if (format == Format::F32) {
+            std::memcpy((float*)row + offset + i, from + i, sizeof(float) * GROUP);
+        } else if (format == Format::BF16) {
+            for (int part = 0; part < GROUP; part += LANES)
+                store((bf16*)row + offset + i + part, narrow(load<f32x16>(from + i + part)));
+        } else {
+            quantize(from + i, row, inputs, offset + i);
+        }
+    }
+}
+
+// Kernels: a panel times M rows, [M][PANEL] out.
+//
+// While they compute they fetch a part of a later panel: with several rows computing takes as long as
+// reading, and the processor does not look far enough ahead by itself to do both at once.
+
+struct Ahead {
+    const uint8_t* from;
+    size_t bytes;
+
+    // The i-th of n parts.
+    void fetch(size_t i, size_t n) const {
+        for (size_t at = bytes * i / n / 64; at < bytes * (i + 1) / n / 64; at++) __builtin_prefetch(from + at * 64);
+    }
+};
+
+using Kernel = void (*)(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Ahead ahead, float* out);
+
+template <int M>
+inline void put(const f32x16 (&sums)[M][2], float* out) {
+    for (int m = 0; m < M; m++)
+        for (int v = 0; v < 2; v++) store(out + m * PANEL + v * LANES, sums[m][v]);
+}
+
+struct FloatKernel {
+    static constexpr int ROWS = 12;
+
+    template <int M>
+    static void run(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Ahead ahead, float* out) {
+        f32x16 sums[M][2] = {};
+        for (int k = 0; k < inputs; k++) {
+            if (k % 8 == 0) ahead.fetch(k / 8, inputs / 8);
+            const float* w = (const float*)panel + k * PANEL;
+            f32x16 w0 = load<f32x16>(w), w1 = load<f32x16>(w + LANES);
+#pragma GCC unroll 12
+            for (int m = 0; m < M; m++) {
+                f32x16 x = splat(((const float*)(rows + m * stride))[k]);
+                sums[m][0] = fma(w0, x, sums[m][0]);
+                sums[m][1] = fma(w1, x, sums[m][1]);
+            }
+        }
+        put<M>(sums, out);
+    }
+};
+
+struct Bf16Kernel {
+    static constexpr int ROWS = 12;
+
+    template <int M>
+    static void run(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Ahead ahead, float* out) {
+        f32x16 sums[M][2] = {};
+        for (int k = 0; k < inputs / 2; k++) {
+            if (k % 8 == 0) ahead.fetch(k / 8, inputs / 16);
+            const uint32_t* w = (const uint32_t*)panel + k * PANEL;
+            u32x16 w0 = load<u32x16>(w), w1 = load<u32x16>(w + LANES);
+#pragma GCC unroll 12
+            for (int m = 0; m < M; m++) {
+                uint32_t x = ((const uint32_t*)(rows + m * stride))[k];
+                sums[m][0] = dot2(sums[m][0], w0, x);
+                sums[m][1] = dot2(sums[m][1], w1, x);
+            }
+        }
+        put<M>(sums, out);
+    }
+};
+
+// Sums of bytes are exact; their scales are applied group by group, in ascending order.
+template <Format FORMAT>
+struct ByteKernel {
+    static constexpr int ROWS = 6;
+
+    template <int M>
+    static void run(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Ahead ahead, float* out) {
+        f32x16 sums[M][2] = {};
+        int groups = inputs / GROUP;
+        for (int g = 0; g < groups; g++, panel += group_bytes(FORMAT)) {
+            ahead.fetch(g, groups);
+            i32x16 products[M][2];
+            if constexpr (FORMAT == Format::INT8)
+                multiply_bytes<M>(panel, rows, stride, inputs, g, products);
+            else
+                multiply_nibbles<M>(panel, rows, stride, g, products);
+            const half* scales = (const half*)(panel + group_bytes(FORMAT)) - (FORMAT == Format::INT8 ? 1 : 2) * PANEL;
+#pragma GCC unroll 2
+            for (int v = 0; v < 2; v++) {
+                f32x16 d = widen_half(scales + v * LANES), least = {};
+                if constexpr (FORMAT == Format::INT4) least = widen_half(scales + PANEL + v * LANES);
+#pragma GCC unroll 6
+                for (int m = 0; m < M; m++) {
+                    const float* x = (const float*)(rows + m * stride + inputs) + g;
+                    f32x16 product = __builtin_convertvector(products[m][v], f32x16);
+                    sums[m][v] = fma(d * product, splat(x[0]), sums[m][v]);
+                    if constexpr (FORMAT == Format::INT4)
+                        sums[m][v] = fma(least, splat(x[groups]), sums[m][v]);
+                }
+            }
+        }
+        put<M>(sums, out);
+    }
+
+    template <int M>
+    static inline void multiply_bytes(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, int g,
+                                      i32x16 (&products)[M][2]) {
+#pragma GCC unroll 6
+        for (int m = 0; m < M; m++) {
+            const int32_t* x = (const int32_t*)(rows + m * stride + inputs);
+            products[m][0] = products[m][1] = splat(x[2 * (inputs / GROUP) + g]);
+        }
+#pragma GCC unroll 8
+        for (int quad = 0; quad < GROUP / 4; quad++) {
+            const uint32_t* w = (const uint32_t*)panel + quad * PANEL;
+            u32x16 w0 = load<u32x16>(w), w1 = load<u32x16>(w + LANES);
+#pragma GCC unroll 6
+            for (int m = 0; m < M; m++) {
+                uint32_t x = ((const uint32_t*)(rows + m * stride + g * GROUP))[quad];
+                products[m][0] = dot4(products[m][0], w0, x);
+                products[m][1] = dot4(products[m][1], w1, x);
+            }
+        }
+    }
+
+    template <int M>
+    static inline void multiply_nibbles(const uint8_t* panel, const uint8_t* rows, size_t stride, int g,
+                                        i32x16 (&products)[M][2]) {
+#pragma GCC unroll 6
+        for (int m = 0; m < M; m++) products[m][0] = products[m][1] = i32x16{};
+#pragma GCC unroll 8
+        for (int half_quad = 0; half_quad < GROUP / 4; half_quad++) {
+            int quad = half_quad % 4, shift = half_quad < 4 ? 0 : 4;
+            const uint32_t* w = (const uint32_t*)panel + quad * PANEL;
+            u32x16 w0 = (load<u32x16>(w) >> shift) & 0x0f0f0f0fu;
+            u32x16 w1 = (load<u32x16>(w + LANES) >> shift) & 0x0f0f0f0fu;
+#pragma GCC unroll 6
+            for (int m = 0; m < M; m++) {
+                uint32_t x = ((const uint32_t*)(rows + m * stride + g * GROUP))[half_quad];
+                products[m][0] = dot4(products[m][0], w0, x);
+                products[m][1] = dot4(products[m][1], w1, x);
+            }
+        }
+    }
+};
+
+template <class K, int M = K::ROWS>
+inline Kernel kernel_for(int rows) {
+    if constexpr (M > 1)
+        if (rows < M) return kernel_for<K, M - 1>(rows);
+    return K::template run<M>;
+}
+
+inline int most_rows(Format format) {
+    return format == Format::F32 || format == Format::BF16 ? Bf16Kernel::ROWS : ByteKernel<Format::INT8>::ROWS;
+}
+
+inline Kernel kernel_for(Format format, int rows) {
+    switch (format) {
+        case Format::F32: return kernel_for<FloatKernel>(rows);
+        case Format::BF16: return kernel_for<Bf16Kernel>(rows);
+        case Format::INT8: return kernel_for<ByteKernel<Format::INT8>>(rows);
+        default: return kernel_for<ByteKernel<Format::INT4>>(rows);
+    }
+}
+
+// A thread's share of `units`, each of UNIT panels, times all rows.
+//
+// `finish(row, unit, sums)` takes [UNIT * PANEL] sums of one row, bias included.
+template <int UNIT, class Finish>
+inline void multiply(const Linear& layer, const uint8_t* inputs, int rows, int thread, int threads, Finish finish) {
+    constexpr int MOST = 12;
+    float sums[UNIT][MOST * PANEL];
+    size_t stride = row_bytes(layer.format, layer.inputs), size = panel_bytes(layer.format, layer.inputs);
+    int blocks = (rows + most_rows(layer.format) - 1) / most_rows(layer.format);
+    long units = (layer.outputs + UNIT * PANEL - 1) / (UNIT * PANEL);
+    for (long unit = units * thread / threads; unit < units * (thread + 1) / threads; unit++) {
+        for (int block = 0; block < blocks; block++) {
+            int first = (long)rows * block / blocks, last = (long)rows * (block + 1) / blocks;
+            Kernel kernel = kernel_for(layer.format, last - first);
+            for (int part = 0; part < UNIT; part++) {
+                const uint8_t* panel = layer.weight + (unit * UNIT + part) * size;
+                size_t share = size / blocks;
+                Ahead ahead{panel + UNIT * size + block * share, rows > 1 ? share : 0};
+                kernel(panel, inputs + first * stride, stride, layer.inputs, ahead, sums[part]);
+            }
+            for (int row = first; row < last; row++) {
+                float out[UNIT * PANEL];
+                for (int part = 0; part < UNIT; part++)
+                    std::memcpy(out + part * PANEL, sums[part] + (row - first) * PANEL, sizeof(float) * PANEL);
+                if (layer.bias)
+                    for (int i = 0; i < UNIT * PANEL; i++) out[i] += layer.bias[unit * UNIT * PANEL + i];
+                finish(row, unit, out);
+            }
+        }
+    }
+}
+
+}  // namespace foretoken

@@ -1,0 +1,140 @@
+"""Weights in the order in which the kernels read them (`linear.h`, whose words these are)."""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_int32, c_void_p
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foretoken.runtime.llama import LinearWeights
+
+__all__ = ["GROUP", "PANEL", "CLinear", "Format", "PackedWeights", "in_turns", "pack"]
+
+PANEL = 32
+GROUP = 32
+
+_SMALLEST_SCALE = 6e-8
+"""The smallest number above zero in float16, in which scales are kept."""
+
+
+class Format(IntEnum):
+    """How a linear layer's weights are kept."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    INT8 = 2
+    INT4 = 3
+
+
+class CLinear(Structure):
+    """`Linear` of linear.h."""
+
+    _fields_ = (
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("format", c_int32),
+        ("inputs", c_int32),
+        ("outputs", c_int32),
+        ("unused", c_int32),
+    )
+
+
+@dataclass(frozen=True)
+class PackedWeights:
+    """A linear layer for the kernels; keeps alive what `c` points to.
+
+    Args:
+        weight: bytes, panel after panel.
+        bias: float32 of whole panels, or None.
+        format: of the weight.
+        inputs: K.
+        outputs: N.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    format: Format
+    inputs: int
+    outputs: int
+
+    @property
+    def c(self) -> CLinear:
+        """As the kernels take it."""
+        bias = None if self.bias is None else self.bias.data_ptr()
+        return CLinear(self.weight.data_ptr(), bias, self.format, self.inputs, self.outputs, 0)
+
+
+def pack(layer: LinearWeights, form: Format) -> PackedWeights:
+    """Pack a layer; a number of outputs that is no multiple of `PANEL` is filled up with zeros.
+
+    int8 is symmetric, int4 has a least value per group (the form of GGUF's Q8_0 and Q4_1, whose
+    weights are therefore kept as they were); both round to the nearest.
+
+    Args:
+        layer: [N, K]; K even, and a multiple of `GROUP` for integers.
+        form: how.
+    """
+    outputs, inputs = layer.weight.shape
+    missing = -outputs % PANEL
+    weight = F.pad(layer.weight, (0, 0, 0, missing))
+    bias = None if layer.bias is None else F.pad(layer.bias.float(), (0, missing)).contiguous()
+    panels = weight.view(-1, PANEL, inputs)  # [P, 32, K]
+    match form:
+        case Format.FLOAT32:
+            packed = panels.transpose(1, 2)
+        case Format.BFLOAT16:
+            packed = panels.view(-1, PANEL, inputs // 2, 2).transpose(1, 2)
+        case Format.INT8:
+            packed = _int8(panels.view(-1, PANEL, inputs // GROUP, GROUP))
+        case Format.INT4:
+            packed = _int4(panels.view(-1, PANEL, inputs // GROUP, GROUP))
+    return PackedWeights(packed.contiguous(), bias, form, inputs, outputs)
+
+
+def in_turns(gate_up: LinearWeights) -> LinearWeights:
+    """Outputs of gate and up in turns of `PANEL`, so that a thread has both of a product."""
+
+    def turns(both: Tensor) -> Tensor:
+        halves = both.view(2, -1, PANEL, *both.shape[1:])  # gate, up
+        return halves.transpose(0, 1).flatten(0, 2)
+
+    bias = None if gate_up.bias is None else turns(gate_up.bias)
+    return LinearWeights(turns(gate_up.weight), bias)
+
+
+def _int8(groups: Tensor) -> Tensor:
+    """[P, 32, G, 32] -> [P, G, bytes]."""
+    groups = groups.float()
+    scales = _kept(groups.abs().amax(dim=-1) / 127)  # [P, 32, G]
+    steps = (groups / scales.float()[..., None]).round_().clamp_(-127, 127)
+    return torch.cat([_quads((steps + 128).to(torch.uint8)), _bytes(scales)], dim=-1)
+
+
+def _int4(groups: Tensor) -> Tensor:
+    groups = groups.float()
+    least = groups.amin(dim=-1).half()
+    scales = _kept((groups.amax(dim=-1) - least.float()) / 15)
+    steps = (groups - least.float()[..., None]) / scales.float()[..., None]
+    quads = _quads(steps.round_().clamp_(0, 15).to(torch.uint8))  # [P, G, 32 * 32]
+    low, high = quads.chunk(2, dim=-1)
+    return torch.cat([low | (high << 4), _bytes(scales), _bytes(least)], dim=-1)
+
+
+def _kept(scales: Tensor) -> Tensor:
+    """As it is kept: what is rounded with it must know of its own rounding."""
+    return scales.clamp(min=_SMALLEST_SCALE).half()
+
+
+def _quads(steps: Tensor) -> Tensor:
+    """[P, 32, G, 32] -> [P, G, 8 * 32 * 4]: four inputs of each output in turn."""
+    quads = steps.view(*steps.shape[:-1], GROUP // 4, 4)
+    return quads.permute(0, 2, 3, 1, 4).flatten(2)
+
+
+def _bytes(scales: Tensor) -> Tensor:
+    """[P, 32, G] -> [P, G, 64]."""
+    return scales.transpose(1, 2).contiguous().view(torch.uint8)

@@ -1,0 +1,137 @@
+// Vectors of sixteen, and the few operations on them that the kernels need.
+//
+// Written with the compiler's portable vectors, so that the same source serves AVX-512, AVX2 and
+// NEON; where a processor has an instruction for a dot product it is used. FORETOKEN_PORTABLE
+// leaves those out, which is how the tests reach the other half.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) && !defined(FORETOKEN_PORTABLE)
+#define FORETOKEN_AVX512 1
+#include <immintrin.h>
+#endif
+
+namespace foretoken {
+
+constexpr int LANES = 16;
+
+using bf16 = uint16_t;
+using half = uint16_t;
+using f32x16 = float __attribute__((vector_size(64)));
+using i32x16 = int32_t __attribute__((vector_size(64)));
+using u32x16 = uint32_t __attribute__((vector_size(64)));
+using u16x16 = uint16_t __attribute__((vector_size(32)));
+
+template <class Vector>
+inline Vector load(const void* from) {
+    Vector v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+
+template <class Vector>
+inline void store(void* to, Vector v) {
+    std::memcpy(to, &v, sizeof v);
+}
+
+inline f32x16 splat(float x) { return x - f32x16{}; }
+inline i32x16 splat(int32_t x) { return x - i32x16{}; }
+
+inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
+#ifdef FORETOKEN_AVX512
+    return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+#endif
+}
+
+inline f32x16 widen(const bf16* from) {
+    return (f32x16)(__builtin_convertvector(load<u16x16>(from), u32x16) << 16);
+}
+
+inline f32x16 widen_half(const half* from) {
+#ifdef FORETOKEN_AVX512
+    return (f32x16)_mm512_cvtph_ps((__m256i)load<u16x16>(from));
+#else
+    f32x16 wide;
+    for (int i = 0; i < LANES; i++) {
+        _Float16 narrow;
+        std::memcpy(&narrow, from + i, sizeof narrow);
+        wide[i] = narrow;
+    }
+    return wide;
+#endif
+}
+
+// To the nearest, ties to even; NaN stays NaN because a model that made one is to show it.
+inline u16x16 narrow(f32x16 x) {
+    u32x16 bits = (u32x16)x;
+    u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    i32x16 is_nan = x != x;
+    return __builtin_convertvector(is_nan ? (bits >> 16) | 0x40 : rounded, u16x16);
+}
+
+// acc + a.lo * b.lo + a.hi * b.hi in every lane, for pairs of bfloat16.
+inline f32x16 dot2(f32x16 acc, u32x16 a, uint32_t b) {
+#if defined(FORETOKEN_AVX512) && defined(__AVX512BF16__)
+    return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)_mm512_set1_epi32((int)b));
+#else
+    f32x16 pair = (f32x16)(u32x16{b << 16, b & 0xffff0000u});
+    acc = fma((f32x16)(a << 16), splat(pair[0]), acc);
+    return fma((f32x16)(a & 0xffff0000u), splat(pair[1]), acc);
+#endif
+}
+
+// acc + the sum of four products in every lane: unsigned bytes of a, signed bytes of b.
+inline i32x16 dot4(i32x16 acc, u32x16 a, uint32_t b) {
+#if defined(FORETOKEN_AVX512) && defined(__AVX512VNNI__)
+    return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, _mm512_set1_epi32((int)b));
+#else
+    for (int i = 0; i < 4; i++) {
+        i32x16 bytes = (i32x16)((a >> (8 * i)) & 0xff);
+        acc += bytes * (int32_t)(int8_t)(b >> (8 * i));
+    }
+    return acc;
+#endif
+}
+
+// Always in the same order, whatever the compiler.
+inline float sum(f32x16 x) {
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; i++) x[i] += x[i + width];
+    return x[0];
+}
+
+inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
+
+inline float max(f32x16 x) {
+    float largest = x[0];
+    for (int i = 1; i < LANES; i++) largest = x[i] > largest ? x[i] : largest;
+    return largest;
+}
+
+// e^x to about two units in the last place (Cephes' polynomial); 0 below -87.
+inline f32x16 exp(f32x16 x) {
+    i32x16 vanishes = x < -87.0f;
+    x = x > 88.0f ? splat(88.0f) : (vanishes ? splat(-87.0f) : x);
+    f32x16 turns = x * 1.44269504f;
+    i32x16 whole = __builtin_convertvector(turns + (turns < 0.0f ? splat(-0.5f) : splat(0.5f)), i32x16);
+    f32x16 n = __builtin_convertvector(whole, f32x16);
+    f32x16 r = fma(n, splat(-0.693359375f), x);
+    r = fma(n, splat(2.12194440e-4f), r);
+    f32x16 y = splat(1.9875691500e-4f);
+    y = fma(y, r, splat(1.3981999507e-3f));
+    y = fma(y, r, splat(8.3334519073e-3f));
+    y = fma(y, r, splat(4.1665795894e-2f));
+    y = fma(y, r, splat(1.6666665459e-1f));
+    y = fma(y, r, splat(5.0000001201e-1f));
+    y = fma(y * r, r, r + 1.0f);
+    y = (f32x16)((i32x16)y + (whole << 23));
+    return vanishes ? splat(0.0f) : y;
+}
+
+}  // namespace foretoken

@@ -1,0 +1,285 @@
+"""The C++ pass computes what the module computes, with the same bits in any company."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from foretoken import ConfigError
+from foretoken.runtime.llama import LinearWeights
+from foretoken.runtime.module import ModuleNetwork
+from foretoken.runtime.native.build import NativeLibraryError, library
+from foretoken.runtime.native.decoder import NativeDecoder, why_not_native
+from foretoken.runtime.native.pack import GROUP, PANEL, Format, in_turns, pack
+from foretoken.runtime.network import Network, network_for
+from foretoken.target import Target
+from foretoken.tree import TokenTree, chain
+from tests.runtime.test_lean import FAMILY, TREE, model_of, scores
+from tests.tiny import VOCAB_SIZE, tiny_model
+
+PORTABLE = "-DFORETOKEN_PORTABLE"
+KINDS: list[tuple[torch.dtype, str | None]] = [
+    (torch.float32, None),
+    (torch.bfloat16, None),
+    (torch.float32, "int8"),
+    (torch.bfloat16, "int8"),
+    (torch.bfloat16, "int4"),
+]
+TOKENS = [(7 * i * i + 3 * i) % VOCAB_SIZE for i in range(80)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    try:
+        library()
+    except NativeLibraryError as error:
+        pytest.skip(f"no native library here: {error}")
+
+
+def wide_model(name: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """With heads that the kernels are written for."""
+    return model_of(name, dtype, head_dim=32)
+
+
+def quantized(model: PreTrainedModel, quantization: str) -> PreTrainedModel:
+    """The model with the weights that the kernels work with, as PyTorch would compute it."""
+    layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    for layer in layers:
+        is_head = layer is model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        form = "int8" if is_head else quantization
+        with torch.no_grad():
+            layer.weight.copy_(ROUNDED[form](layer.weight.float()))
+    return model
+
+
+def rounded_int8(weight: Tensor) -> Tensor:
+    groups = weight.view(len(weight), -1, GROUP)
+    scale = (groups.abs().amax(-1, keepdim=True) / 127).half().float()
+    return ((groups / scale).round() * scale).flatten(1)
+
+
+def rounded_int4(weight: Tensor) -> Tensor:
+    groups = weight.view(len(weight), -1, GROUP)
+    least = groups.amin(-1, keepdim=True).half().float()
+    scale = ((groups.amax(-1, keepdim=True) - least) / 15).half().float()
+    return (((groups - least) / scale).round().clamp(0, 15) * scale + least).flatten(1)
+
+
+ROUNDED = {"int8": rounded_int8, "int4": rounded_int4}
+
+
+@pytest.mark.parametrize("flags", [(), (PORTABLE,)], ids=["processor", "portable"])
+@pytest.mark.parametrize("name", FAMILY)
+def test_the_module_is_the_oracle(name: str, flags: tuple[str, ...]) -> None:
+    model = wide_model(name)
+    found = scores(model, NativeDecoder(model, None, *flags))
+    assert torch.allclose(found, scores(model, ModuleNetwork.sharing(model)), atol=2e-4, rtol=1e-4)
+
+
+def float32_scores(model: PreTrainedModel) -> Tensor:
+    exact: PreTrainedModel = copy.deepcopy(model).float()  # type: ignore[no-untyped-call]
+    return scores(exact, ModuleNetwork.sharing(exact))
+
+
+@pytest.mark.parametrize("width", [32, 64, 96, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_of_every_width(width: int, dtype: torch.dtype) -> None:
+    model = tiny_model(head_dim=width, dtype=dtype)
+    found = scores(model, NativeDecoder(model))
+    exact = float32_scores(model)
+    assert (found - exact).std() < {torch.float32: 1e-4, torch.bfloat16: 0.03}[dtype] * exact.std()
+
+
+def test_bfloat16_is_nearer_to_float32_than_the_module() -> None:
+    model = wide_model("qwen3", torch.bfloat16)
+    native, module = (
+        scores(model, network).float()
+        for network in (NativeDecoder(model), ModuleNetwork.sharing(model))
+    )
+    exact = float32_scores(model)
+    assert (native - exact).std() < (module - exact).std()
+
+
+@pytest.mark.parametrize("flags", [(), (PORTABLE,)], ids=["processor", "portable"])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_rounded_weights_are_what_runs(quantization: str, flags: tuple[str, ...]) -> None:
+    """Against the same weights in float32: what is left is the rounding of the inputs."""
+    model = wide_model("qwen2")
+    found = scores(model, NativeDecoder(model, quantization, *flags))
+    unrounded = scores(model, ModuleNetwork.sharing(model))
+    expected = scores(quantized(model, quantization), ModuleNetwork.sharing(model))
+    error = (found - expected).std() / expected.std()
+    assert error < 0.06  # an error per layer, made larger by random weights
+    assert (quantization == "int8") or error < 0.5 * (found - unrounded).std() / expected.std()
+
+
+@pytest.mark.parametrize("flags", [(), (PORTABLE,)], ids=["processor", "portable"])
+def test_a_head_alone_in_int8(flags: tuple[str, ...]) -> None:
+    """One linear layer: nothing but the rounding of its inputs, half a step of 127 at most."""
+    model, every = wide_model("llama, tied"), range(2)
+    exact = scores(model, ModuleNetwork.sharing(model).without(every, every))
+    found = scores(model, NativeDecoder(model, "int8", *flags).without(every, every))
+    assert (found - exact).std() < 0.01 * exact.std()
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), KINDS)
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 7, 8, 12, 13, 16, 25, 40])
+def test_bits_do_not_depend_on_the_number_of_nodes(
+    dtype: torch.dtype, quantization: str | None, rows: int
+) -> None:
+    model = wide_model("qwen3", dtype)
+    target = filled(Target(model), NativeDecoder(model, quantization), 33)
+    together = target.verify([0], [chain(TOKENS[33:])])[0]
+    assert torch.equal(target.verify([0], [chain(TOKENS[33 : 33 + rows])])[0], together[:rows])
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), KINDS)
+def test_a_tree_has_the_bits_of_its_chains(dtype: torch.dtype, quantization: str | None) -> None:
+    model = wide_model("llama", dtype)
+    target = filled(Target(model), NativeDecoder(model, quantization), 14)
+    tree = TokenTree((5, 3, 5, 8, 9, 7, 1, 2), (-1, 0, 0, 1, 3, 2, 2, 5))
+    scored = target.verify([0], [tree])[0].clone()
+    for node in range(len(tree)):
+        path = (0, *tree.path(node))
+        alone = target.verify([0], [chain([tree.tokens[i] for i in path])])[0]
+        assert torch.equal(scored[list(path)], alone)
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), KINDS)
+def test_a_row_has_its_own_bits_in_any_company(
+    dtype: torch.dtype, quantization: str | None
+) -> None:
+    model = wide_model("mistral", dtype)
+    target = filled(Target(model), NativeDecoder(model, quantization), 9, 30, 2)
+    trees = [chain([5, 6, 7, 8]), TREE, chain([4])]
+    together = [logits.clone() for logits in target.verify([0, 1, 2], trees)]
+    for key, tree in enumerate(trees):
+        assert torch.equal(target.verify([key], [tree])[0], together[key])
+    pair = target.verify([2, 0], [trees[2], trees[0]])  # row 1 between them has no nodes
+    assert torch.equal(pair[0], together[2])
+    assert torch.equal(pair[1], together[0])
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), KINDS)
+def test_bits_do_not_depend_on_threads_or_portions(
+    dtype: torch.dtype, quantization: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = wide_model("llama", dtype)
+    network = NativeDecoder(model, quantization)
+    expected = filled(Target(model), network, 40).verify([0], [chain(TOKENS[40:45])])[0].clone()
+    for threads, portion in ((1, 3), (2, 17), (3, 40)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        monkeypatch.setattr("foretoken.target.PREFILL_CHUNK", portion)
+        found = filled(Target(model), network, 40).verify([0], [chain(TOKENS[40:45])])[0]
+        assert torch.equal(found, expected)
+
+
+def filled(target: Target, network: Network, *lengths: int) -> Target:
+    """Rows 0, 1, ... of so many tokens."""
+    target = target.with_network(network)
+    for key, length in enumerate(lengths):
+        target.add(key)
+        target.prefill(key, TOKENS[:length])
+    return target
+
+
+def test_layers_can_be_left_out() -> None:
+    model = wide_model("llama")
+    changes: list[Callable[[Any], Network]] = [
+        lambda network: network.first_layers(1),
+        lambda network: network.without([0], [1]),
+        lambda network: network.without([1], []).without([0], []),
+    ]
+    for change in changes:
+        found, expected = (
+            scores(model, change(network))
+            for network in (NativeDecoder(model), ModuleNetwork.sharing(model))
+        )
+        assert torch.allclose(found, expected, atol=2e-4, rtol=1e-4)
+
+
+def test_what_comes_from_four_or_eight_bits_stays_as_it_was() -> None:
+    """Weights of a GGUF file in Q8_0 or Q4_1 are the same numbers in int8 or int4."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(2 * PANEL, 3 * GROUP, generator=generator)
+    for form, rounded in ((Format.INT8, rounded_int8), (Format.INT4, rounded_int4)):
+        once = rounded(weight)
+        packed, again = (pack(LinearWeights(w, None), form) for w in (once, rounded(once)))
+        assert torch.equal(packed.weight, again.weight)
+
+
+def test_gate_and_up_in_turns() -> None:
+    weight = torch.arange(4 * PANEL)[:, None].float()
+    turns = in_turns(LinearWeights(weight, weight[:, 0])).weight[:, 0].tolist()
+    first = list(range(PANEL))
+    assert turns[: 2 * PANEL] == first + [number + 2 * PANEL for number in first]
+
+
+def test_who_runs_natively() -> None:
+    assert network_for(tiny_model(head_dim=32)).name == "native"
+    assert network_for(tiny_model(head_dim=32), runtime="torch").name == "lean"
+    assert network_for(tiny_model(head_dim=16)).name == "lean"
+    assert network_for(tiny_model("gpt2")).name == "module"
+    assert "not torch.float16" in (
+        why_not_native(tiny_model(head_dim=32, dtype=torch.float16)) or ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"runtime": "natve"}, "runtime: must be one of auto, native, torch, got 'natve'"),
+        ({"runtime": "native"}, "cannot be had for this model here: heads are to be 32, 64"),
+        ({"quantization": "int4"}, "int4 needs the native runtime, and heads are to be"),
+        ({"quantization": "int4", "runtime": "torch"}, "and torch was asked for"),
+        ({"quantization": "int3"}, "must be int8 or int4"),
+    ],
+)
+def test_what_cannot_be_had(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        network_for(tiny_model(), **arguments)
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Everything works without one, on PyTorch's operations."""
+    library.cache_clear()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    try:
+        model = tiny_model(head_dim=32)
+        assert network_for(model).name == "lean"
+        with pytest.raises(ConfigError, match="there is no C"):
+            network_for(model, runtime="native")
+    finally:
+        library.cache_clear()
+
+
+def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing half-made is left in the cache."""
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    with pytest.raises(NativeLibraryError, match=r"failed: .*error"):
+        library("-DFORETOKEN_PORTABLE=", "-include", "no_such_header.h")
+    assert not [path for path in (tmp_path / "native").iterdir() if path.name != ".lock"]
+
+
+def test_two_processes_compile_once(tmp_path: Path) -> None:
+    script = "from foretoken.runtime.native.build import library; print(library('-O0')._name)"
+    command = [sys.executable, "-c", script]
+    environment = {**os.environ, "FORETOKEN_CACHE": str(tmp_path)}
+    running = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    names = {process.communicate()[0] for process in running}
+    assert len(names) == 1
+    assert len([path for path in (tmp_path / "native").iterdir() if path.suffix == ".so"]) == 1
