@@ -39,6 +39,8 @@ class Detokenizer:
         self._token_ids: list[int] = []
         self._start = 0  # tokens before this one no longer influence what follows
         self._read = 0  # tokens before this one have been turned into text
+        self._before = ""  # the tokens in between, decoded
+        self._pieces: dict[int, str] = {}
         self._text = ""  # everything decoded so far
         self._given = 0  # how much of it has been given out
         self._searched = 0  # stop strings are looked for from here on
@@ -57,21 +59,32 @@ class Detokenizer:
         if self._tokenizer is None:
             return ""
         self._token_ids.append(token)
-        before = self._decode(self._token_ids[self._start : self._read])
+        before = self._before
         after = self._decode(self._token_ids[self._start :])
         if not after.endswith(_INCOMPLETE):
             self._extend(after[len(before) :], may_stop)
             self._start, self._read = self._read, len(self._token_ids)
+            self._before = self._piece(self._token_ids[self._start :])
         return self._give(self._held_back())
 
     def finish(self) -> str:
         """The rest of the text, unfinished characters included."""
         if self.stopped_at is None and self._tokenizer is not None:
-            before = self._decode(self._token_ids[self._start : self._read])
+            before = self._before
             # The output ends for another reason, so a stop string does not count any more.
             self._extend(self._decode(self._token_ids[self._start :])[len(before) :], False)
             self._start = self._read = len(self._token_ids)
+            self._before = ""
         return self._give(0)
+
+    def _piece(self, token_ids: Sequence[int]) -> str:
+        """Decoded, from memory where it is one token, as it is nearly always."""
+        if len(token_ids) != 1:
+            return self._decode(token_ids)
+        token = token_ids[0]
+        if token not in self._pieces:
+            self._pieces[token] = self._decode(token_ids)
+        return self._pieces[token]
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         assert self._tokenizer is not None

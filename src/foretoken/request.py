@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import replace
 from itertools import count
 
 from transformers import PreTrainedTokenizerBase
@@ -169,7 +168,8 @@ class Request:
             if self.finished:
                 break
         self._count(draft, accepted, len(streamed))
-        self._trace.steps.append(replace(step, committed=len(streamed)))
+        step.committed = len(streamed)
+        self._trace.steps.append(step)
         self._fresh += streamed
         return streamed
 
@@ -224,9 +224,7 @@ class Request:
         self.metrics.verify_seconds += verify
         self.metrics.accept_seconds += accept
         last = self._trace.steps[-1]
-        self._trace.steps[-1] = replace(
-            last, draft_seconds=draft, verify_seconds=verify, accept_seconds=accept
-        )
+        last.draft_seconds, last.verify_seconds, last.accept_seconds = draft, verify, accept
 
     def _finish(self, reason: str, stop_reason: int | str | None) -> None:
         self.finish_reason, self.stop_reason = reason, stop_reason

@@ -195,6 +195,15 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
             )
 
 
+def _likeliest(logits: Tensor) -> list[int]:
+    """The token of the largest logit of each row [n, V], the first of equals."""
+    if logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.float64):
+        return list(map(int, logits.numpy().argmax(-1)))  # several times faster than PyTorch's
+    # Six times faster than argmax in bfloat16.
+    indices: list[int] = logits.max(-1).indices.tolist()
+    return indices
+
+
 class Laws:
     """p at every node of one row's tree, computed only where an acceptance rule looks.
 
@@ -218,8 +227,7 @@ class Laws:
         self._output_ids = output_ids
         self._laws: dict[int, Law] = {}
         if sampler.plain_greedy:
-            # Six times faster than argmax in bfloat16, and also the first of equals.
-            tokens = logits.max(-1).indices.tolist()  # [n+1]
+            tokens = _likeliest(logits)
             self._laws = {node: Law.one_hot(token) for node, token in enumerate(tokens)}
 
     @property

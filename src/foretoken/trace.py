@@ -18,9 +18,9 @@ __all__ = ["StepTrace", "Trace", "record"]
 FORMAT = "foretoken-trace-1"
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StepTrace:
-    """One step of one request.
+    """One step of one request; the loop fills in the last fields as it comes to know them.
 
     Args:
         parents: parent of each drafted token, as an index into the drafted ones; -1 is the root.
@@ -102,7 +102,7 @@ class Trace:
         """
         try:
             return Trace.from_dict(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
             raise ForetokenError(f"cannot read trace {path}: {error}.") from error
         except ForetokenError as error:
             raise ForetokenError(f"{path}: {error}") from error

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from copy import copy
 from ctypes import (
     POINTER,
+    Array,
     Structure,
     addressof,
     byref,
@@ -162,6 +163,8 @@ class NativeDecoder:
         self._rotary = weights.rotary
         self._cos, self._sin = torch.empty(0, 0), torch.empty(0, 0)
         self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._seen_addresses: list[tuple[int, int, int, int]] = []
+        self._buffers = (_CBuffers * 0)()
         self._like = torch.empty(1, weights.key_heads, 1, weights.width, dtype=model.dtype)
         self._decoder = _CDecoder(
             # A head chooses among all tokens: in int4 it would lose more than the layers do.
@@ -240,8 +243,6 @@ class NativeDecoder:
     def forward(self, inputs: PassInputs, slab: KVSlab, *, scored: bool) -> Tensor | None:
         """See `Network.forward`; padding is not computed."""
         slab.reserve([layer.index for layer in self._layers], self._like)
-        addresses = slab.addresses
-        buffers = (_CBuffers * len(addresses))(*(_CBuffers(*where) for where in addresses))
         nodes = _Nodes(inputs)
         self._reach(inputs.span)
         logits = torch.empty(len(nodes) if scored else 0, self._vocab_size)
@@ -250,7 +251,7 @@ class NativeDecoder:
             scored=scored,
             threads=torch.get_num_threads(),
             most_seen=inputs.span,
-            buffers=addressof(buffers),
+            buffers=addressof(self._buffers_of(slab)),
             cos=self._cos.data_ptr(),
             sin=self._sin.data_ptr(),
             logits=logits.data_ptr(),
@@ -262,6 +263,14 @@ class NativeDecoder:
         arguments.workspace = self._workspace.data_ptr()
         self._library.foretoken_forward(byref(self._decoder), byref(arguments))
         return logits if scored else None
+
+    def _buffers_of(self, slab: KVSlab) -> Array[_CBuffers]:
+        """As `Pass` takes them, made anew when the slab has moved."""
+        addresses = slab.addresses
+        if self._seen_addresses is not addresses:
+            self._seen_addresses = addresses
+            self._buffers = (_CBuffers * len(addresses))(*(_CBuffers(*at) for at in addresses))
+        return self._buffers
 
     def _reach(self, positions: int) -> None:
         """Rotary angles of at least so many positions."""
