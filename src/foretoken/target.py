@@ -79,7 +79,7 @@ class Target:
         self._slab = KVSlab()
         self._keys: list[int] = []  # key of each slab row
         self.num_passes = 0
-        self.bit_exact = self._probe(model)
+        self.bit_exact = self._probe(model, rounded=quantization is not None)
 
     def with_network(self, network: Network) -> Target:
         """This target's rows and KV under another network over the same layers.
@@ -281,8 +281,12 @@ class Target:
     # Construction-time check
 
     @torch.inference_mode()
-    def _probe(self, model: PreTrainedModel) -> bool:
+    def _probe(self, model: PreTrainedModel, *, rounded: bool) -> bool:
         """Check trees against the model's own forward pass, and whether law 7 holds here.
+
+        Args:
+            model: the module.
+            rounded: whether other weights than its own run, which are to agree with themselves.
 
         Returns:
             Whether logits had the same bits for every number of nodes tried.
@@ -295,13 +299,17 @@ class Target:
         tree = TokenTree((b, c, d, e), (-1, 0, 0, 2))  # a b c  and  a b d e
         try:
             scored = self._score([a], tree)
-            own = model(input_ids=torch.tensor([[a, b, d, e]], device=self.device)).logits[0]
+            if rounded:
+                own = self._score([a], chain([b, d, e]))
+            else:
+                inputs = torch.tensor([[a, b, d, e]], device=self.device)
+                own = model(input_ids=inputs).logits[0, 1:]
         except (RuntimeError, TypeError, IndexError, AttributeError) as error:
             raise CompatibilityError(
                 f"{type(model).__name__} cannot be run with a 4-D mask, position ids and an "
                 f"external KV cache: {str(error).splitlines()[0]}"
             ) from error
-        difference = (scored[[0, 2, 3]].float() - own[1:].float()).abs().mean()
+        difference = (scored[[0, 2, 3]].float() - own.float()).abs().mean()
         if not difference <= _PROBE_TOLERANCE[self.dtype == torch.float32] * own.float().std():
             raise CompatibilityError(
                 f"{type(model).__name__} does not score a branch of a token tree as it scores the "

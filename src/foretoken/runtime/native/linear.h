@@ -89,17 +89,23 @@ inline void encode(Format format, const float* from, uint8_t* row, int inputs, i
 
 // Kernels: a panel times M rows, [M][PANEL] out.
 //
-// While they compute they fetch a part of a later panel: with several rows computing takes as long as
-// reading, and the processor does not look far enough ahead by itself to do both at once.
+// While they compute they fetch a later panel: with several rows computing takes as long as reading,
+// and the processor does not look far enough ahead by itself to do both at once.
 
-struct Ahead {
-    const uint8_t* from;
-    size_t bytes;
+class Ahead {
+public:
+    Ahead(const uint8_t* from, size_t bytes) : from_(from), end_(from + bytes) {}
 
-    // The i-th of n parts.
-    void fetch(size_t i, size_t n) const {
-        for (size_t at = bytes * i / n / 64; at < bytes * (i + 1) / n / 64; at++) __builtin_prefetch(from + at * 64);
+    // To be asked for `parts` times.
+    void in_parts(int parts) { step_ = ((end_ - from_) / 64 + parts - 1) / parts * 64; }
+
+    void fetch() {
+        for (const uint8_t* stop = from_ + step_; from_ < stop; from_ += 64) __builtin_prefetch(from_);
     }
+
+private:
+    const uint8_t *from_, *end_;
+    long step_ = 0;
 };
 
 using Kernel = void (*)(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Ahead ahead, float* out);
@@ -116,8 +122,9 @@ struct FloatKernel {
     template <int M>
     static void run(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Ahead ahead, float* out) {
         f32x16 sums[M][2] = {};
+        ahead.in_parts(inputs / 8);
         for (int k = 0; k < inputs; k++) {
-            if (k % 8 == 0) ahead.fetch(k / 8, inputs / 8);
+            if (k % 8 == 0) ahead.fetch();
             const float* w = (const float*)panel + k * PANEL;
             f32x16 w0 = load<f32x16>(w), w1 = load<f32x16>(w + LANES);
 #pragma GCC unroll 12
@@ -137,8 +144,9 @@ struct Bf16Kernel {
     template <int M>
     static void run(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Ahead ahead, float* out) {
         f32x16 sums[M][2] = {};
+        ahead.in_parts(inputs / 16);
         for (int k = 0; k < inputs / 2; k++) {
-            if (k % 8 == 0) ahead.fetch(k / 8, inputs / 16);
+            if (k % 8 == 0) ahead.fetch();
             const uint32_t* w = (const uint32_t*)panel + k * PANEL;
             u32x16 w0 = load<u32x16>(w), w1 = load<u32x16>(w + LANES);
 #pragma GCC unroll 12
@@ -161,8 +169,9 @@ struct ByteKernel {
     static void run(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Ahead ahead, float* out) {
         f32x16 sums[M][2] = {};
         int groups = inputs / GROUP;
+        ahead.in_parts(groups);
         for (int g = 0; g < groups; g++, panel += group_bytes(FORMAT)) {
-            ahead.fetch(g, groups);
+            ahead.fetch();
             i32x16 products[M][2];
             if constexpr (FORMAT == Format::INT8)
                 multiply_bytes<M>(panel, rows, stride, inputs, g, products);
@@ -265,7 +274,7 @@ inline void multiply(const Linear& layer, const uint8_t* inputs, int rows, int t
             for (int part = 0; part < UNIT; part++) {
                 const uint8_t* panel = layer.weight + (unit * UNIT + part) * size;
                 size_t share = size / blocks;
-                Ahead ahead{panel + UNIT * size + block * share, rows > 1 ? share : 0};
+                Ahead ahead(panel + UNIT * size + block * share, share);
                 kernel(panel, inputs + first * stride, stride, layer.inputs, ahead, sums[part]);
             }
             for (int row = first; row < last; row++) {
