@@ -4,7 +4,9 @@
     python -m benchmarks.quick --prompts FILE         how much faster it is
     python -m benchmarks.methods --prompts FILE       every method on every kind of prompt
     python -m benchmarks.quantization --prompts FILE  how far int8 weights move p
+    python -m benchmarks.step_cost                    what a pass costs, and the rest of a step
     python -m benchmarks.tree_cost                    a token tree against a batch row per path
+    python -m benchmarks.gpu --prompts FILE           graphs and steps on the device, on a GPU
 
 Prompts are read from a file (`benchmarks.prompts`); none come with the project.
 """

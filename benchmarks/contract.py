@@ -1,207 +1,208 @@
 """Never slower: tokens/s with speculation against plain decoding, by batch size and kind of text.
 
-The contract: with the `cost_model` controller at least 0.97 of `none` everywhere, in text made to
-defeat the drafter as well (random tokens; sampling at temperature 1.5), and over 1 wherever a
-`fixed` draft length would be. All prompts of a cell are generated as one batch; in every round each
-variant runs once, in alternating order, and a round gives one ratio of tokens/s (prefill included;
-prompts are cut short, so that it is little). Intervals are over rounds.
+The contract: whoever names a method and no controller (`cost_model` then decides) has at least 0.97
+of `none` everywhere, in text made to defeat the drafter as well (random tokens; sampling at
+temperature 1.5), and over 1 wherever a `fixed` draft length would be. A cell is a batch size and a
+kind of text; its prompts are generated as one batch. In a round of a cell each variant runs once,
+in alternating order, which gives one ratio of tokens/s (prefill included; prompts are cut short, so
+that it is little). Rounds go around the cells, so that the controller meets each kind of text
+coming from another one. A cell is `shown` or `broken` once it has had `--rounds` and the 95 %
+interval over its rounds lies on one side of 0.97, and `open` until then.
 
-    python -m benchmarks.contract --prompts spec_bench.jsonl
+    python -m benchmarks.contract --prompts spec_bench.jsonl --output contract.jsonl --minutes 120
 
-Exits with 1 if an output differs from that of `none`, or if the contract is broken beyond doubt.
+Every round is a line of `--output`, and a run that was broken off goes on from there. With
+`--minutes`, cells that are open after their rounds get more of them until none is open or the time
+is up. Exits with 1 if an output differs from that of `none`, or if the contract is broken.
 """
 
 from __future__ import annotations
 
-import gc
-import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from benchmarks import BenchmarkError, flags
+from benchmarks.contract_rounds import DEFAULT, FIXED, Cell, Result, broken_promises, measure
 from benchmarks.loading import BASELINE, Method, llm_for, load
-from benchmarks.prompts import Prompt, encode, read_prompts, stratified
-from benchmarks.report import command_line, machine, markdown_table, one_line_errors, progress_bar
-from benchmarks.speed_report import verdict
-from benchmarks.speed_run import check_writable, random_ids
+from benchmarks.prompts import Prompt, encode, prompt_limit, read_prompts, stratified
+from benchmarks.report import command_line, machine, markdown_table, one_line_errors
+from benchmarks.speed_run import random_ids
 from foretoken import LLM, SamplingParams
-from foretoken.bench.ratios import Interval, bootstrap_ratio
+from foretoken.bench.journal import Journal
 from foretoken.bench.rounds import order
 
-__all__ = ["Cell", "broken_promises", "main"]
+__all__ = ["main"]
 
-STEERED, FIXED = "cost_model", "fixed"
 RANDOM, HOT = "random tokens", "temperature 1.5"
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One batch size on one kind of text.
-
-    Args:
-        batch: prompts generated together.
-        kind: of the text.
-        ratios: per variant tokens/s over those of `none`.
-        tokens_per_second: of `none`, the median over rounds.
-        differing: outputs of any variant that are not those of `none`.
-    """
-
-    batch: int
-    kind: str
-    ratios: Mapping[str, Interval]
-    tokens_per_second: float
-    differing: int
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a cell generates."""
-
-    batch: int
-    kind: str
-    prompts: Sequence[Sequence[int]]
-    params: Sequence[SamplingParams]
-
-
-def broken_promises(cells: Sequence[Cell]) -> list[str]:
-    """Cells below the floor beyond doubt, and cells that miss what a fixed length gains."""
-    said = []
-    for cell in cells:
-        steered, fixed = cell.ratios[STEERED], cell.ratios[FIXED]
-        if verdict(steered) == "missed":
-            said.append(f"batch {cell.batch}, {cell.kind}: {steered} is below the floor.")
-        gains = fixed.low is not None and fixed.low > 1
-        if gains and steered.high is not None and steered.high < 1:
-            said.append(f"batch {cell.batch}, {cell.kind}: {steered}, where fixed has {fixed}.")
-    return said
+WARM_UP_TOKENS = 600
+"""Asked for before anything is timed: the library then measures what passes cost, once."""
 
 
 def main(
-    prompts: Annotated[Path, typer.Option(help="Spec-Bench's JSON lines or others.")],
+    prompts: flags.Prompts,
     method: Annotated[str, typer.Option(help="The drafter.")] = "ngram",
-    model: Annotated[str, typer.Option(help="Folder, GGUF file or alias.")] = "smollm2-135m",
+    model: flags.Model = "smollm2-135m",
     batch_size: Annotated[
         list[int] | None, typer.Option(min=1, help="(Repeatable.) Default: 1, 2, 4, 8, 16, 32.")
     ] = None,
-    kind: Annotated[list[str] | None, typer.Option(help="(Repeatable.) Default: all.")] = None,
-    rounds: Annotated[int, typer.Option(min=2, help="Runs of each cell and variant.")] = 5,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per prompt.")] = 64,
-    max_prompt_tokens: Annotated[int, typer.Option(min=8, help="Of longer ones the ends.")] = 256,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write everything measured to this file.")
+    kind: flags.Kinds = None,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds of each cell.")] = 5,
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="Time limit, spent on cells that are open.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sample and of sampling.")] = 0,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="Where the model runs.")] = "auto",
+    output: Annotated[
+        Path | None, typer.Option(help="JSON lines, a round each; one that exists is continued.")
+    ] = None,
+    max_tokens: flags.MaxTokens = 64,
+    max_prompt_tokens: flags.MaxPromptTokens = 256,
+    seed: flags.Seed = 0,
+    dtype: flags.Dtype = "auto",
+    device: flags.Device = "auto",
 ) -> None:
     """Measure the contract and print a Markdown table."""
+    settings = {
+        "prompts": prompts.name,
+        "method": method,
+        "model": model,
+        "dtype": dtype,
+        "device": device,
+        "seed": seed,
+        "max_tokens": max_tokens,
+        "max_prompt_tokens": max_prompt_tokens,
+    }
     with one_line_errors():
-        check_writable(json_file)
-        sizes = batch_size or BATCH_SIZES
-        sample = stratified(read_prompts(prompts), max(sizes), seed)
+        sizes = batch_size or list(BATCH_SIZES)
+        journal = Journal(output, "foretoken contract 1", settings)
+        sample = stratified(read_prompts(prompts), max(BATCH_SIZES), seed)
         llms = _llms(model, method, max(sizes), dtype, device)
-        work = [
-            item
-            for size in sizes
-            for item in _work(
-                llms[BASELINE.label], sample, size, max_tokens, max_prompt_tokens, seed
-            )
-            if not kind or item.kind in kind
-        ]
-        with progress_bar() as bar:
-            cells = [_measure(llms, item, rounds) for item in bar.track(work, description="cells")]
-    print(f"`{command_line('benchmarks.contract')}`\n")
-    facts = {**machine(llms[BASELINE.label].device), "dtype": str(llms[BASELINE.label].dtype)}
-    print(", ".join(f"{k} {v}" for k, v in facts.items() if v is not None) + "\n")
-    print(_table(cells))
-    broken = broken_promises(cells)
-    differing = sum(cell.differing for cell in cells)
-    print("\n" + "\n".join([*broken, f"Outputs that differ from those of none: {differing}."]))
-    if json_file is not None:
-        json_file.write_text(json.dumps([asdict(cell) for cell in cells], indent=1) + "\n")
-    raise typer.Exit(1 if broken or differing else 0)
+        limit = prompt_limit(llms[BASELINE.label], max_prompt_tokens, max_tokens)
+        texts = _Texts(llms[BASELINE.label], sample, max_tokens, limit, seed)
+        _warm_up(llms, texts, max(sizes))
+        found = measure(
+            _cells(sample, sizes, kind),
+            journal,
+            rounds,
+            lambda cell, index: _round(llms, texts, cell, index),
+            None if minutes is None else 60 * minutes,
+        )
+    print(_report(found, llms[BASELINE.label]))
+    failed = broken_promises(found) or any(result.differing for result in found)
+    raise typer.Exit(1 if failed else 0)
+
+
+def _cells(
+    sample: Sequence[Prompt], sizes: Sequence[int], wanted: Sequence[str] | None
+) -> list[Cell]:
+    """Every batch size on the kinds wanted, or on all and the two that defeat drafters."""
+    kinds = [*dict.fromkeys(prompt.kind for prompt in sample), HOT, RANDOM]
+    for name in wanted or ():
+        if name not in kinds:
+            raise BenchmarkError(f"--kind {name}: not among {', '.join(kinds)}.")
+    return [Cell(size, name) for size in sizes for name in wanted or kinds]
 
 
 def _llms(model: str, method: str, most: int, dtype: str, device: str) -> dict[str, LLM]:
     loaded = load(model, dtype, device)
     variants = [
         BASELINE,
-        Method(STEERED, {"method": method, "controller": "cost_model"}),
-        Method(FIXED, {"method": method}),
+        Method(DEFAULT, {"method": method}),
+        Method(FIXED, {"method": method, "controller": "fixed"}),
     ]
     return {variant.label: llm_for(loaded, variant, max_num_seqs=most) for variant in variants}
 
 
-def _work(
-    llm: LLM, sample: Sequence[Prompt], size: int, max_tokens: int, limit: int, seed: int
-) -> Iterator[Work]:
-    """A batch of every kind, and two that are made to defeat drafters."""
+@dataclass(frozen=True)
+class _Texts:
+    """What cells generate from.
 
-    def params(temperature: float) -> list[SamplingParams]:
+    Args:
+        llm: whose tokenizer it is.
+        sample: prompts of all kinds.
+        max_tokens: generated for each.
+        limit: most tokens of a prompt.
+        seed: of random tokens and of sampling.
+    """
+
+    llm: LLM
+    sample: Sequence[Prompt]
+    max_tokens: int
+    limit: int
+    seed: int
+
+    def prompts(self, cell: Cell) -> list[list[int]]:
+        """As many as the batch takes; of too few some twice."""
+        rows = range(cell.batch)
+        if cell.kind == RANDOM:
+            return [random_ids(self.llm, self.seed + row, min(self.limit, 128)) for row in rows]
+        chosen = [p for p in self.sample if cell.kind in (HOT, p.kind)]
+        return [encode(self.llm, chosen[row % len(chosen)], self.limit) for row in rows]
+
+    def params(self, cell: Cell, max_tokens: int | None = None) -> list[SamplingParams]:
+        """Greedy, or hot where the drafter is to be defeated."""
         return [
             SamplingParams(
-                temperature=temperature, seed=seed + row, max_tokens=max_tokens, ignore_eos=True
+                temperature=1.5 if cell.kind in (HOT, RANDOM) else 0.0,
+                seed=self.seed + row,
+                max_tokens=max_tokens or self.max_tokens,
+                ignore_eos=True,
             )
-            for row in range(size)
+            for row in range(cell.batch)
         ]
 
-    for kind in dict.fromkeys(prompt.kind for prompt in sample):
-        chosen = [prompt for prompt in sample if prompt.kind == kind][:size]
-        ids = [encode(llm, chosen[row % len(chosen)], limit) for row in range(size)]
-        yield Work(size, kind, ids, params(0.0))
-    texts = [encode(llm, sample[row % len(sample)], limit) for row in range(size)]
-    yield Work(size, HOT, texts, params(1.5))
-    noise = [random_ids(llm, seed + row, min(limit, 128)) for row in range(size)]
-    yield Work(size, RANDOM, noise, params(1.5))
+
+def _warm_up(llms: Mapping[str, LLM], texts: _Texts, most: int) -> None:
+    cell = Cell(most, HOT)
+    for llm in llms.values():
+        llm.generate(texts.prompts(cell), texts.params(cell, max(16, WARM_UP_TOKENS // most)))
 
 
-def _measure(llms: Mapping[str, LLM], work: Work, rounds: int) -> Cell:
-    speeds: dict[str, list[float]] = {label: [] for label in llms}
-    expected: list[tuple[int, ...]] = []
-    differing = 0
-    gc.collect()
-    for index in range(rounds + 1):  # the first round warms up
-        for label in order(list(llms), index):
-            began = time.perf_counter()
-            outputs = llms[label].generate(work.prompts, work.params)
-            seconds = time.perf_counter() - began
-            found = [output.token_ids for output in outputs]
-            expected = expected or found
-            differing += sum(a != b for a, b in zip(found, expected, strict=True))
-            if index:
-                speeds[label].append(sum(map(len, found)) / seconds)
-    base = speeds[BASELINE.label]
-    return Cell(
-        batch=work.batch,
-        kind=work.kind,
-        ratios={
-            label: bootstrap_ratio([a / b for a, b in zip(speeds[label], base, strict=True)])
-            for label in (STEERED, FIXED)
-        },
-        tokens_per_second=sorted(base)[len(base) // 2],
-        differing=differing,
-    )
+def _round(llms: Mapping[str, LLM], texts: _Texts, cell: Cell, index: int) -> dict[str, Any]:
+    prompts, params = texts.prompts(cell), texts.params(cell)
+    speeds: dict[str, float] = {}
+    found: dict[str, list[tuple[int, ...]]] = {}
+    for label in order(list(llms), index):
+        began = time.perf_counter()
+        outputs = llms[label].generate(prompts, params)
+        seconds = time.perf_counter() - began
+        found[label] = [output.token_ids for output in outputs]
+        speeds[label] = sum(map(len, found[label])) / seconds
+    base = found[BASELINE.label]
+    differing = sum(a != b for each in found.values() for a, b in zip(each, base, strict=True))
+    return {"tokens_per_second": speeds, "differing": differing}
 
 
-def _table(cells: Sequence[Cell]) -> str:
-    header = ("batch: text", "tokens/s none", STEERED, FIXED, "contract", "differing")
+def _report(found: Sequence[Result], llm: LLM) -> str:
+    facts = {**machine(llm.device), "dtype": str(llm.dtype).removeprefix("torch.")}
+    states = [result.state for result in found]
+    header = ("batch: text", "rounds", "tokens/s none", DEFAULT, FIXED, "contract", "differing")
     rows = [
         [
-            f"{cell.batch}: {cell.kind}",
-            f"{cell.tokens_per_second:.0f}",
-            str(cell.ratios[STEERED]),
-            str(cell.ratios[FIXED]),
-            verdict(cell.ratios[STEERED]),
-            str(cell.differing),
+            str(result.cell),
+            str(result.rounds),
+            f"{result.tokens_per_second:.0f}",
+            *(str(result.ratios.get(label, "-")) for label in (DEFAULT, FIXED)),
+            result.state,
+            str(result.differing),
         ]
-        for cell in cells
+        for result in found
     ]
-    return markdown_table(header, rows)
+    counts = ", ".join(f"{states.count(state)} {state}" for state in ("shown", "open", "broken"))
+    differing = sum(result.differing for result in found)
+    return "\n\n".join(
+        [
+            f"`{command_line('benchmarks.contract')}`",
+            ", ".join(f"{name} {value}" for name, value in facts.items() if value is not None),
+            markdown_table(header, rows),
+            *broken_promises(found),
+            f"Cells: {counts}. Outputs that differ from those of none: {differing}.",
+        ]
+    )
 
 
 if __name__ == "__main__":

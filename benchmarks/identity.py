@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import typer
 from transformers import PreTrainedModel
 
-from benchmarks import BenchmarkError
+from benchmarks import BenchmarkError, flags
 from benchmarks.checks import CHECKS, Bench, Check, Explainer, Options, methods_of
 from benchmarks.compare import Comparison, ResultsFile, summary
 from benchmarks.loading import Method, default_methods, load, parse_methods
@@ -61,16 +61,12 @@ class Source:
 
 
 def main(
-    prompts: Annotated[
-        Path, typer.Option(help="Spec-Bench's JSON lines (first turns only) or others.")
-    ],
+    prompts: flags.Prompts,
     output: Annotated[
         Path | None, typer.Option(help="JSON lines of comparisons; goes on where it ends.")
     ] = None,
-    model: Annotated[str, typer.Option(help="Folder, GGUF file or alias.")] = "smollm2-135m",
-    draft_model: Annotated[
-        str | None, typer.Option(help="For methods that take one; default: the model itself.")
-    ] = None,
+    model: flags.Model = "smollm2-135m",
+    draft_model: flags.DraftModel = None,
     method: Annotated[
         list[str] | None,
         typer.Option(help="A method, or a JSON speculative_config (repeatable); default: all."),
@@ -78,17 +74,13 @@ def main(
     check: Annotated[
         list[str] | None, typer.Option(help="A check, by its name (repeatable); default: all.")
     ] = None,
-    kind: Annotated[
-        list[str] | None, typer.Option(help="A kind of prompt (repeatable); default: all.")
-    ] = None,
-    per_kind: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 80,
+    kind: flags.Kinds = None,
+    per_kind: flags.PerKind = 80,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated per prompt.")] = 64,
-    max_prompt_tokens: Annotated[
-        int, typer.Option(min=2, help="The middle of longer prompts is cut out.")
-    ] = 2048,
+    max_prompt_tokens: flags.MaxPromptTokens = 2048,
     batch_size: Annotated[int, typer.Option(min=2, help="Prompts in a batch.")] = 8,
-    seed: Annotated[int, typer.Option(help="Of the sample of prompts.")] = 0,
-    device: Annotated[str, typer.Option(help="Where the model runs.")] = "cpu",
+    seed: flags.Seed = 0,
+    device: flags.Device = "cpu",
 ) -> None:
     """Check that no drafter changes the output.
 

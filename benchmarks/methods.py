@@ -15,12 +15,13 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from benchmarks import BenchmarkError
+from benchmarks import BenchmarkError, flags
 from benchmarks.loading import BASELINE, Method, parse_methods
 from benchmarks.prompts import read_prompts, stratified
 from benchmarks.report import command_line, markdown_table, one_line_errors
@@ -44,6 +45,7 @@ SELF_CONTAINED = (
     Method(
         "ngram, cost_model", {**NGRAM, "num_speculative_tokens": 16, "controller": "cost_model"}
     ),
+    Method("suffix, cost_model", {"method": "suffix", **ALONE, "controller": "cost_model"}),
     Method("ngram_table", TABLE),
     Method("suffix", {"method": "suffix", **ALONE}),
     Method("suffix, trees", {"method": "suffix", "branching": True, **ALONE}),
@@ -81,7 +83,9 @@ def roster(corpus: Path | None, datastore: Path | None, *, draft_model: bool) ->
         methods.append(Method("corpus_ngram", {"method": "corpus_ngram", "corpus": str(corpus)}))
     if datastore is not None:
         methods.append(Method("rest", {"method": "rest", "datastore": str(datastore)}))
-    return methods + list(WITH_DRAFT_MODEL if draft_model else ())
+    methods += WITH_DRAFT_MODEL if draft_model else ()
+    # What a method is worth shows in drafts of one length, also where they do not pay.
+    return [replace(method, fields={"controller": "fixed", **method.fields}) for method in methods]
 
 
 def left_out(methods: Sequence[Method]) -> list[str]:
@@ -102,33 +106,27 @@ def table(rows: Sequence[Row], cell: Callable[[Row], str], last: Callable[[Row],
 
 
 def main(
-    prompts: Annotated[Path, typer.Option(help="Spec-Bench's JSON lines, or others.")],
+    prompts: flags.Prompts,
     corpus: Annotated[
         list[Path] | None, typer.Option(help="UTF-8 text for corpus_ngram and rest (repeatable).")
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write everything measured to this file.")
-    ] = None,
-    model: Annotated[str, typer.Option(help="Folder, GGUF file or alias.")] = "smollm2-135m",
+    json_file: flags.JsonFile = None,
+    model: flags.Model = "smollm2-135m",
     draft_model: Annotated[
         str | None, typer.Option(help="For draft_model and cascade; without it they are left out.")
     ] = None,
     method: Annotated[
         list[str] | None, typer.Option(help="Only these (repeatable), names or JSON.")
     ] = None,
-    per_kind: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 3,
+    per_kind: flags.PerKind = 3,
     all_prompts: Annotated[bool, typer.Option("--all", help="Every prompt of the file.")] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of each prompt and method.")] = 2,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per run.")] = 64,
-    max_prompt_tokens: Annotated[
-        int, typer.Option(min=2, help="The middle of longer prompts is cut out.")
-    ] = 2048,
-    control_prompts: Annotated[
-        int, typer.Option(min=0, help="Prompts of random tokens; 0 leaves the control out.")
-    ] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sample and the control.")] = 0,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="Where the model runs.")] = "auto",
+    rounds: flags.Rounds = 2,
+    max_tokens: flags.MaxTokens = 64,
+    max_prompt_tokens: flags.MaxPromptTokens = 2048,
+    control_prompts: flags.ControlPrompts = 3,
+    seed: flags.Seed = 0,
+    dtype: flags.Dtype = "auto",
+    device: flags.Device = "auto",
 ) -> None:
     """Compare all methods with plain decoding and print two Markdown tables.
 

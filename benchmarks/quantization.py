@@ -12,17 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 from torch import Tensor
 
+from benchmarks import flags
 from benchmarks.loading import BASELINE, llm_for, load
 from benchmarks.prompts import encode, prompt_limit, read_prompts, stratified
 from benchmarks.report import command_line, machine, markdown_table, one_line_errors, progress_bar
-from foretoken.runtime.cpu import QUANTIZATIONS
+from foretoken.runtime.choices import QUANTIZATIONS
 from foretoken.target import Target
 from foretoken.tree import chain
 
@@ -61,12 +61,12 @@ def shift(logits: Tensor, quantised: Tensor) -> Shift:
 
 
 def main(
-    prompts: Annotated[Path, typer.Option(help="Spec-Bench's JSON lines or others.")],
-    model: Annotated[str, typer.Option(help="Folder, GGUF file or alias.")] = "smollm2-135m",
+    prompts: flags.Prompts,
+    model: flags.Model = "smollm2-135m",
     quantization: Annotated[str, typer.Option(help=" or ".join(QUANTIZATIONS))] = "int8",
-    per_kind: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 4,
+    per_kind: flags.PerKind = 4,
     max_prompt_tokens: Annotated[int, typer.Option(min=2, help="Of longer ones the ends.")] = 512,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sample.")] = 0,
+    seed: flags.Seed = 0,
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
 ) -> None:
     """Measure mean KL and top-1 agreement on prompts' text and print a Markdown table."""

@@ -17,11 +17,11 @@ beyond doubt (the whole interval is).
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from benchmarks import flags
 from benchmarks.loading import parse_methods
 from benchmarks.prompts import read_prompts, stratified
 from benchmarks.report import one_line_errors
@@ -31,16 +31,10 @@ __all__ = ["main"]
 
 
 def main(
-    prompts: Annotated[
-        Path, typer.Option(help="Spec-Bench's JSON lines (first turns only) or others.")
-    ],
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write everything measured to this file.")
-    ] = None,
-    model: Annotated[str, typer.Option(help="Folder, GGUF file or alias.")] = "smollm2-135m",
-    draft_model: Annotated[
-        str | None, typer.Option(help="For methods that take one; default: the model itself.")
-    ] = None,
+    prompts: flags.Prompts,
+    json_file: flags.JsonFile = None,
+    model: flags.Model = "smollm2-135m",
+    draft_model: flags.DraftModel = None,
     method: Annotated[
         list[str] | None,
         typer.Option(
@@ -50,24 +44,18 @@ def main(
     num_speculative_tokens: Annotated[
         int | None, typer.Option(min=1, help="Draft length; default: the method's own.")
     ] = None,
-    kind: Annotated[
-        list[str] | None, typer.Option(help="A kind of prompt (repeatable); default: all.")
-    ] = None,
-    per_kind: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 5,
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of each prompt and method.")] = 4,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per run.")] = 128,
-    max_prompt_tokens: Annotated[
-        int, typer.Option(min=2, help="The middle of longer prompts is cut out.")
-    ] = 2048,
+    kind: flags.Kinds = None,
+    per_kind: flags.PerKind = 5,
+    rounds: flags.Rounds = 4,
+    max_tokens: flags.MaxTokens = 128,
+    max_prompt_tokens: flags.MaxPromptTokens = 2048,
     ignore_eos: Annotated[
         bool, typer.Option(help="Generate on past the end: the same length for every prompt.")
     ] = True,
-    control_prompts: Annotated[
-        int, typer.Option(min=0, help="Prompts of random tokens; 0 leaves the control out.")
-    ] = 8,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sample and the control.")] = 0,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="Where the model runs.")] = "auto",
+    control_prompts: flags.ControlPrompts = 8,
+    seed: flags.Seed = 0,
+    dtype: flags.Dtype = "auto",
+    device: flags.Device = "auto",
 ) -> None:
     """Measure tokens/s of methods against plain decoding (none), interleaved in one process.
 

@@ -24,7 +24,7 @@ import torch
 import typer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks import BenchmarkError
+from benchmarks import BenchmarkError, flags
 from benchmarks.loading import load
 from benchmarks.report import command_line, machine, markdown_table, one_line_errors, progress_bar
 from foretoken.analysis.rows import RowsVerifier
@@ -89,8 +89,8 @@ def main(
     ] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens before the tree.")] = 256,
     rounds: Annotated[int, typer.Option(min=1, help="Passes of each form and tree.")] = 20,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="Where the model runs.")] = "auto",
+    dtype: flags.Dtype = "auto",
+    device: flags.Device = "auto",
 ) -> None:
     """Measure verification of k drafts as a token tree against k batch rows."""
     with one_line_errors():

@@ -80,10 +80,14 @@ def fits(method: str, rule: str) -> bool:
 def speculative_config(
     method: str, rule: str = "coupled", num_speculative_tokens: int | None = 4, **fields: Any
 ) -> dict[str, Any]:
-    """A configuration of this method for tiny models."""
+    """A configuration of this method for tiny models, with drafts of one length.
+
+    On models without a pattern the default controller would leave most of them out.
+    """
     config = {
         "method": method,
         "acceptance": rule,
+        "controller": "fixed",
         "num_speculative_tokens": num_speculative_tokens,
         **METHOD_FIELDS.get(method, {}),
         **fields,

@@ -80,3 +80,38 @@ def test_as_dict_shows_every_field_that_takes_effect() -> None:
         "window": 512,
         "draft_temperature": None,
     }
+
+
+DRAFTERS = [{"method": "ngram"}, {"method": "ngram_table"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "controller"),
+    [
+        ({"method": "ngram"}, "cost_model"),
+        ({"model": "some/folder", "tree": [2, 1]}, "cost_model"),
+        ({"method": "ensemble", "drafters": DRAFTERS}, "cost_model"),
+        ({"method": "horizontal_cascade", "drafters": DRAFTERS, "tokens": [2, 2]}, "cost_model"),
+        ({"method": "ngram", "controller": "heuristic"}, "heuristic"),
+        ({"method": "ngram", "controller": {"rule": "fixed"}}, "fixed"),
+        ({"method": "none"}, "fixed"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "fixed"),
+        ({"method": "ngram", "acceptance": "rejection"}, "fixed"),
+        ({"method": "ngram", "acceptance": "typical"}, "fixed"),
+        ({"method": "lookahead"}, "fixed"),
+        ({"method": "pad"}, "fixed"),
+        ({"method": "ensemble", "drafters": [*DRAFTERS, {"method": "lookahead"}]}, "fixed"),
+        ({"method": "lookahead", "controller": "cost_model"}, "cost_model"),
+    ],
+)
+def test_the_controller_of_those_who_name_none(fields: dict[str, Any], controller: str) -> None:
+    """Draft lengths follow what is timed where the tokens do not depend on them."""
+    config = SpeculativeConfig.parse(fields)
+    assert config.controller_name == controller
+    assert config.as_dict()["controller"]["rule"] == controller
+
+
+def test_a_requests_controller_goes_by_the_rule_it_runs_under() -> None:
+    config = SpeculativeConfig.parse({"method": "ngram"})
+    assert config.controller_under("coupled") == "cost_model"
+    assert config.controller_under("rejection") == "fixed"

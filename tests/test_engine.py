@@ -23,7 +23,7 @@ from tests.counting import counted
 from tests.matrix import PROMPTS
 from tests.tiny import VOCAB_SIZE, tiny_model
 
-NGRAM = {"method": "ngram", "prompt_lookup_min": 1}
+NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "controller": "fixed"}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=1)
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
 
@@ -502,7 +502,7 @@ def test_a_method_for_each_prompt(model: PreTrainedModel) -> None:
 
 def test_streams_and_the_engine_take_a_method(llm: LLM) -> None:
     expected = llm.generate([PROMPTS[3]], GREEDY)[0].token_ids
-    config = {"method": "random"}
+    config = {"method": "random", "controller": "fixed"}
     chunks = list(llm.stream(PROMPTS[3], GREEDY, speculative_config=config))
     assert tuple(token.token_id for chunk in chunks for token in chunk.tokens) == expected
     assert chunks[-1].output is not None
@@ -530,16 +530,53 @@ def test_methods_that_do_not_fit(model: PreTrainedModel) -> None:
     assert len(llm.generate(PROMPTS, GREEDY, speculative_config=same)) == 5
 
 
-def test_a_controller_that_has_no_room_to_measure(model: PreTrainedModel) -> None:
-    cost = {**NGRAM, "controller": "cost_model"}
-    llm = limited(model, 2)
-    with pytest.raises(ConfigError, match="kv_cache_memory has no room: give it to the LLM"):
-        llm.generate(PROMPTS, GREEDY, speculative_config=cost)
+LONG = SamplingParams(temperature=0, max_tokens=130, logprobs=1)
+
+
+def test_costs_are_measured_once_enough_has_been_asked_for(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes as long as some dozens of tokens, and is done once for all controllers."""
+    llm = LLM(model, speculative_config={"method": "ngram"})
+    measure, curves = llm._target.measure_costs, list[CostCurve]()
+
+    def watched() -> CostCurve:
+        curves.append(measure())
+        return curves[-1]
+
+    monkeypatch.setattr(llm._target, "measure_costs", watched)
+    llm.generate(PROMPTS, GREEDY)
+    assert not curves
+    assert len(llm._costs) > 0  # learnt in use
+    llm.generate(PROMPTS, LONG, speculative_config={"method": "ngram_table"})
+    llm.generate(PROMPTS, LONG)
+    assert len(curves) == 1
+    assert llm._costs.measured
     assert_empty(llm)
-    own = limited(model, 2, speculative_config=cost)
-    other = {**cost, "num_speculative_tokens": 2}
-    assert len(own.generate(PROMPTS, GREEDY, speculative_config=other)) == 5
-    assert own._target._slab.cells <= 2 * KEY_BLOCK
+
+
+def test_costs_are_not_measured_for_those_who_do_not_look(model: PreTrainedModel) -> None:
+    for config in (None, NGRAM, {"method": "ngram", "num_speculative_tokens": 0}):
+        llm = LLM(model, speculative_config=config)
+        llm.generate(PROMPTS, LONG)
+        assert not llm._costs.measured
+
+
+def test_a_request_has_the_default_of_the_rule_it_runs_under(model: PreTrainedModel) -> None:
+    """Seeded sampling by rejection depends on where drafts end: no clock may choose that."""
+    for rule, controller in (("coupled", "cost_model"), ("rejection", "fixed")):
+        llm = LLM(model, speculative_config={"method": "none", "acceptance": rule})
+        llm.generate(PROMPTS[0], GREEDY, speculative_config={"method": "ngram"})
+        assert llm._others[0][1].controller.name == controller
+
+
+def test_where_there_is_no_room_to_measure_costs_are_learnt(model: PreTrainedModel) -> None:
+    llm = limited(model, 2, speculative_config={"method": "ngram", "prompt_lookup_min": 1})
+    outputs = llm.generate(PROMPTS, LONG)
+    assert [(o.token_ids, o.logprobs) for o in outputs] == [alone(model, p, LONG) for p in PROMPTS]
+    assert llm._costs.measured  # not tried again
+    assert llm._target._slab.cells <= 2 * KEY_BLOCK
+    assert_empty(llm)
 
 
 def test_controllers_of_requests_see_their_own_part(model: PreTrainedModel) -> None:
@@ -550,5 +587,5 @@ def test_controllers_of_requests_see_their_own_part(model: PreTrainedModel) -> N
     assert [(o.token_ids, o.logprobs) for o in outputs] == [alone(model, p) for p in PROMPTS[:4]]
     costs = [s.controller.costs for _, s in llm._others[:2]]
     assert isinstance(costs[0], CostCurve)
-    assert costs[0] is costs[1]  # measured once
+    assert costs[0] is costs[1]  # learnt by all
     assert_empty(llm)

@@ -136,7 +136,8 @@ def test_forced_tokens_are_drafted_and_accepted(model: Any) -> None:
 
 
 def test_an_expected_form_is_only_a_guess(model: Any) -> None:
-    config = {"method": "regex", "expected": {"regex": "(abc){50}"}}
+    form = {"regex": "(abc){50}"}
+    config = {"method": "regex", "expected": form, "controller": "fixed"}
     llm = LLM(model, tokenizer=tiny_tokenizer(), speculative_config=config)
     free = SamplingParams(temperature=0, max_tokens=30)
     (output,) = llm.generate("abcabc", free)

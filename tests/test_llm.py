@@ -29,7 +29,7 @@ def model() -> PreTrainedModel:
 def llm(model: PreTrainedModel) -> LLM:
     tokenizer = TOKENIZER.__class__(tokenizer_object=TOKENIZER.backend_tokenizer)
     tokenizer.chat_template = CHAT_TEMPLATE
-    config = {"method": "ngram", "prompt_lookup_min": 1}
+    config = {"method": "ngram", "prompt_lookup_min": 1, "controller": "fixed"}
     return LLM(model, tokenizer=tokenizer, speculative_config=config)
 
 

@@ -42,7 +42,7 @@ def configs() -> list[dict[str, Any] | None]:
     """Built once: a draft model is part of a configuration."""
     made: list[dict[str, Any] | None] = [None]
     for method in METHODS:
-        made.append({"method": method, **METHOD_FIELDS.get(method, {})})
+        made.append({"method": method, "controller": "fixed", **METHOD_FIELDS.get(method, {})})
     made[-1] = {
         **(made[-1] or {}),
         "model": tiny_model(seed=1, max_position_embeddings=2 * KEY_BLOCK),

@@ -29,6 +29,7 @@ def test_round_trip(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("", "cannot read trace"),
+        pytest.param("[" * 100_000, "cannot read trace", id="deep"),
         ("[]", "not a trace"),
         ('{"format": "other"}', "not a trace"),
         ('{"format": "foretoken-trace-1"}', "damaged trace"),

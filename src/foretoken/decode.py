@@ -36,11 +36,21 @@ class Verifier(Protocol):
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of a step's parts, for the whole batch."""
+    """Seconds of a step's parts, for the whole batch.
+
+    Args:
+        draft: for drafting.
+        verify: of the target's pass.
+        accept: for everything after it.
+        rows: of that pass, where a controller is shown a part of the batch; 0 where it is all.
+        positions: the same.
+    """
 
     draft: float
     verify: float
     accept: float
+    rows: int = 0
+    positions: int = 0
 
 
 @dataclass(frozen=True)

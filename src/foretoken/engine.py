@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from foretoken.acceptance.base import AcceptanceRule
 from foretoken.cache import OverBudget, SlabFull, is_out_of_memory
@@ -32,6 +33,16 @@ from foretoken.request import Request
 from foretoken.target import Target
 
 __all__ = ["Engine", "Speculation"]
+
+_WORTH_MEASURING = 512
+"""Tokens asked for before the costs of passes are measured beforehand, which takes about forty
+passes; until then, and where there is no room for it, controllers learn them from the steps."""
+
+
+Step: TypeAlias = Callable[
+    [Target, Drafter, AcceptanceRule, Controller, Sequence[Request]], list[Outcome]
+]
+"""`decode.step`, or what does the same by other means."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,7 @@ class Engine:
         max_num_seqs: most requests in one step.
         max_num_batched_tokens: most prompt tokens computed in one step.
         prefix_cache: KV of earlier prompts; None computes every prompt in full.
+        step: advances a batch.
 
     Raises:
         CompatibilityError: the rule does not fit the drafter (law 5).
@@ -68,6 +80,7 @@ class Engine:
         *,
         max_num_batched_tokens: int = 512,
         prefix_cache: PrefixCache | None = None,
+        step: Step = step,
     ) -> None:
         _check_fit(drafter, rule)
         self._target = target
@@ -79,8 +92,10 @@ class Engine:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._prefixes = prefix_cache
+        self._step = step
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # in order of admission; also those being prefilled
+        self._asked_for = 0  # tokens, of controllers that choose by costs
 
     def add(self, request: Request, speculation: Speculation | None = None) -> None:
         """Queue a request, with the engine's own drafter and controller or others.
@@ -93,9 +108,27 @@ class Engine:
         )
         if speculation is not None:
             _check_fit(speculation.drafter, self._rule)
+        self._measure_costs(request, speculation)
+        if speculation is not None:
             self._drafters.assign(request, speculation.drafter)
             self._controllers.assign(request, speculation.controller)
         self._waiting.append(request)
+
+    def _measure_costs(self, request: Request, speculation: Speculation | None) -> None:
+        """Time passes for the controllers, once enough has been asked for to be worth it."""
+        controller = self._controller if speculation is None else speculation.controller
+        if not controller.needs_costs or controller.costs.measured:
+            return
+        self._asked_for += request.remaining if controller.num_speculative_tokens else 0
+        if self._asked_for < _WORTH_MEASURING:
+            return
+        measured = controller.costs
+        try:
+            measured = self._target.measure_costs()
+        except (SlabFull, MemoryError, RuntimeError) as error:
+            if not isinstance(error, SlabFull) and not is_out_of_memory(error):
+                raise
+        controller.costs.start_from(measured)
 
     @property
     def busy(self) -> bool:
@@ -211,7 +244,7 @@ class Engine:
             full: SlabFull | None = None
             for drafter, controller in (drafting, plain):
                 try:
-                    return step(self._target, drafter, self._rule, controller, batch)
+                    return self._step(self._target, drafter, self._rule, controller, batch)
                 except SlabFull as error:
                     full = error
             assert full is not None

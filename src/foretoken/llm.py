@@ -11,23 +11,26 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken import models
 from foretoken.acceptance import rule_class
-from foretoken.cache import SlabFull
-from foretoken.config import Config, SamplingParams
+from foretoken.config import SamplingParams
 from foretoken.control import Controller, CostCurve, controller_class
+from foretoken.decode import step
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.registry import DrafterParts
 from foretoken.drafters.vocabulary import DraftModel, VocabularyOverlap
 from foretoken.engine import Engine, Speculation
 from foretoken.errors import ConfigError, PromptError
-from foretoken.grammar import Grammar, Grammars
+from foretoken.grammar import Grammars
+from foretoken.kv_budget import KVBudget
 from foretoken.llm_engine import LLMEngine, Speculative, result
+from foretoken.loading import LoadedModel
 from foretoken.memory import num_bytes
 from foretoken.outputs import RequestOutput, StreamChunk
 from foretoken.prefix_cache import PrefixCache
-from foretoken.prompts import Message, Prompt, as_list, check_prompt, is_conversation, token_ids
+from foretoken.prompts import Message, Prompt, as_list, is_conversation, one_each, token_ids
 from foretoken.request import Request
+from foretoken.request_maker import RequestMaker
+from foretoken.runtime.cuda.step import step_for
 from foretoken.speculative import SpeculativeConfig
-from foretoken.support import default_device, default_dtype
 from foretoken.target import Target
 
 __all__ = ["LLM", "Message", "Prompt"]
@@ -50,14 +53,21 @@ class LLM:
         max_num_seqs: most sequences advanced together.
         max_num_batched_tokens: most prompt tokens computed between two steps of the sequences that
             are being generated: the smaller, the less a long prompt holds them up.
-        kv_cache_memory: most memory for the target's KV (bytes, or text such as "2GiB"); sequences
-            that find no room wait, or are computed again later. None takes what `max_num_seqs`
-            sequences need. Output never depends on it, unless a sequence does not fit by itself.
+        kv_cache_memory: most memory for the KV of the target and of the draft models that
+            `speculative_config` names (bytes, or text such as "2GiB"); sequences that find no room
+            wait, or are computed again later, or go without drafts. None takes what `max_num_seqs`
+            sequences need. Output never depends on it, unless a sequence does not fit by itself. A
+            draft model that only a request names gets as many positions as the others, on top.
         enable_prefix_caching: keep the KV of prompts, so that what later ones begin with is not
             computed again.
         prefix_cache_memory: most memory for that.
-        quantization: None keeps the weights as they are; "int8" (on a CPU) halves them, those of a
-            draft model too. Speculation is then lossless with respect to the weights that run.
+        quantization: None keeps the weights as they are; "int8" and "int4" (on a CPU) make them a
+            half and a third as large, those of a draft model too. Speculation is then lossless with
+            respect to the weights that run.
+        runtime: "native" computes in this library's C++, compiled on this machine at its first use
+            (Llama, Mistral, Qwen2 and Qwen3 on a CPU, in float32 or bfloat16), "torch" in PyTorch's
+            operations. On a GPU "cuda" replays CUDA graphs, "compiled" of what TorchInductor made of
+            the passes. "auto" takes "native" or "cuda" where they can be had.
 
     Attributes:
         tokenizer: the tokenizer, or None.
@@ -89,31 +99,28 @@ class LLM:
         enable_prefix_caching: bool = True,
         prefix_cache_memory: int | str = "256MiB",
         quantization: str | None = None,
+        runtime: str = "auto",
     ) -> None:
         _check_at_least_1(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
-        budget = None if kv_cache_memory is None else num_bytes("kv_cache_memory", kv_cache_memory)
+        self._kv_budget = KVBudget(
+            None if kv_cache_memory is None else num_bytes("kv_cache_memory", kv_cache_memory)
+        )
         prefix_bytes = num_bytes("prefix_cache_memory", prefix_cache_memory)
         self.speculative_config = SpeculativeConfig.parse(speculative_config)
-        self.model_path: Path | None = None
-        if isinstance(model, PreTrainedModel):
-            _check_loaded(model, dtype, device)
-            loaded = model
-        else:
-            place = default_device(device)
-            self.model_path = models.resolve(model)
-            loaded = models.load_model(self.model_path, default_dtype(dtype, place), place)
-            tokenizer = tokenizer or models.load_tokenizer(self.model_path)
-        self.tokenizer = tokenizer
-        self._quantization = quantization
-        self._target = Target(loaded, max_model_len, quantization)
-        self.eos_token_ids = _eos_token_ids(loaded, tokenizer)
-        self._grammars = Grammars(tokenizer, self._target.vocab_size, self.eos_token_ids)
+        loaded = LoadedModel.of(model, tokenizer, dtype, device)
+        self.model_path, self.tokenizer = loaded.path, loaded.tokenizer
+        self._quantization, self._runtime = quantization, runtime
+        self._target = Target(loaded.module, max_model_len, quantization, runtime)
+        self._kv_budget.add(self._target)
+        self.eos_token_ids = loaded.eos_token_ids
+        self._grammars = Grammars(self.tokenizer, self._target.vocab_size, self.eos_token_ids)
+        self._maker = RequestMaker(self._target, self.eos_token_ids, self._grammars)
         self.vocabulary_overlap: VocabularyOverlap | None = None
-        self._costs: CostCurve | None = None
+        self._costs = CostCurve()
         self._others: list[tuple[SpeculativeConfig, Speculation]] = []
-        drafter, controller = self._own_drafter(), self._controller(self.speculative_config)
-        if budget is not None:
-            self._target.limit_memory(budget)
+        drafter = self._own_drafter()
+        controller = self._controller(self.speculative_config, drafter)
+        self._kv_budget.share()
         self._engine = Engine(
             self._target,
             drafter,
@@ -122,6 +129,7 @@ class LLM:
             max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             prefix_cache=PrefixCache(self._target, prefix_bytes) if enable_prefix_caching else None,
+            step=step_for(self._target) or step,
         )
         self.engine = LLMEngine(self._engine, self._requests, self._speculation)
 
@@ -134,6 +142,11 @@ class LLM:
     def dtype(self) -> torch.dtype:
         """The dtype of weights and KV."""
         return self._target.dtype
+
+    @property
+    def runtime(self) -> str:
+        """What computes the passes: "native", "lean" (PyTorch's operations) or "module"."""
+        return self._target.network.name
 
     @property
     def device(self) -> torch.device:
@@ -174,8 +187,8 @@ class LLM:
             CompatibilityError: a drafter does not fit the model or the rule.
         """
         listed = as_list(prompts)
-        params = _one_each("sampling_params", listed, sampling_params)
-        configs = _one_each("speculative_config", listed, speculative_config)
+        params = one_each("sampling_params", listed, sampling_params)
+        configs = one_each("speculative_config", listed, speculative_config)
         groups = [
             self._requests(prompt, one or SamplingParams(), trace)
             for prompt, one in zip(listed, params, strict=True)
@@ -241,50 +254,13 @@ class LLM:
     # Inside
 
     def _requests(self, prompt: Prompt, params: SamplingParams, trace: bool) -> list[Request]:
-        if params.stop_strings and self.tokenizer is None:
-            raise ConfigError("stop: stop strings need a tokenizer, and this model has none.")
-        ids = self.encode(prompt)
-        check_prompt(ids, self._target)
-        return [
-            Request(
-                ids,
-                params,
-                vocab_size=self._target.vocab_size,
-                eos_token_ids=self.eos_token_ids,
-                max_model_len=self.max_model_len,
-                tokenizer=self.tokenizer,
-                index=index,
-                trace_all=trace,
-                grammar=self._grammar(params),
-            )
-            for index in range(params.n)
-        ]
+        return self._maker.make(prompt, self.tokenizer, params, trace=trace)
 
-    def _grammar(self, params: SamplingParams) -> Grammar | None:
-        if params.form is None:
-            return None
-        if not self.eos_token_ids:
-            raise ConfigError(
-                "structured_outputs need a model with an end-of-sequence token, to end with."
-            )
-        return self._grammars.compile(params.form)
-
-    def _controller(self, config: SpeculativeConfig) -> Controller:
-        kind = controller_class(config.controller_name)
-        costs = self._measured_costs(kind.name) if kind.needs_costs else None
-        return kind(config.gamma, config.controller_options, costs)
-
-    def _measured_costs(self, controller: str) -> CostCurve:
-        """What passes cost is the target's affair: measured once for all controllers."""
-        if self._costs is None:
-            try:
-                self._costs = self._target.measure_costs()
-            except SlabFull:
-                raise ConfigError(
-                    f"controller: '{controller}' times passes over several sequences, for which "
-                    "kv_cache_memory has no room: give it to the LLM, which times them before."
-                ) from None
-        return self._costs
+    def _controller(self, config: SpeculativeConfig, drafter: Drafter) -> Controller:
+        kind = controller_class(config.controller_under(self.speculative_config.rule_name))
+        options = None if config.controller is None else config.controller_options
+        # What passes cost is the target's affair: one curve for all controllers.
+        return kind(config.gamma, options, self._costs, drafter.level_sizes(config.gamma))
 
     def _speculation(self, given: Speculative) -> Speculation | None:
         """Drafter and controller of a request's own configuration; None for the `LLM`'s own."""
@@ -297,7 +273,8 @@ class LLM:
                 return speculation
         couples = rule_class(self.speculative_config.rule_name).couples_draft
         drafter = self._drafter(config, self._target, couples)
-        self._others.append((config, Speculation(drafter, self._controller(config))))
+        controller = self._controller(config, drafter)
+        self._others.append((config, Speculation(drafter, controller)))
         return self._others[-1][1]
 
     def _check_rule(self, config: SpeculativeConfig) -> None:
@@ -333,7 +310,9 @@ class LLM:
             folder = models.resolve(model)
             tokenizer = models.load_tokenizer(folder)
             model = models.load_model(folder, self.dtype, self.device)
-        return DraftModel(Target(model, quantization=self._quantization), tokenizer)
+        target = Target(model, quantization=self._quantization, runtime=self._runtime)
+        self._kv_budget.add(target)
+        return DraftModel(target, tokenizer)
 
 
 def _inner_config(fields: Mapping[str, Any]) -> SpeculativeConfig:
@@ -344,43 +323,7 @@ def _inner_config(fields: Mapping[str, Any]) -> SpeculativeConfig:
     return SpeculativeConfig.parse(fields)
 
 
-def _one_each(name: str, prompts: Sequence[Prompt], given: Any) -> list[Any]:
-    """What was given for all prompts or for each of them, once per prompt."""
-    if given is None or isinstance(given, Config | Mapping):
-        return [given] * len(prompts)
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        raise ConfigError(f"{name}: expected one, or a list of them, got {given!r}.")
-    if len(given) != len(prompts):
-        raise ConfigError(
-            f"{name}: {len(given)} given for {len(prompts)} prompts; give one for all, or one per "
-            "prompt."
-        )
-    return list(given)
-
-
 def _check_at_least_1(**values: int) -> None:
     for name, value in values.items():
         if value < 1:
             raise ConfigError(f"{name}: must be at least 1, got {value}.")
-
-
-def _check_loaded(
-    model: PreTrainedModel, dtype: str | torch.dtype, device: str | torch.device
-) -> None:
-    if dtype != "auto" and default_dtype(dtype, model.device) != model.dtype:
-        raise ConfigError(f"dtype: the loaded model is in {model.dtype}; convert it with .to().")
-    if device != "auto" and torch.device(device) != model.device:
-        raise ConfigError(f"device: the loaded model is on {model.device}; move it with .to().")
-
-
-def _eos_token_ids(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
-) -> tuple[int, ...]:
-    """End-of-sequence tokens of the model's generation settings, and the tokenizer's own."""
-    ids: set[int] = set()
-    configured = model.generation_config.eos_token_id if model.generation_config else None
-    if configured is not None:
-        ids.update([configured] if isinstance(configured, int) else configured)
-    if tokenizer is not None and isinstance(tokenizer.eos_token_id, int):
-        ids.add(tokenizer.eos_token_id)
-    return tuple(sorted(ids))

@@ -8,10 +8,19 @@ from typing import Any, TypeAlias
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from foretoken.errors import PromptError
+from foretoken.config import Config
+from foretoken.errors import ConfigError, PromptError
 from foretoken.target import Target
 
-__all__ = ["Message", "Prompt", "as_list", "check_prompt", "is_conversation", "token_ids"]
+__all__ = [
+    "Message",
+    "Prompt",
+    "as_list",
+    "check_prompt",
+    "is_conversation",
+    "one_each",
+    "token_ids",
+]
 
 Message: TypeAlias = Mapping[str, Any]
 """A chat message: {"role": ..., "content": ...}."""
@@ -39,6 +48,24 @@ def as_list(prompts: Any) -> list[Any]:
     if len(prompts) > 0 and all(isinstance(item, int) for item in prompts):
         return [prompts]
     return list(prompts)
+
+
+def one_each(name: str, prompts: Sequence[Prompt], given: Any) -> list[Any]:
+    """What was given for all prompts or for each of them, once per prompt.
+
+    Raises:
+        ConfigError: it is neither, or not one per prompt.
+    """
+    if given is None or isinstance(given, Config | Mapping):
+        return [given] * len(prompts)
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise ConfigError(f"{name}: expected one, or a list of them, got {given!r}.")
+    if len(given) != len(prompts):
+        raise ConfigError(
+            f"{name}: {len(given)} given for {len(prompts)} prompts; give one for all, or one per "
+            "prompt."
+        )
+    return list(given)
 
 
 def token_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:

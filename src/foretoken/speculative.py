@@ -16,9 +16,10 @@ from pydantic import ConfigDict, Strict, model_validator
 
 from foretoken.acceptance import rule_class
 from foretoken.config import Config, nearest
-from foretoken.control import controller_class
+from foretoken.control import Fixed, controller_class
+from foretoken.control.cost_model import CostModel
 from foretoken.drafters.base import DrafterOptions
-from foretoken.drafters.registry import DrafterSpec, drafter_spec
+from foretoken.drafters.registry import METHODS, DrafterSpec, drafter_spec
 from foretoken.errors import ConfigError
 
 __all__ = ["SpeculativeConfig"]
@@ -36,7 +37,10 @@ class SpeculativeConfig(Config):
             `PreTrainedModel`.
         acceptance: a rule's name, or a dict of its name (`rule`) and its options.
         controller: how much to draft from step to step: a controller's name, or a dict of its
-            name (`rule`) and its options.
+            name (`rule`) and its options. None takes `cost_model` where the very tokens do not
+            depend on it (rule `coupled`), so that speculation that does not pay is not done, and
+            `fixed` elsewhere: what is timed must not choose what is sampled. Methods whose next
+            guesses come out of their last draft (`lookahead`, `pad`) keep `fixed`, too.
 
     Every method's own fields (`prompt_lookup_max`, `draft_temperature`, ...) may be given
     alongside; they are validated by the method's options class and kept in `options`.
@@ -48,7 +52,7 @@ class SpeculativeConfig(Config):
     num_speculative_tokens: Annotated[int, Strict(), Ge(0), Le(256)] | None = None
     model: Any = None
     acceptance: str | dict[str, Any] = "coupled"
-    controller: str | dict[str, Any] = "fixed"
+    controller: str | dict[str, Any] | None = None
 
     @classmethod
     def parse(cls, value: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig:
@@ -119,7 +123,21 @@ class SpeculativeConfig(Config):
     @property
     def controller_name(self) -> str:
         """Name of the controller."""
-        return _name("controller", self.controller)
+        return self.controller_under(self.rule_name)
+
+    def controller_under(self, rule: str) -> str:
+        """The controller's name under an acceptance rule, which requests have from their `LLM`."""
+        if self.controller is not None:
+            return _name("controller", self.controller)
+        free = rule_class(rule).ignores_draft_lengths and not self._steady
+        return (CostModel if free and self.gamma else Fixed).name
+
+    @property
+    def _steady(self) -> bool:
+        """Whether the method, or one it combines, wants drafts of one size."""
+        inner = getattr(self.options, "drafters", ())
+        specs = [METHODS.get(str(fields.get("method"))) for fields in inner]
+        return any(spec is not None and spec.steady for spec in (self.drafter_spec, *specs))
 
     @property
     def controller_options(self) -> Config:
@@ -156,5 +174,5 @@ def _name(field: str, value: str | dict[str, Any]) -> str:
     return name
 
 
-def _fields(value: str | dict[str, Any]) -> dict[str, Any]:
-    return {} if isinstance(value, str) else {k: v for k, v in value.items() if k != "rule"}
+def _fields(value: str | dict[str, Any] | None) -> dict[str, Any]:
+    return {k: v for k, v in value.items() if k != "rule"} if isinstance(value, dict) else {}

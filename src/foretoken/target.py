@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from foretoken.cache import KVBlock, KVSlab
+from foretoken.cache import KVBlock
 from foretoken.control.costs import CostCurve
 from foretoken.errors import CompatibilityError, ConfigError
 from foretoken.memory import MIB
 from foretoken.runtime.attention import KEY_BLOCK, ROW_MULTIPLE
+from foretoken.runtime.cuda import slab_for
 from foretoken.runtime.inputs import PassInputs, RowNodes, tree_nodes
 from foretoken.runtime.network import Network, network_for
 from foretoken.support import check_supported, context_length
@@ -76,7 +77,7 @@ class Target:
         self.dtype = model.dtype
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         self.network = network_for(model, quantization, runtime)
-        self._slab = KVSlab()
+        self._slab = slab_for(self.network, self.max_model_len)
         self._keys: list[int] = []  # key of each slab row
         self.num_passes = 0
         self.bit_exact = self._probe(model, rounded=quantization is not None)
@@ -258,15 +259,18 @@ class Target:
             room = self.max_model_len - self.cached(keys[0])
             sizes = [size for size in _COST_SIZES if size < room]
             curve = CostCurve({size: self._seconds(keys[:1], size) for size in sizes})
-            for key in keys[1:]:
-                self.fork(keys[0], key)
             for rows in _COST_ROWS:
+                if not self.has_room(rows, self.cached(keys[0]) + 1):
+                    break
+                for key in keys[1:rows]:
+                    self.fork(keys[0], key)
                 curve.observe(rows, self._seconds(keys[:rows], 1), rows)
             return curve
         finally:
             for key in keys:
                 if key in self:
                     self.remove(key)
+            self._slab.shrink()
 
     def _seconds(self, keys: Sequence[int], positions: int) -> float:
         """Of a pass with this many positions in each row; the median of a few."""

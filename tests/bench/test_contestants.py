@@ -44,6 +44,7 @@ def test_a_draft_model_goes_to_methods_that_take_one() -> None:
     ("text", "told"),
     [
         ("{", "not JSON"),
+        pytest.param('{"a":' * 100_000, "not JSON", id="deep"),
         ("{}", 'give "method"'),
         ("engram", "did you mean 'ngram'"),
         ('{"method": "ngram", "window": 3}', "has no field 'window'"),

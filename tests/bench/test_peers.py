@@ -43,6 +43,8 @@ def test_transformers_gives_our_tokens(setting: Setting, mode: str) -> None:
 def test_transformers_gives_our_tokens_for_a_batch(setting: Setting) -> None:
     peer = Contestant("transformers-plain", "transformers-plain")
     assert runner(peer, setting).facts()["batches"]
+    lookup = runner(Contestant("l", "transformers-lookup"), setting).facts()
+    assert (lookup["batches"], "one prompt" in lookup["no_batches"]) == (False, True)
     assert tokens_of(peer, setting, PROMPTS) == tokens_of(BASELINE, setting, PROMPTS)
 
 
@@ -112,6 +114,7 @@ def test_llama_cpp(gguf: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     assert output["prefill_seconds"] > 0
     assert output["decode_tokens"] == 3
     assert plain.facts()["weight_bytes"] == 100
+    assert "one prompt at a time" in plain.facts()["no_batches"]
     assert FakeLlama.made["draft_model"] is None
     assert FakeLlama.made["n_threads"] == FakeLlama.made["n_threads_batch"] == 3
     assert FakeLlama.made["n_ctx"] >= 100

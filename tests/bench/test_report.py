@@ -68,6 +68,17 @@ def test_markdown_has_every_table() -> None:
     assert "transformers-plain: version 5, weights float32." in text
 
 
+def test_who_is_not_measured_in_batches_and_why() -> None:
+    records = complete()
+    peer = next(r for r in records if r.get("label") == "transformers-plain")
+    peer["facts"] = {**peer["facts"], "batches": False, "no_batches": "it takes one prompt"}
+    text = markdown(Results(records, CONTESTANTS), HEADER)
+    assert "- Several prompts at once are measured of none, ngram.\n" in text
+    assert "- transformers-plain: measured with one prompt only: it takes one prompt.\n" in text
+    alone = [r for r in records if r.get("kind") != "batch"]
+    assert "Several prompts" not in markdown(Results(alone, CONTESTANTS), HEADER)
+
+
 def test_the_page_is_one_file_with_all_plots() -> None:
     pytest.importorskip("matplotlib")
     page = Page(html(results(), HEADER))

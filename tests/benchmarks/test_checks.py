@@ -119,7 +119,7 @@ def test_comparisons_that_are_there_are_not_made_again(tmp_path: Path) -> None:
 
 def test_bits_are_not_promised_to_a_run_that_drafted_branches() -> None:
     results = in_memory()
-    (tree,) = parse_methods(['{"method": "draft_model", "tree": [2, 1]}'])
+    (tree,) = parse_methods(['{"method": "draft_model", "tree": [2, 1], "controller": "fixed"}'])
     run_checks("bfloat16", results, methods=[tree])
     promised = {c.method: c.promised for c in results.comparisons.values()}
     assert promised == {"none": True, tree.label: False}

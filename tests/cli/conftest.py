@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -43,6 +45,21 @@ def save_tiny(folder: Path, chat_template: str | None = CHAT_TEMPLATE, seed: int
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def save_gguf(file: Path, layers: int = 2, hidden: int = 64, vocabulary: int | None = None) -> Path:
+    """A GGUF file that says it is the tiny model, without its layers' weights."""
+    tokens = ascii_tokenizer().get_vocab()
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_block_count(layers)
+    writer.add_embedding_length(hidden)
+    rows = len(tokens) if vocabulary is None else vocabulary
+    writer.add_tensor("token_embd.weight", np.zeros((rows, hidden), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import pytest
 from foretoken.bench.journal import Journal
 from foretoken.bench.run import Plan
 from tests.bench.records import background, drafted, own_output, request
-from tests.cli.conftest import Run, error_of
+from tests.cli.conftest import Run, error_of, save_gguf
 from tests.cli.terminal import COMMAND, environment
 
 FAKE_LLAMA = """
@@ -51,7 +51,8 @@ def test_a_run_is_killed_and_resumed(
     output = tmp_path / "results"
     arguments = [
         *("bench", prompts, "-m", tiny, "--method", "none", "--peers", "llama.cpp-plain"),
-        *("--gguf", tiny / "config.json", "--max-tokens", 96, "--rounds", 3, "--threads", 1),
+        *("--gguf", save_gguf(tmp_path / "tiny.gguf"), "--max-tokens", 96),
+        *("--rounds", 3, "--threads", 1),
         *("--dtype", "float32", "--device", "cpu", "--output", output),
     ]
     records = output / "results.jsonl"
@@ -126,6 +127,24 @@ def test_a_gguf_nobody_reads_is_refused(run: Run, prompts: Path) -> None:
     result = run("bench", prompts, "--gguf", prompts)
     assert result.exit_code == 2
     assert "--gguf is for the peers llama.cpp and openvino" in error_of(result)
+
+
+def test_a_gguf_of_another_model_is_refused(
+    run: Run, tiny: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
+    file = save_gguf(tmp_path / "other.gguf", layers=3, vocabulary=50)
+    arguments = ["bench", prompts, "-m", tiny, "--peers", "llama.cpp", "--output", tmp_path / "out"]
+    result = run(*arguments, "--gguf", file)
+    assert result.exit_code == 2
+    assert error_of(result) == (
+        f"error: --gguf: {file} is another model than the one in {tiny}: layers 3, not 2; "
+        "vocabulary 50, not 97."
+    )
+    damaged = run(*arguments, "--gguf", prompts)
+    assert damaged.exit_code == 1
+    assert "is not a GGUF file" in error_of(damaged)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_peer_that_is_not_installed(

@@ -1,4 +1,4 @@
-"""`datastore build` and `info`: a file that `--method rest` takes, and mistakes in one line."""
+"""`datastore build` and `info`: a file that `--method rest` takes."""
 
 from __future__ import annotations
 
@@ -32,43 +32,10 @@ def test_one_text(run: Run, tiny: Path, tmp_path: Path) -> None:
     assert "in 1 text, the longest of 5 tokens" in built.stdout
 
 
-def test_files_that_cannot_be_sorted(run: Run, tiny: Path, tmp_path: Path) -> None:
-    latin, empty = tmp_path / "latin.txt", tmp_path / "empty.txt"
-    latin.write_bytes(b"caf\xe9")
-    empty.touch()
-    output = tmp_path / "a.datastore"
-    for file, message in ((latin, "is not UTF-8 text"), (empty, "the corpus is empty")):
-        result = run("datastore", "build", file, "--model", tiny, "--output", output)
-        assert result.exit_code == 1
-        assert message in result.stderr.splitlines()[-1]
-        assert not output.exists()
-    missing = run("datastore", "build", tmp_path / "no", "--model", tiny, "--output", output)
-    assert missing.exit_code == 1
-    assert "No such file" in error_of(missing)
-
-
-def test_nowhere_to_write(run: Run, tiny: Path, tmp_path: Path) -> None:
-    text = tmp_path / "a.txt"
-    text.write_text("a")
-    result = run("datastore", "build", text, "-m", tiny, "-o", tmp_path / "no" / "a.datastore")
-    assert result.exit_code == 2
-    assert "there is no folder" in error_of(result)
-
-
 def test_no_datastore(run: Run, tmp_path: Path) -> None:
     (tmp_path / "a").write_text("no arrays here")
     for name, message in (("a", "is damaged or no datastore"), ("b", "cannot read")):
         result = run("datastore", "info", tmp_path / name)
         assert result.exit_code == 1
         assert message in error_of(result)
-
-
-def test_no_model_no_output_no_files(run: Run, tmp_path: Path) -> None:
-    text = tmp_path / "a.txt"
-    text.write_text("a")
-    unknown = run("datastore", "build", text, "-m", "nonesuch", "-o", tmp_path / "a")
-    assert unknown.exit_code == 2
-    assert "nonesuch" in error_of(unknown)
-    assert run("datastore", "build", text).exit_code == 2
-    assert run("datastore", "build", "-o", tmp_path / "a").exit_code == 2
     assert run("datastore", "info").exit_code == 2

@@ -191,7 +191,7 @@ def test_the_file_is_drafted(run: Run, tiny: Path, other: Path, tmp_path: Path) 
     file, trace = tmp_path / "tree.json", tmp_path / "steps.json"
     vector = ["--acceptance-vector", "0.5,0.2,0.1", "--nodes", 7, "--depth", 3]
     assert run("tree", *vector, "--output", file).exit_code == 0
-    config = json.dumps({"tree": str(file)})
+    config = json.dumps({"tree": str(file), "controller": "fixed"})
     drafter = ["--draft-model", other, "--speculative-config", config, "--max-tokens", 20]
     result = run("generate", "hello", "-m", tiny, *drafter, "--trace", trace)
     assert result.exit_code == 0, result.stderr

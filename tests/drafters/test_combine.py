@@ -15,8 +15,9 @@ from foretoken.drafters.combine import Switch, SwitchOptions, merge
 from foretoken.drafters.none import NoDrafter
 from foretoken.law import Law
 from foretoken.tree import Draft, TokenTree, chain
+from tests.control.worlds import request_of
 from tests.enumeration import chains, distance, most_likely, output_law, random_laws, trees
-from tests.laws.test_controllers import outcome, request_of
+from tests.laws.test_controllers import outcome
 from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import tiny_model
 

@@ -1,27 +1,24 @@
-"""The smoothed law of `corpus_ngram`, its drafts, and files that do not fit."""
+"""The smoothed law of `corpus_ngram`, and its drafts; files: `test_text_files.py`."""
 
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from foretoken import LLM, CompatibilityError, ConfigError, ForetokenError, SamplingParams
+from foretoken import SamplingParams
 from foretoken.control import Budget
 from foretoken.drafters.corpus_ngram import (
     CorpusNgramDrafter,
     CorpusNgramOptions,
     SmoothedNgrams,
 )
-from foretoken.ngrams import build_ngrams, count_ngrams
+from foretoken.ngrams import count_ngrams
 from foretoken.request import Request
 from foretoken.tree import Draft
-from tests.cli.conftest import ascii_tokenizer
 from tests.test_ngrams import ngrams_of
-from tests.tiny import tiny_model
 
 V = 7
 DICE = random.Random(1)
@@ -111,49 +108,3 @@ def test_greedy_requests_get_the_mode(ngrams: SmoothedNgrams) -> None:
 def test_a_budget_with_thresholds(ngrams: SmoothedNgrams) -> None:
     assert propose(ngrams, SamplingParams(seed=1), Budget(5, 5, 0.999)).tree.num_drafted == 1
     assert propose(ngrams, SamplingParams(seed=1), Budget(0, 0)).tree.num_drafted == 0
-
-
-# Files that do not fit
-
-
-def llm(path: Path | str | None, **fields: Any) -> LLM:
-    config = {"method": "corpus_ngram"} | ({} if path is None else {"corpus": path})
-    return LLM(tiny_model(vocab_size=V, **fields), speculative_config=config)
-
-
-def test_a_corpus_as_path_or_text(tmp_path: Path) -> None:
-    count_ngrams(TEXTS, V).save(tmp_path / "a.ngrams")
-    for path in (tmp_path / "a.ngrams", str(tmp_path / "a.ngrams")):
-        loaded = llm(path)
-        assert loaded.speculative_config.as_dict()["corpus"] == str(path)
-        loaded.generate([[1, 2]], SamplingParams(max_tokens=3))
-
-
-def test_no_corpus() -> None:
-    with pytest.raises(ConfigError, match="'corpus_ngram' needs 'corpus': a file made by"):
-        llm(None)
-
-
-def test_no_such_file(tmp_path: Path) -> None:
-    with pytest.raises(ForetokenError, match=r"cannot read .*none: No such file"):
-        llm(tmp_path / "none")
-
-
-def test_tokens_outside_the_targets_vocabulary(tmp_path: Path) -> None:
-    count_ngrams([[1, V, 2]], V + 1).save(tmp_path / "a.ngrams")
-    with pytest.raises(CompatibilityError, match="has token 7 and the target a vocabulary of 7"):
-        llm(tmp_path / "a.ngrams")
-
-
-def test_another_vocabulary_of_the_same_size(tmp_path: Path) -> None:
-    tokenizer, other = ascii_tokenizer(), ascii_tokenizer()
-    tokenizer.add_tokens(["one"])
-    other.add_tokens(["two"])
-    model = tiny_model(vocab_size=len(tokenizer))
-    (tmp_path / "text").write_text("some text")
-    build_ngrams([tmp_path / "text"], tokenizer).save(tmp_path / "a.ngrams")
-    config = {"method": "corpus_ngram", "corpus": tmp_path / "a.ngrams"}
-    LLM(model, tokenizer=tokenizer, speculative_config=config)
-    LLM(model, speculative_config=config)  # no tokenizer to compare with
-    with pytest.raises(CompatibilityError, match="with the vocabulary of another model"):
-        LLM(model, tokenizer=other, speculative_config=config)

@@ -205,7 +205,7 @@ def test_each_request_asks_its_own_controller() -> None:
     assert [budget.chain for budget in router.budgets(requests)] == [2] * 4
 
 
-def test_seconds_are_shared_out_by_positions() -> None:
+def test_seconds_of_drafting_are_shared_out_and_the_pass_is_told_whole() -> None:
     class Watching(Fixed):
         seen: StepTimes | None = None
 
@@ -222,5 +222,9 @@ def test_seconds_are_shared_out_by_positions() -> None:
     first, second = (controller.seen for controller in controllers)
     assert first is not None
     assert second is not None
-    assert second.verify == pytest.approx(first.verify * 3 / 2)  # 3 positions and 2
+    assert second.draft == pytest.approx(first.draft * 3 / 2)  # 3 positions and 2
+    assert second.verify == first.verify > 0
+    assert (first.rows, first.positions) == (second.rows, second.positions) == (2, 5)
+    assert [controller.others for controller in controllers] == [1, 1]
     engine.abort(requests)
+    assert controllers[0].others == 0

@@ -1,4 +1,4 @@
-"""`rest`: the trie of what followed, its chains and trees, and files that do not fit."""
+"""`rest`: the trie of what followed, its chains and trees; files: `test_text_files.py`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken import LLM, CompatibilityError, ConfigError, ForetokenError, SamplingParams
+from foretoken import CompatibilityError, ConfigError, SamplingParams
 from foretoken.control import Budget
-from foretoken.datastore import build_datastore, index_texts
+from foretoken.datastore import index_texts
 from foretoken.drafters.rest import RestDrafter, RestOptions, spread
 from foretoken.request import Request
 from foretoken.tree import Draft, TokenTree
-from tests.cli.conftest import ascii_tokenizer
 from tests.matrix import LOSSLESS, PROMPTS, takes_any_tree, tiny_llm
 from tests.tiny import reference_greedy, tiny_model
 
@@ -159,19 +158,6 @@ def test_trees_need_a_rule_that_takes_them() -> None:
 # Bad input
 
 
-def llm(path: Path | str | None, **fields: Any) -> LLM:
-    config = {"method": "rest"} | ({} if path is None else {"datastore": path})
-    return LLM(tiny_model(vocab_size=V, **fields), speculative_config=config)
-
-
-def test_a_datastore_as_path_or_text(tmp_path: Path) -> None:
-    index_texts(TEXTS, V).save(tmp_path / "a")
-    for path in (tmp_path / "a", str(tmp_path / "a")):
-        loaded = llm(path)
-        assert loaded.speculative_config.as_dict()["datastore"] == str(path)
-        loaded.generate([[1, 2]], SamplingParams(max_tokens=3))
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -186,30 +172,3 @@ def test_a_datastore_as_path_or_text(tmp_path: Path) -> None:
 def test_wrong_options(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         RestOptions(**{"datastore": "a", **fields})
-
-
-def test_no_such_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'rest' needs 'datastore'"):
-        llm(None)
-    with pytest.raises(ForetokenError, match=r"cannot read .*none: No such file"):
-        llm(tmp_path / "none")
-
-
-def test_tokens_outside_the_targets_vocabulary(tmp_path: Path) -> None:
-    index_texts([[1, 2], [V, 1]], V + 1).save(tmp_path / "a")
-    with pytest.raises(CompatibilityError, match="has token 40 and the target a vocabulary of 40"):
-        llm(tmp_path / "a")
-
-
-def test_another_vocabulary_of_the_same_size(tmp_path: Path) -> None:
-    tokenizer, other = ascii_tokenizer(), ascii_tokenizer()
-    tokenizer.add_tokens(["one"])
-    other.add_tokens(["two"])
-    model = tiny_model(vocab_size=len(tokenizer))
-    (tmp_path / "text").write_text("some text")
-    build_datastore([tmp_path / "text"], tokenizer).save(tmp_path / "a")
-    config = {"method": "rest", "datastore": tmp_path / "a"}
-    LLM(model, tokenizer=tokenizer, speculative_config=config)
-    LLM(model, speculative_config=config)  # no tokenizer to compare with
-    with pytest.raises(CompatibilityError, match="with the vocabulary of another model"):
-        LLM(model, tokenizer=other, speculative_config=config)

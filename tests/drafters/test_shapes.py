@@ -53,11 +53,12 @@ def test_greedy_output_is_transformers(rule: str, shape: str) -> None:
         assert output.metrics.mean_acceptance_length > 2  # the draft model is the target
 
 
+@pytest.mark.parametrize("controller", ["fixed", "cost_model"])
 @pytest.mark.parametrize("shape", list(TREES))
-def test_seeded_output_is_plain_decodings(shape: str) -> None:
+def test_seeded_output_is_plain_decodings(shape: str, controller: str) -> None:
     params = SamplingParams(temperature=0.9, seed=3, max_tokens=30, frequency_penalty=0.4)
     plain = tiny_llm(tiny_model()).generate(PROMPTS, params)
-    drafted = tree_llm("coupled", shape).generate(PROMPTS, params)
+    drafted = tree_llm("coupled", shape, controller=controller).generate(PROMPTS, params)
     assert [o.token_ids for o in drafted] == [o.token_ids for o in plain]
 
 
@@ -266,6 +267,27 @@ def test_a_row_that_is_done_keeps_its_cache_while_others_go_on() -> None:
         fresh.add(0)
         fresh.prefill(0, request.token_ids)
         assert torch.equal(held[0], fresh.verify([0], [chain([5])])[0][0])
+
+
+def test_controllers_are_told_how_large_levels_are() -> None:
+    """Of a tree without limits, and of one that is cut; None is a chain."""
+    for fields in (TREES["widths"], TREES["paths"], {"tree": [3, 4], "gamma": 9}, {"gamma": 4}):
+        llm = tiny_llm(tiny_model(), "draft_model", **{"gamma": None, **fields})
+        (output,) = llm.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=9))
+        parents = output.trace.steps[0].parents
+        depths: list[int] = []
+        for parent in parents:
+            depths.append(1 + (depths[parent] if parent >= 0 else 0))
+        sizes = [depths.count(level) for level in range(1, 1 + max(depths))]
+        drafter, gamma = llm._engine._drafter, llm.speculative_config.gamma
+        assert drafter.level_sizes(gamma) == (sizes if drafter.makes_branches else None)
+        assert sum(sizes) == gamma
+
+
+def test_the_size_of_a_dynamic_tree_is_bounded_by_its_limit() -> None:
+    assert Dynamic(top_k=4, depth=3).level_sizes(99) == [4, 16, 16]
+    assert Dynamic(top_k=4, depth=3).level_sizes(10) == [4, 6]
+    assert Dynamic(top_k=4, depth=3).level_sizes(0) == []
 
 
 def test_chains_are_as_long_as_the_budget() -> None:

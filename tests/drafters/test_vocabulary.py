@@ -66,6 +66,7 @@ def llm_for(
         "model": model_for(draft, seed=1),
         "draft_tokenizer": draft,
         "acceptance": rule,
+        "controller": "fixed",
         "num_speculative_tokens": 4,
         **fields,
     }
@@ -196,6 +197,7 @@ def test_inside_an_ensemble(way: str) -> None:
     model = {"model": model_for(DRAFT, seed=1), "draft_tokenizer": DRAFT, "vocabulary": way}
     config = {
         "method": "ensemble",
+        "controller": "fixed",
         "drafters": [{"method": "draft_model", **model}, {"method": "ngram_table"}],
     }
     llm = LLM(model_for(TARGET), tokenizer=TARGET, speculative_config=config)
@@ -227,6 +229,7 @@ def test_the_same_tokens_in_another_order(rule: str) -> None:
             "draft_tokenizer": draft,
             "vocabulary": way,
             "acceptance": rule,
+            "controller": "fixed",
             "num_speculative_tokens": 4,
         }
         llm = LLM(model, tokenizer=target, speculative_config=config)
@@ -469,6 +472,7 @@ def test_the_context_of_the_draft_model_is_counted_in_its_tokens() -> None:
             "model": model_for(draft, max_position_embeddings=40),
             "draft_tokenizer": draft,
             "vocabulary": way,
+            "controller": "fixed",
             "num_speculative_tokens": 4,
         }
         llm = LLM(model_for(target), tokenizer=target, speculative_config=config)
@@ -560,7 +564,7 @@ def test_vocabularies_that_differ_by_padding(tmp_path: Path, method: str, size: 
     permuted(model, [i % 112 for i in range(size)]).save_pretrained(tmp_path)
     TARGET.save_pretrained(tmp_path)
     inner = {"drafter": {"method": "ngram"}} if method == "cascade" else {}
-    config = {"method": method, "model": tmp_path, "num_speculative_tokens": 4, **inner}
+    config = {"method": method, "model": tmp_path, "controller": "fixed", **inner}
     llm = LLM(model, tokenizer=TARGET, speculative_config=config)
     for params in (GREEDY, SAMPLED):
         prompts: list[Prompt] = [PROMPT, [111, 3, 105]]

@@ -68,21 +68,23 @@ def test_any_drafter_any_draft_length(
         assert bits(llm, PARAMS[name], PROMPTS[:3]) == plain[name][:3]
 
 
+@pytest.mark.parametrize("controller", ["fixed", "cost_model"])
 @pytest.mark.parametrize("method", ["none", *ON_CHAINS])
 @pytest.mark.parametrize("name", list(PARAMS))
 def test_batch_equals_single(
-    model: PreTrainedModel, plain: dict[str, list[Any]], method: str, name: str
+    model: PreTrainedModel, plain: dict[str, list[Any]], method: str, name: str, controller: str
 ) -> None:
-    llm = tiny_llm(model, method)
+    llm = tiny_llm(model, method, controller=controller)
     alone = [bits(llm, PARAMS[name], [prompt])[0] for prompt in PROMPTS]
     assert alone == plain[name]
 
 
+@pytest.mark.parametrize("controller", ["fixed", None])
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 16])
 def test_any_batch_size(
-    model: PreTrainedModel, plain: dict[str, list[Any]], max_num_seqs: int
+    model: PreTrainedModel, plain: dict[str, list[Any]], max_num_seqs: int, controller: str | None
 ) -> None:
-    config = {"method": "ngram", "prompt_lookup_min": 1}
+    config = {"method": "ngram", "prompt_lookup_min": 1, "controller": controller}
     llm = LLM(model, speculative_config=config, max_num_seqs=max_num_seqs)
     for name, params in PARAMS.items():
         assert bits(llm, params) == plain[name]

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from foretoken import SamplingParams
-from foretoken.acceptance import Accepted
-from foretoken.analysis import expected_tokens
 from foretoken.control import CONTROLLERS, Budget, Controller, CostCurve
 from foretoken.control.batch import BatchTable
 from foretoken.control.confidence import Confidence
-from foretoken.control.cost_model import CostModel
 from foretoken.control.heuristic import Heuristic
 from foretoken.decode import Outcome, StepTimes
 from foretoken.request import Request
-from foretoken.sampling import Laws
-from foretoken.tree import Draft, chain
-from tests.matrix import ON_CHAINS, PROMPTS, tiny_llm
+from tests.control.worlds import outcome as outcome_of_tree
+from tests.control.worlds import request_of
+from tests.matrix import ON_CHAINS, PROMPTS, SPECULATIVE, tiny_llm
 from tests.tiny import tiny_model
 
 TIMES = StepTimes(draft=0.001, verify=0.010, accept=0.0)
@@ -40,6 +38,58 @@ def test_the_output_is_the_same_under_all(controller: str, method: str, dtype: t
         assert [(o.token_ids, o.logprobs) for o in steered.generate(PROMPTS, params)] == expected
 
 
+class WildCosts(CostCurve):
+    """Every look at them shows others, up to a thousand times as high."""
+
+    def __init__(self) -> None:
+        super().__init__({1: 1.0})
+        self._dice = np.random.default_rng(1)
+
+    def of_one_row(self, positions: float) -> float:
+        return float(10 ** self._dice.uniform(-1, 2))
+
+    def drafting(self, positions: NDArray[np.float64], rows: int) -> NDArray[np.float64]:
+        costs: NDArray[np.float64] = 10 ** self._dice.uniform(-1, 2, len(positions))
+        return costs
+
+
+class Depths:
+    """Watches which depths a controller allows."""
+
+    def __init__(self, controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: set[int] = set()
+        budgets = controller.budgets
+
+        def watched(batch: Sequence[Request]) -> list[Budget]:
+            found = budgets(batch)
+            self.seen.update(budget.depth for budget in found)
+            return found
+
+        monkeypatch.setattr(controller, "budgets", watched)
+
+
+@pytest.mark.parametrize("method", SPECULATIVE)
+def test_whatever_is_timed_the_bits_are_the_same(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`cost_model` chooses by time: a mad clock makes it jump between depths, and nothing else."""
+    model = tiny_model()
+    greedy = SamplingParams(temperature=0, max_tokens=30, logprobs=1)
+    seeded = SamplingParams(temperature=1.2, seed=2, max_tokens=30, logprobs=1)
+    llms = tiny_llm(model), tiny_llm(model, method, gamma=6, controller="cost_model")
+    controller = llms[1]._engine._controller
+    controller.costs = WildCosts()
+    depths = Depths(controller, monkeypatch)
+    expected, found = (
+        [output for params in (greedy, seeded) for output in llm.generate(PROMPTS, params)]
+        for llm in llms
+    )
+    assert [o.token_ids for o in found] == [o.token_ids for o in expected]
+    if method in ON_CHAINS:
+        assert [o.logprobs for o in found] == [o.logprobs for o in expected]
+    assert len(depths.seen) >= 5
+
+
 @pytest.mark.parametrize("controller", list(CONTROLLERS))
 def test_state_is_released(controller: str) -> None:
     llm = tiny_llm(tiny_model(), "ngram", controller=controller)
@@ -49,18 +99,9 @@ def test_state_is_released(controller: str) -> None:
             assert not value, name
 
 
-def request_of(max_tokens: int = 1000) -> Request:
-    return Request([1, 2], SamplingParams(max_tokens=max_tokens), vocab_size=9, max_model_len=10**6)
-
-
 def outcome(request: Request, drafted: int, accepted: int) -> Outcome:
     """A chain of which the first tokens were kept."""
-    draft = Draft.deterministic(chain([0] * (drafted + 1)))
-    logits = torch.zeros(drafted + 1, 9)
-    laws = Laws(logits, draft.tree, request.sampler, request.output_ids)
-    rejected = (accepted + 1,) if accepted < drafted else ()
-    decision = Accepted(tuple(range(1, accepted + 1)), 0, rejected, "rejected" if rejected else "")
-    return Outcome(request, draft, decision, (), logits, laws)
+    return outcome_of_tree(request, [1] * drafted, accepted)
 
 
 def length(controller: Controller, batch: Sequence[Request]) -> int:
@@ -127,155 +168,3 @@ def test_batch_table() -> None:
     sizes = {1: 5, 2: 5, 3: 2, 7: 2, 8: 0, 30: 0}
     for size, expected in sizes.items():
         assert length(controller, [request_of() for _ in range(size)]) == expected
-
-
-# Cost model
-
-
-def steered(costs: dict[int, float], accepted: int, drafted: int = 4) -> int:
-    """The length chosen after many drafts with this outcome."""
-    controller = CostModel(8, costs=CostCurve(costs))
-    request = request_of()
-    for _ in range(40):
-        seconds = controller.costs(drafted + 1)
-        times = StepTimes(draft=0.0005 * drafted, verify=seconds, accept=0)
-        controller.observe([outcome(request, drafted, accepted)], times)
-    return length(controller, [request])
-
-
-def test_cost_model_drafts_all_it_may_when_guesses_are_free_and_right() -> None:
-    assert steered({1: 0.01, 16: 0.01}, accepted=4) == 8
-
-
-def test_cost_model_drafts_nothing_when_guesses_are_wrong() -> None:
-    assert steered({1: 0.01, 16: 0.02}, accepted=0) == 0
-
-
-def test_cost_model_drafts_nothing_when_verifying_costs_as_much_as_decoding() -> None:
-    assert steered({1: 0.01, 16: 0.16}, accepted=2) == 0
-
-
-def test_cost_model_finds_the_best_length() -> None:
-    """By trying them all with the estimate it has."""
-    controller = CostModel(8, costs=CostCurve({1: 0.010, 4: 0.011, 9: 0.020}))
-    request = request_of()
-    for _ in range(60):
-        controller.observe([outcome(request, 4, 3)], StepTimes(0.004, controller.costs(5), 0))
-    alpha = controller.alpha(request)
-    assert alpha == pytest.approx(0.75, abs=0.05)
-    rates = [expected_tokens(alpha, n) / (0.001 * n + controller.costs(n + 1)) for n in range(9)]
-    assert length(controller, [request]) == rates.index(max(rates))
-
-
-def test_cost_model_probes_now_and_then() -> None:
-    controller = CostModel(8, CostModel.Options(probe_every=10), CostCurve({1: 0.01, 9: 0.09}))
-    request = request_of()
-    for _ in range(30):
-        controller.observe([outcome(request, 4, 0)], TIMES)
-    lengths = [length(controller, [request]) for _ in range(100)]
-    assert lengths.count(0) == 90
-    assert lengths.count(1) == 10
-
-
-def test_cost_model_gives_the_nodes_to_those_who_use_them() -> None:
-    """Verifying is dear: only what is nearly sure pays, and only one of the two is."""
-    controller = CostModel(4, costs=CostCurve({1: 0.01, 2: 0.011, 12: 0.031}))
-    good, bad = request_of(), request_of()
-    for _ in range(60):
-        outcomes = [outcome(good, 4, 4), outcome(bad, 4, 0)]
-        controller.observe(outcomes, StepTimes(0.0, controller.costs(10, 2), 0))
-    assert controller.alpha(good) > 0.9
-    assert controller.alpha(bad) < 0.2
-    lengths = [budget.chain for budget in controller.budgets([good, bad])]
-    assert lengths == [4, 0]
-
-
-def test_cost_model_is_near_the_best_rate_of_all_lengths_of_two_requests() -> None:
-    """By trying them all: tokens per second as the module's docstring has it.
-
-    Near, because the order of worth does not know that a second row of the same depth is drafted
-    for nothing.
-    """
-    controller = CostModel(5, costs=CostCurve({1: 0.010, 4: 0.012, 8: 0.017, 12: 0.024}))
-    batch = [request_of(), request_of()]
-    for accepted in (4, 3, 4, 4, 2) * 8:
-        controller.observe([outcome(batch[0], 4, accepted)], TIMES)
-        controller.observe([outcome(batch[1], 4, accepted // 2)], TIMES)
-    controller._draft_cost = 0.0005
-    alphas = [controller.alpha(request) for request in batch]
-    drafts = [controller.drafts(request) for request in batch]
-
-    def rate(lengths: tuple[int, ...]) -> float:
-        parts = list(zip(alphas, drafts, lengths, strict=True))
-        tokens = sum(1 + d * (expected_tokens(alpha, n) - 1) for alpha, d, n in parts)
-        expected = sum(d * n for _, d, n in parts)
-        low = int(expected)
-        below, above = controller.costs(2 + low, 2), controller.costs(3 + low, 2)
-        seconds = below + (expected - low) * (above - below)
-        return tokens / (max(lengths) * 0.0005 + seconds)
-
-    chosen = tuple(budget.chain for budget in controller.budgets(batch))
-    best = max(rate(lengths) for lengths in product(range(6), repeat=2))
-    assert rate(chosen) == pytest.approx(best, rel=0.05)
-
-
-def test_cost_model_probes_each_request_by_itself() -> None:
-    """Others that draft do not keep a request from being tried again."""
-    controller = CostModel(
-        4, CostModel.Options(probe_every=10), CostCurve({1: 0.01, 2: 0.011, 12: 0.031})
-    )
-    good, bad = request_of(), request_of()
-    for _ in range(60):
-        outcomes = [outcome(good, 4, 4), outcome(bad, 4, 0)]
-        controller.observe(outcomes, StepTimes(0.0, controller.costs(10, 2), 0))
-    lengths = [controller.budgets([good, bad])[1].chain for _ in range(50)]
-    assert lengths.count(1) == 5
-    assert lengths.count(0) == 45
-
-
-def test_cost_model_knows_that_a_drafter_often_has_no_guess() -> None:
-    controller = CostModel(4, costs=CostCurve({1: 0.01, 9: 0.01}))
-    request = request_of()
-    for step in range(100):
-        controller.budgets([request])
-        controller.observe([outcome(request, 0 if step % 4 else 4, 0 if step % 4 else 4)], TIMES)
-    assert controller.drafts(request) == pytest.approx(0.25, abs=0.1)
-    assert controller.alpha(request) > 0.8
-
-
-def test_cost_curve() -> None:
-    curve = CostCurve({1: 1.0, 4: 1.0, 8: 2.0})
-    assert [curve(n) for n in (1, 2, 4, 6, 8, 16)] == [1, 1, 1, 1.5, 2, 4]
-    curve.observe(8, 3.0)
-    assert curve(8) == pytest.approx(2.1)
-    assert CostCurve()(5) == 1.0
-    assert len(curve) == 3
-
-
-def test_a_new_point_of_the_curve_begins_with_what_the_curve_said() -> None:
-    curve = CostCurve({1: 1.0, 8: 2.0})
-    curve.observe(8 * 2, 40.0)
-    assert curve(16) == pytest.approx(4.0 + 0.1 * 36.0)
-    empty = CostCurve()
-    empty.observe(3, 0.5)
-    assert empty(3) == 0.5
-
-
-def test_rows_cost_more_than_nodes_of_one_row() -> None:
-    curve = CostCurve({1: 1.0, 16: 2.0})
-    assert curve(16, rows=16) == 2.0  # nothing known yet
-    for _ in range(60):
-        curve.observe(16, 5.0, rows=16)
-    assert curve(16, rows=16) == pytest.approx(5.0, rel=0.01)
-    assert curve(16) == 2.0
-    assert curve(16, rows=12) == pytest.approx(5.0, rel=0.01)  # the nearest that is known
-    assert curve(16, rows=3) == 2.0
-
-
-def test_costs_are_measured_on_the_target() -> None:
-    llm = tiny_llm(tiny_model(), "ngram", controller="cost_model")
-    controller = llm._engine._controller
-    assert isinstance(controller, CostModel)
-    assert len(controller.costs) > 3
-    assert all(controller.costs(n) > 0 for n in (1, 3, 9, 40))
-    assert not llm._target._keys

@@ -140,7 +140,7 @@ def test_a_draft_model_with_a_shorter_context() -> None:
     """It stops drafting where its own context ends; the target goes on."""
     model = tiny_model()
     draft = tiny_model(seed=1, max_position_embeddings=32)
-    config = {"method": "draft_model", "model": draft, "num_speculative_tokens": 4}
+    config = {"method": "draft_model", "model": draft, "controller": "fixed"}
     params = SamplingParams(temperature=0, max_tokens=60)
     (output,) = LLM(model, speculative_config=config).generate([PROMPTS[0]], params)
     (plain,) = LLM(model).generate([PROMPTS[0]], params)

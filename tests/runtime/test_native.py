@@ -238,7 +238,7 @@ def test_who_runs_natively() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"runtime": "natve"}, "runtime: must be one of auto, native, torch, got 'natve'"),
+        ({"runtime": "natve"}, "runtime: must be one of auto, native, torch, cuda, compiled"),
         ({"runtime": "native"}, "cannot be had for this model here: heads are to be 32, 64"),
         ({"quantization": "int4"}, "int4 needs the native runtime, and heads are to be"),
         ({"quantization": "int4", "runtime": "torch"}, "and torch was asked for"),

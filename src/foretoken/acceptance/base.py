@@ -93,6 +93,8 @@ class AcceptanceRule(ABC):
     """Whether several children of a node have to be independent draws from one law."""
     couples_draft: ClassVar[bool] = False
     """Whether a sampling drafter should draw with the target's own noise."""
+    ignores_draft_lengths: ClassVar[bool] = False
+    """Whether the very tokens are the same however drafts are cut, not only their law."""
 
     def __init__(self, options: Config | None = None) -> None:
         self.options = self.Options() if options is None else options

@@ -27,6 +27,7 @@ class Coupled(AcceptanceRule):
     lossless: ClassVar[bool] = True
     takes_branches: ClassVar[bool] = True
     couples_draft: ClassVar[bool] = True
+    ignores_draft_lengths: ClassVar[bool] = True
 
     def accept(self, draft: Draft, p: TargetLaws, noise: StepNoise) -> Accepted:
         """See `AcceptanceRule.accept`."""

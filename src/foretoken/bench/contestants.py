@@ -55,23 +55,29 @@ class Setting:
     Args:
         model: folder, GGUF file or alias.
         dtype, device: of this library's and Transformers' contestants.
+        runtime: of this library's contestants.
         draft_model: for methods that take one, and for the assistant of Transformers.
         gguf: the model for peers that read nothing else.
         threads: for every contestant.
         max_tokens: generated per request.
         max_prompt_tokens: the middle of longer prompts is cut out.
-        max_batch: most requests at once.
+        max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory: of this library's
+            contestants, as `LLM` takes them.
     """
 
     model: str
     dtype: str = "auto"
     device: str = "auto"
+    runtime: str = "auto"
     draft_model: str | None = None
     gguf: str | None = None
     threads: int = 1
     max_tokens: int = 128
     max_prompt_tokens: int = 2048
-    max_batch: int = 1
+    max_model_len: int | None = None
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 512
+    kv_cache_memory: str | None = None
 
     @property
     def longest(self) -> int:
@@ -131,7 +137,7 @@ def _method(text: str, draft_model: str | None, quantization: str | None) -> Con
     if text.lstrip().startswith("{"):
         try:
             fields = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"--method {text}: not JSON ({error}).") from None
     if not isinstance(fields.get("method"), str):
         raise ConfigError(f'--method {text}: give "method", the name of one.')

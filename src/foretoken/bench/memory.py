@@ -10,7 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["kv_bytes", "peak_bytes", "weight_bytes"]
+__all__ = ["BYTES", "kv_bytes", "peak_bytes", "weight_bytes"]
+
+
+BYTES = {"int8": 34 / 32, "int4": 20 / 32}
+"""Of a quantised weight: groups of 32 have a scale in 16 bits, and with 4 bits an offset."""
 
 
 def peak_bytes(device: str) -> int:
@@ -29,7 +33,7 @@ def weight_bytes(folder: Path, itemsize: int, quantization: str | None = None) -
     """Bytes of the weights that one forward pass reads.
 
     An input embedding that is not tied to the output layer does not count: a pass looks up single
-    rows of it. With "int8" matrices have a byte a weight.
+    rows of it. Quantised matrices count with the scales of their groups.
 
     Args:
         folder: a Hugging Face folder with safetensors.
@@ -43,13 +47,16 @@ def weight_bytes(folder: Path, itemsize: int, quantization: str | None = None) -
         with safe_open(file, "np") as tensors:
             shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
     untied = any(name.endswith("lm_head.weight") for name in shapes)
-    total = 0
+    total = 0.0
     for name, shape in shapes.items():
         if untied and name.endswith(("embed_tokens.weight", "wte.weight", "embed_in.weight")):
             continue
-        matrix = len(shape) > 1
-        total += _product(shape) * (1 if matrix and quantization == "int8" else itemsize)
-    return total
+        quantised = len(shape) > 1 and quantization is not None
+        # The head stays in int8, and so does the embedding that it is tied to.
+        is_head = name.endswith(("lm_head.weight", "embed_tokens.weight"))
+        form = "int8" if is_head else str(quantization)
+        total += _product(shape) * (BYTES[form] if quantised else itemsize)
+    return int(total)
 
 
 def _product(shape: list[int]) -> int:

@@ -39,7 +39,11 @@ class OwnRunner:
             dtype=setting.dtype,
             device=setting.device,
             quantization=contestant.quantization,
-            max_num_seqs=setting.max_batch,
+            runtime=setting.runtime,
+            max_model_len=setting.max_model_len,
+            max_num_seqs=setting.max_num_seqs,
+            max_num_batched_tokens=setting.max_num_batched_tokens,
+            kv_cache_memory=setting.kv_cache_memory,
             enable_prefix_caching=False,  # the rounds repeat every prompt
         )
 
@@ -57,6 +61,7 @@ class OwnRunner:
         return {
             "batches": True,
             "dtype": str(llm.dtype).removeprefix("torch."),
+            "runtime": llm.runtime,
             "max_model_len": llm.max_model_len,
             "lossless": rule_class(llm.speculative_config.rule_name).lossless,
             "weight_bytes": weight_bytes(llm.model_path, itemsize, quantization),

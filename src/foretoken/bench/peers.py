@@ -74,7 +74,7 @@ class TransformersRunner:
             draft_bytes = weight_bytes(draft, dtype.itemsize)
         self._facts = {
             "version": package_version("transformers"),
-            "batches": mode == "plain",  # assisted generation takes one prompt
+            **_batches(None if mode == "plain" else "its assisted generation takes one prompt"),
             "dtype": str(dtype).removeprefix("torch."),
             "weight_bytes": weight_bytes(folder, dtype.itemsize),
             "kv_bytes": kv_bytes(folder, dtype.itemsize),
@@ -145,7 +145,7 @@ class LlamaCppRunner:
         """Version, and bytes of the file."""
         return {
             "version": package_version("llama-cpp-python"),
-            "batches": False,
+            **_batches("llama-cpp-python generates for one prompt at a time"),
             "dtype": "as in the GGUF file",
             "weight_bytes": self._size,
         }
@@ -193,7 +193,7 @@ class OpenVinoRunner:
         """Version, and bytes of the file."""
         return {
             "version": package_version("openvino-genai"),
-            "batches": False,
+            **_batches("its pipeline is given one prompt's tokens at a time here"),
             "dtype": "as in the GGUF file",
             "weight_bytes": self._size,
         }
@@ -213,6 +213,11 @@ class OpenVinoRunner:
         result = self._pipeline.generate(inputs, config)
         first = result.perf_metrics.get_ttft().mean / 1000  # it gives milliseconds
         return [_timed(list(result.tokens[0]), first)]
+
+
+def _batches(why_not: str | None) -> dict[str, Any]:
+    """Whether several prompts at once are measured."""
+    return {"batches": why_not is None, "no_batches": why_not}
 
 
 def _timed(tokens: list[int], first: float) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def markdown(results: Results, settings: Mapping[str, Any]) -> str:
 
 def facts_line(settings: Mapping[str, Any]) -> str:
     """What the figures depend on."""
-    hidden = ("contestants", "max_batch", "batch_sizes", "max_prompt_tokens")
+    hidden = ("contestants", "max_num_seqs", "batch_sizes", "max_prompt_tokens")
     shown = {name: value for name, value in settings.items() if name not in hidden}
     return ", ".join(f"{name} {value}" for name, value in shown.items() if value is not None)
 
@@ -81,6 +81,7 @@ def notes(results: Results) -> list[str]:
         f"{label}: its drafter was given up: {why}"
         for label, why in results.drafter_failures().items()
     ]
+    found += _who_is_measured_in_batches(results)
     overall = [row for row in results.rows if row.kind == ALL]
     found += [
         f"{row.label}: outputs must be those of {BASELINE.label}, and differ on {row.differing} "
@@ -96,6 +97,20 @@ def notes(results: Results) -> list[str]:
         if row.learning
     ]
     return found
+
+
+def _who_is_measured_in_batches(results: Results) -> list[str]:
+    if not results.batches():
+        return []
+    measured = [label for label, facts in results.facts.items() if facts["batches"]]
+    return [
+        f"Several prompts at once are measured of {', '.join(measured)}.",
+        *(
+            f"{label}: measured with one prompt only: {facts['no_batches']}."
+            for label, facts in results.facts.items()
+            if not facts["batches"]
+        ),
+    ]
 
 
 def _cells(row: Row) -> list[str]:

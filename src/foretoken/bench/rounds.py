@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 __all__ = ["order"]
 
+Method = TypeVar("Method")
 
-def order(methods: Sequence[str], index: int) -> list[str]:
+
+def order(methods: Sequence[Method], index: int) -> list[Method]:
     """The order of the methods in one round.
 
     Every second round runs backwards, and every second pair begins one method later, so that over

@@ -18,6 +18,12 @@ _FIELDS = (
         "device",
         "max_model_len",
         "quantization",
+        "runtime",
+        "kv_cache_memory",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "enable_prefix_caching",
+        "prefix_cache_memory",
     ),
 )
 

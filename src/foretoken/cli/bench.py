@@ -12,7 +12,8 @@ import typer
 
 from foretoken.cli.console import display, errors, plain
 from foretoken.cli.files import write_whole
-from foretoken.cli.options import DEFAULT_METHOD, DEFAULT_MODEL, flat, in_panel
+from foretoken.cli.flat import flat, in_panel
+from foretoken.cli.options import DEFAULT_METHOD, EngineOptions, MaxNumSeqs, ModelOptions
 from foretoken.cli.report import as_json
 from foretoken.cli.root import UsageError, examples
 from foretoken.cli.session import resolve
@@ -69,20 +70,19 @@ class Contenders:
 
 
 @dataclass(frozen=True)
-class Target:
-    """Which model, and how it runs."""
+class Target(ModelOptions):
+    """Which model, and how it runs; the baseline, too."""
 
-    model: Annotated[
-        str, in_panel("Model", "Folder, .gguf file or alias (`foretoken models`).", "--model", "-m")
-    ] = DEFAULT_MODEL
-    dtype: Annotated[str, in_panel("Model", "auto, float32, bfloat16 or float16 (GPU).")] = "auto"
-    device: Annotated[str, in_panel("Model", "auto, cpu, cuda, ...")] = "auto"
-    quantization: Annotated[
-        str | None, in_panel("Model", "int8 halves the weights (CPU), the baseline's too.")
-    ] = None
     threads: Annotated[
         int | None, in_panel("Model", "Of every contestant.", min=1, show_default="all cores")
     ] = None
+
+
+@dataclass(frozen=True)
+class BenchEngine(EngineOptions):
+    """Of this library's contestants. None keeps prefixes: the rounds repeat every prompt."""
+
+    max_num_seqs: MaxNumSeqs = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,12 @@ class Amount:
     ] = 2048
     batch_sizes: Annotated[
         str | None,
-        in_panel("Amount", "Also so many prompts at once.", metavar="N,N,...", show_default="1"),
+        in_panel(
+            "Amount",
+            "Also so many prompts at once, of all who can.",
+            metavar="N,N,...",
+            show_default="1",
+        ),
     ] = None
     seed: Annotated[int, in_panel("Amount", "Of the sample of prompts.", min=0)] = 0
 
@@ -134,6 +139,7 @@ def bench(
     ],
     contenders: Contenders,
     target: Target,
+    engine: BenchEngine,
     amount: Amount,
     output: Annotated[
         Path, in_panel("Output", "Folder for records, table and report.", metavar="DIR")
@@ -150,7 +156,7 @@ def bench(
     plain decoding (none) with bootstrap intervals. Exits with 1 if a
     lossless method's output is not that of plain decoding.
     """
-    plan = _plan(prompts, contenders, target, amount)
+    plan = _plan(prompts, contenders, target, engine, amount)
     journal = _journal(plan, output, resume=resume)
     from foretoken.bench.run import run
     from foretoken.bench.summary import Results
@@ -165,32 +171,43 @@ def bench(
         raise typer.Exit(1)
 
 
-def _plan(file: Path, contenders: Contenders, target: Target, amount: Amount) -> Plan:
+def _plan(
+    file: Path, contenders: Contenders, target: Target, engine: BenchEngine, amount: Amount
+) -> Plan:
     """Find every mistake that needs no model to be seen."""
     from foretoken.bench.contestants import Setting, methods, peers
     from foretoken.bench.run import Plan
 
     sample = amount.sample(file)
     sizes = amount.batches()
+    if engine.max_num_seqs is not None and not sizes:
+        raise UsageError("--max-num-seqs is for several prompts at once: add --batch-sizes")
     gguf = contenders.gguf
     if gguf is not None and not gguf.is_file():
         raise UsageError(f"--gguf: there is no file {gguf}")
     setting = Setting(
         model=target.model,
         dtype=target.dtype,
+        runtime=target.runtime,
         device=target.device,
         draft_model=contenders.draft_model,
         gguf=None if gguf is None else str(gguf.resolve()),
         threads=target.threads or _threads(),
         max_tokens=amount.max_tokens,
         max_prompt_tokens=amount.max_prompt_tokens,
-        max_batch=max((16, *sizes)),
+        max_model_len=target.max_model_len,
+        **{"max_num_seqs": max((16, *sizes)), **engine.arguments()},
     )
     own = methods(contenders.method or [DEFAULT_METHOD], setting.draft_model, target.quantization)
     others = peers(contenders.peers, setting)
     _refuse_unused(contenders, [one.kind for one in others], [dict(one.config) for one in own])
-    for name in filter(None, (setting.model, setting.draft_model)):
-        resolve(name)
+    folder = resolve(setting.model)
+    if gguf is not None:
+        from foretoken.bench.same_model import check_same_model
+
+        check_same_model(gguf, folder)
+    if setting.draft_model is not None:
+        resolve(setting.draft_model)
     return Plan((*own, *others), setting, sample, amount.rounds, sizes)
 
 

@@ -11,13 +11,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 from foretoken.cli.console import errors, plain, say, working
-from foretoken.cli.options import (
-    ModelOptions,
-    SamplingOptions,
-    SpeculationOptions,
-    flat,
-    in_panel,
-)
+from foretoken.cli.flat import flat, in_panel
+from foretoken.cli.options import CachingOptions, ModelOptions, SamplingOptions, SpeculationOptions
 from foretoken.cli.report import show_summary
 from foretoken.cli.root import UsageError, examples
 from foretoken.cli.session import open_llm
@@ -55,6 +50,7 @@ def chat(
     target: ModelOptions,
     speculation: SpeculationOptions,
     sampling: ChatSampling,
+    engine: CachingOptions,
     system: Annotated[
         str | None, in_panel("Options", "What the model is told first.", metavar="TEXT")
     ] = None,
@@ -68,7 +64,7 @@ def chat(
     """
     with working("Starting", quiet=quiet):
         config, params = speculation.config(), sampling.params()
-    llm = open_llm(target, config, quiet=quiet)
+    llm = open_llm(target, config, quiet=quiet, **engine.arguments())
     if llm.tokenizer is None or not llm.tokenizer.chat_template:
         raise UsageError(f"{target.model} has no chat template: use `foretoken generate --no-chat`")
     if errors().is_terminal and not quiet:

@@ -12,7 +12,8 @@ from rich.table import Table
 from foretoken.cli.console import display, plain, working
 from foretoken.cli.demo_prompts import PROMPTS, DemoPrompt
 from foretoken.cli.demo_runs import Comparison, Runs
-from foretoken.cli.options import ModelOptions, SpeculationOptions, flat
+from foretoken.cli.flat import flat
+from foretoken.cli.options import ModelOptions, SpeculationOptions
 from foretoken.cli.report import legend, summary
 from foretoken.cli.root import UsageError, examples
 from foretoken.cli.session import resolve, shaped
@@ -95,6 +96,7 @@ def _load(target: ModelOptions, config: SpeculativeConfig) -> tuple[LLM, LLM]:
             tokenizer=tokenizer,
             max_model_len=target.max_model_len,
             quantization=target.quantization,
+            runtime=target.runtime,
             enable_prefix_caching=False,
         )
         return open_with(), open_with(speculative_config=config)

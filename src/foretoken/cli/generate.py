@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,12 +12,13 @@ import typer
 
 from foretoken.cli.console import display, plain, working
 from foretoken.cli.files import check_writable, write_whole
+from foretoken.cli.flat import flat, in_panel
 from foretoken.cli.options import (
+    CachingOptions,
+    MaxNumSeqs,
     ModelOptions,
     SamplingOptions,
     SpeculationOptions,
-    flat,
-    in_panel,
 )
 from foretoken.cli.prompt import read_prompt
 from foretoken.cli.report import as_json, show_summary
@@ -41,6 +43,13 @@ EXAMPLES = examples(
 )
 
 
+@dataclass(frozen=True)
+class GenerateEngine(CachingOptions):
+    """Several answers are several sequences."""
+
+    max_num_seqs: MaxNumSeqs = None
+
+
 @flat
 def generate(
     prompt: Annotated[
@@ -62,6 +71,7 @@ def generate(
     target: ModelOptions,
     speculation: SpeculationOptions,
     sampling: SamplingOptions,
+    engine: GenerateEngine,
     n: Annotated[int, in_panel("Sampling", "Number of answers.", "--n")] = 1,
     logprobs: Annotated[
         int | None,
@@ -85,11 +95,13 @@ def generate(
     the text and nothing else.
     """
     _check(n, logprobs, json_output, trace)
+    if engine.max_num_seqs is not None and n == 1:
+        raise UsageError("--max-num-seqs is for several answers: add --n")
     text = read_prompt(prompt, file)
     with working("Starting", quiet=quiet):
         config = speculation.config()
         params = sampling.params(n=n, logprobs=logprobs)
-    llm = open_llm(target, config, quiet=quiet)
+    llm = open_llm(target, config, quiet=quiet, **engine.arguments())
     conversation = shaped(llm, text, chat)
     if json_output:
         with working("Generating", quiet=quiet):

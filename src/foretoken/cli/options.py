@@ -1,46 +1,34 @@
-"""Options that several commands share, as dataclasses that commands take as parameters.
-
-    @flat
-    def generate(prompt: ..., model: ModelOptions, sampling: SamplingOptions) -> None: ...
-
-Typer knows single parameters only; `flat` shows it the fields of the dataclasses in their place.
-"""
+"""Options that several commands share, as dataclasses that commands take as parameters (`flat`)."""
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from foretoken.cli.advice import flag
+from foretoken.cli.flat import in_panel
 from foretoken.cli.root import UsageError
+from foretoken.memory import num_bytes
 
 if TYPE_CHECKING:
     from foretoken.config import SamplingParams
     from foretoken.speculative import SpeculativeConfig
 
 __all__ = [
+    "CachingOptions",
+    "EngineOptions",
+    "MaxNumSeqs",
     "ModelOptions",
     "SamplingOptions",
     "SpeculationOptions",
-    "flat",
-    "in_panel",
-    "refuse_given",
 ]
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_METHOD = "ngram"
 """It needs no second model, and costs nothing where it has no guess."""
-
-
-def in_panel(panel: str, text: str, *names: str, **settings: Any) -> Any:
-    """A Typer option in a panel of the help page."""
-    return typer.Option(*names, help=text, rich_help_panel=panel, **settings)
 
 
 def _model(text: str, *names: str, **settings: Any) -> Any:
@@ -51,8 +39,41 @@ def _speculation(text: str, *names: str, **settings: Any) -> Any:
     return in_panel("Speculation", text, *names, **settings)
 
 
+def _engine(text: str, *names: str, **settings: Any) -> Any:
+    return in_panel("Engine", text, *names, **settings)
+
+
 def _sampling(text: str, *names: str, **settings: Any) -> Any:
     return in_panel("Sampling", text, *names, **settings)
+
+
+def _quantizations() -> list[str]:
+    from foretoken.runtime.choices import QUANTIZATIONS
+
+    return list(QUANTIZATIONS)
+
+
+def _known_quantization(name: str | None) -> str | None:
+    """Refuse others before a model is fetched for them."""
+    if name is not None and name not in (known := _quantizations()):
+        raise UsageError(f"--quantization: must be {' or '.join(known)}, got {name}")
+    return name
+
+
+def _known_runtime(name: str) -> str:
+    """Refuse others, likewise."""
+    from foretoken.runtime.choices import RUNTIMES
+
+    if name not in RUNTIMES:
+        raise UsageError(f"--runtime: must be one of {', '.join(RUNTIMES)}, got {name}")
+    return name
+
+
+def _amount(param: typer.CallbackParam, text: str | None) -> str | None:
+    """Refuse what is no amount of memory, likewise."""
+    if text is not None:
+        num_bytes(str(param.name), text)
+    return text
 
 
 @dataclass(frozen=True)
@@ -69,8 +90,71 @@ class ModelOptions:
         int | None, _model("Most tokens of prompt and output together.", show_default="the model's")
     ] = None
     quantization: Annotated[
-        str | None, _model("int8 halves the weights (CPU).", show_default="the weights as they are")
+        str | None,
+        _model(
+            "Smaller weights: int8 or int4 (CPU).",
+            show_default="the weights as they are",
+            callback=_known_quantization,
+            autocompletion=_quantizations,
+        ),
     ] = None
+    runtime: Annotated[
+        str,
+        _model("auto, native (C++ on a CPU), torch, cuda or compiled.", callback=_known_runtime),
+    ] = "auto"
+
+
+MaxNumSeqs = Annotated[int | None, _engine("Most sequences at once.", show_default="16")]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How memory and prompts are portioned: arguments of `LLM`."""
+
+    kv_cache_memory: Annotated[
+        str | None,
+        _engine(
+            "Most memory for KV, such as 512MiB.",
+            show_default="as needed",
+            metavar="AMOUNT",
+            callback=_amount,
+        ),
+    ] = None
+    max_num_batched_tokens: Annotated[
+        int | None, _engine("Prompt tokens computed between two steps.", show_default="512")
+    ] = None
+
+    def arguments(self) -> dict[str, Any]:
+        """What was given."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class CachingOptions(EngineOptions):
+    """The same, where prompts may begin alike."""
+
+    prefix_cache_memory: Annotated[
+        str | None,
+        _engine(
+            "Most memory for the KV of earlier prompts.",
+            show_default="256MiB",
+            metavar="AMOUNT",
+            callback=_amount,
+        ),
+    ] = None
+    no_enable_prefix_caching: Annotated[
+        bool, _engine("Keep no KV of earlier prompts.", "--no-enable-prefix-caching")
+    ] = False
+
+    def __post_init__(self) -> None:
+        """Refuse what would have no effect."""
+        if self.prefix_cache_memory is not None and self.no_enable_prefix_caching:
+            raise UsageError("--prefix-cache-memory: --no-enable-prefix-caching keeps nothing")
+
+    def arguments(self) -> dict[str, Any]:
+        """What was given, as `LLM` takes it."""
+        given = super().arguments()
+        return {"enable_prefix_caching": not given.pop("no_enable_prefix_caching"), **given}
 
 
 @dataclass(frozen=True)
@@ -91,7 +175,11 @@ class SpeculationOptions:
         str | None, _speculation("Acceptance rule.", show_default="coupled, lossless")
     ] = None
     controller: Annotated[
-        str | None, _speculation("How much to draft at each step.", show_default="fixed")
+        str | None,
+        _speculation(
+            "How much to draft at each step.",
+            show_default="cost_model; fixed where the rule is not coupled",
+        ),
     ] = None
     speculative_config: Annotated[
         str | None,
@@ -204,30 +292,6 @@ class SamplingOptions:
         return SamplingParams(**fields, **more)
 
 
-def flat(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with the fields of its dataclass parameters as parameters of its own."""
-    hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Callable[..., Any]] = {
-        name: kind for name, kind in hints.items() if isinstance(kind, type) and is_dataclass(kind)
-    }
-    parameters: list[inspect.Parameter] = []
-    for name, parameter in inspect.signature(command).parameters.items():
-        parameters += _fields(groups[name]) if name in groups else [parameter]
-
-    @wraps(command)
-    def run(**values: Any) -> None:
-        for name, kind in groups.items():
-            fields = [parameter.name for parameter in _fields(kind)]
-            values[name] = kind(**{field: values.pop(field) for field in fields})
-        command(**values)
-
-    only = inspect.Parameter.KEYWORD_ONLY
-    shown = [p.replace(kind=only, annotation=hints.get(p.name, p.annotation)) for p in parameters]
-    run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
-    return run
-
-
 def parse_object(flag_name: str, text: str | None) -> dict[str, Any]:
     """The JSON object a flag was given; empty for None.
 
@@ -243,29 +307,6 @@ def parse_object(flag_name: str, text: str | None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UsageError(f"{flag_name} must be a JSON object, such as {{...}}, got {text}")
     return value
-
-
-def refuse_given(reason: str, *options: Any) -> None:
-    """Refuse what would have no effect.
-
-    Args:
-        reason: why.
-        options: dataclasses of options, all of which should have their defaults.
-
-    Raises:
-        UsageError: one has not.
-    """
-    for group in options:
-        for item in fields(group):
-            if getattr(group, item.name) != item.default:
-                raise UsageError(f"{flag(item.name)}: {reason}")
-
-
-def _fields(kind: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The constructor's parameters, their annotations evaluated."""
-    hints = get_type_hints(kind, include_extras=True)
-    parameters = inspect.signature(kind).parameters.values()
-    return [parameter.replace(annotation=hints[parameter.name]) for parameter in parameters]
 
 
 def _parse_ids(flag_name: str, text: str) -> list[int]:

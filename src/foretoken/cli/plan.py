@@ -7,15 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from foretoken.cli.console import display, plain, working
-from foretoken.cli.options import (
-    ModelOptions,
-    SamplingOptions,
-    SpeculationOptions,
-    flat,
-    in_panel,
-    parse_object,
-    refuse_given,
-)
+from foretoken.cli.flat import flat, in_panel, refuse_given
+from foretoken.cli.options import ModelOptions, SamplingOptions, SpeculationOptions, parse_object
 from foretoken.cli.plan_report import show_plan, show_trials
 from foretoken.cli.plan_theory import Plan, planned
 from foretoken.cli.plan_trials import (

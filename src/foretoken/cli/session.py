@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from foretoken.cli.console import errors, plain, working
 from foretoken.cli.options import ModelOptions
@@ -21,15 +21,24 @@ AnyLLM = TypeVar("AnyLLM", bound="LLM")
 __all__ = ["open_as", "open_llm", "open_tokenizer", "resolve", "shaped"]
 
 
-def open_llm(options: ModelOptions, config: SpeculativeConfig, *, quiet: bool = False) -> LLM:
-    """Load the target, and the draft model if the configuration names one."""
+def open_llm(
+    options: ModelOptions, config: SpeculativeConfig, *, quiet: bool = False, **engine: Any
+) -> LLM:
+    """Load the target, and the draft model if the configuration names one.
+
+    Args:
+        options: the target.
+        config: how to guess.
+        quiet: show no progress.
+        engine: further arguments of `LLM`.
+    """
 
     def kind() -> type[LLM]:
         from foretoken.llm import LLM
 
         return LLM
 
-    return open_as(kind, options, config, quiet=quiet)
+    return open_as(kind, options, config, quiet=quiet, **engine)
 
 
 def open_as(
@@ -38,6 +47,7 @@ def open_as(
     config: SpeculativeConfig,
     *,
     quiet: bool,
+    **engine: Any,
 ) -> AnyLLM:
     """The same as a class of one's own, which `kind` imports while the progress line shows."""
     for name in (options.model, config.model):
@@ -51,6 +61,8 @@ def open_as(
             device=options.device,
             max_model_len=options.max_model_len,
             quantization=options.quantization,
+            runtime=options.runtime,
+            **engine,
         )
     overlap = llm.vocabulary_overlap
     if overlap is not None and overlap.way != "same" and not quiet:

@@ -11,15 +11,8 @@ import typer
 
 from foretoken.cli.console import display, plain, working
 from foretoken.cli.files import check_writable, write_whole
-from foretoken.cli.options import (
-    ModelOptions,
-    SamplingOptions,
-    SpeculationOptions,
-    flat,
-    in_panel,
-    parse_object,
-    refuse_given,
-)
+from foretoken.cli.flat import flat, in_panel, refuse_given
+from foretoken.cli.options import ModelOptions, SamplingOptions, SpeculationOptions, parse_object
 from foretoken.cli.plan_trials import read_texts
 from foretoken.cli.report import as_json
 from foretoken.cli.root import UsageError, examples

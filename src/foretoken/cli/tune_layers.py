@@ -13,7 +13,8 @@ import typer
 
 from foretoken.cli.console import display, errors, plain, say, working
 from foretoken.cli.files import check_writable, write_whole
-from foretoken.cli.options import ModelOptions, flat, in_panel
+from foretoken.cli.flat import flat, in_panel
+from foretoken.cli.options import ModelOptions
 from foretoken.cli.plan_trials import read_texts
 from foretoken.cli.report import as_json
 from foretoken.cli.root import examples

@@ -55,8 +55,10 @@ class Controller(ABC):
         num_speculative_tokens: the draft length the user asked for; what it means to a controller
             is its own business (a constant, a start, a limit).
         options: the controller's own options.
-        costs: what a pass costs by number of positions; measured for controllers that declare
-            `needs_costs`, empty for others.
+        costs: what a pass costs by number of positions; shared by the controllers of a target that
+            declare `needs_costs`, and measured for them when it is worth while.
+        levels: nodes at each level of a full draft, as far as they are known beforehand, of a
+            drafter that makes branches; None for chains.
     """
 
     class Options(Config):
@@ -65,17 +67,22 @@ class Controller(ABC):
     name: ClassVar[str]
     summary: ClassVar[str]
     needs_costs: ClassVar[bool] = False
-    """Whether the cost of target passes should be measured when the model is loaded."""
+    """Whether it chooses by the cost of target passes."""
+
+    others: int = 0
+    """Requests in the present step that other controllers decide about."""
 
     def __init__(
         self,
         num_speculative_tokens: int,
         options: Config | None = None,
         costs: CostCurve | None = None,
+        levels: Sequence[int] | None = None,
     ) -> None:
         self.num_speculative_tokens = num_speculative_tokens
         self.options = self.Options() if options is None else options
         self.costs = CostCurve() if costs is None else costs
+        self.levels = levels
         self.setup()
 
     def setup(self) -> None:  # noqa: B027

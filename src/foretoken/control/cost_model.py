@@ -1,27 +1,48 @@
-"""`cost_model`: draft where it buys most expected tokens per second, nothing included.
+"""`cost_model`: draft where it buys most expected tokens per second, nothing included; the default.
 
-Leviathan et al., theorem 3.8, with three refinements: the cost of a pass is a measured curve over
-its positions and not a constant, alpha is each request's own running estimate, and so is d, how
-often its drafter has a guess at all. A request that may draft l tokens yields
+Leviathan et al., theorem 3.8, with refinements: the cost of a pass is a measured curve over its
+positions and not a constant, and alpha is each request's own running estimate, and so is d, how
+often its drafter has a guess at all. A request that may draft to depth l yields
 
-    1 + d (E(alpha, l) - 1) tokens,   E(alpha, l) = (1 - alpha^(l+1)) / (1 - alpha)    (equation 1)
+    1 + d (E(l) - 1) tokens,   E(l) = 1 + p_1 + p_1 p_2 + ... + p_1 ... p_l
 
-for 1 + d l positions. The nodes of a step go where they are worth most: the j-th token of request r
-is accepted with alpha_r^j, so they are taken in this order, as many as give the batch most tokens
-per second. Where that is none the step is exactly the plain one; a request that has drafted nothing
-for `probe_every` steps tries one token, so that a text that turns predictable is noticed.
+for 1 + d n(l) positions and l levels of drafting. A chain has n(l) = l nodes and passes each level
+with alpha, which is equation 1; of a tree the nodes n(l) are learnt from its drafter's drafts, and
+each level's p_j, that any of its nodes is accepted below what was accepted above it, by itself.
+
+The nodes of a step go where they are worth most: level j of request r adds d p_1 ... p_j tokens, so
+the levels are taken in the order of tokens per node, as many as give the batch most tokens per
+second. Where that is none the step is exactly the plain one.
+
+What is never done is never measured. A request that has drafted nothing for `probe_every` steps
+tries one level, so that a text that turns predictable is noticed; one that has never drafted does
+so sooner where that costs one percent at most. And as often as costs one percent at most a step has
+no drafts, as has the very first if no costs are known, so that what drafts are compared with stays
+up to date.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+import numpy as np
 from annotated_types import Ge
+from numpy.typing import NDArray
 
 from foretoken.config import Config
 from foretoken.control.base import Budget, Controller, within
+from foretoken.control.evidence import (
+    OF_ALL,
+    OF_ONE,
+    Answers,
+    ChainOdds,
+    DraftSizes,
+    Odds,
+    TreeOdds,
+)
 from foretoken.request import Request
 
 if TYPE_CHECKING:
@@ -29,42 +50,47 @@ if TYPE_CHECKING:
 
 __all__ = ["CostModel"]
 
-_MEMORY = 0.9
-"""Weight of the past after each draft: an estimate over about the last ten drafts."""
+_WEIGHT_OF_NEW = 0.1
 
-_PRIOR = 2.0
-"""Weight, in tokens, of what is known of other requests when a new one starts."""
+_PRICE = 0.01
+"""What may be spent on finding out, as a share of the time."""
+
+_SOONEST = 8
+"""Steps between such spendings at least."""
+
+_MOST_OF_KNOWN = 2.0
+"""Seconds of drafting above this many times what was expected are cut there, as a pass's are."""
+
+_LEAST_NODES = 0.01
+"""A level adds at least so many nodes: what is learnt by noise may say that it adds none."""
 
 
 @dataclass
-class _Evidence:
-    """Decayed counts: of accepted and rejected tokens, of steps that could draft and that did."""
+class _Known:
+    """What is known of one request, or of all.
 
-    accepted: float = 0.0
-    rejected: float = 0.0
-    asked: float = 0.0
-    answered: float = 0.0
+    Attributes:
+        odds: how far its drafts pass.
+        answers: how often there is one.
+        depth: what it may draft in the present step.
+        caught_up: whether the drafter was asked in the step before, too.
+        tried: whether it has drafted.
+        plain_steps: since it could last draft.
+    """
 
-    def add_draft(self, accepted: int, rejected: int) -> None:
-        self.accepted = _MEMORY * self.accepted + accepted
-        self.rejected = _MEMORY * self.rejected + rejected
-
-    def add_answer(self, *, drafted: bool) -> None:
-        self.asked = _MEMORY * self.asked + 1
-        self.answered = _MEMORY * self.answered + drafted
-
-    def alpha(self, prior: float) -> float:
-        return (self.accepted + _PRIOR * prior) / (self.accepted + self.rejected + _PRIOR)
-
-    def drafts(self, prior: float) -> float:
-        return (self.answered + _PRIOR * prior) / (self.asked + _PRIOR)
+    odds: Odds
+    answers: Answers
+    depth: int = 0
+    caught_up: bool = False
+    tried: bool = False
+    plain_steps: int = 0
 
 
 class CostModel(Controller):
-    """Lengths from 0 to `num_speculative_tokens`, by measurement."""
+    """Depths from 0 to `num_speculative_tokens`, or to the deepest level of a tree."""
 
     class Options(Config):
-        """Options of `cost_model`: how rarely to probe while drafting does not pay."""
+        """Options of `cost_model`: how rarely to try the other thing, a draft or none."""
 
         probe_every: Annotated[int, Ge(2)] = 64
 
@@ -74,93 +100,195 @@ class CostModel(Controller):
 
     def setup(self) -> None:
         """See `Controller.setup`."""
-        self._evidence: dict[int, _Evidence] = {}
-        self._overall = _Evidence(accepted=1.0, rejected=1.0, asked=1.0, answered=1.0)
-        self._draft_cost: float | None = None  # seconds per drafted position, once measured
-        self._plain_steps: dict[int, int] = {}  # of each request since it could last draft
+        self._branches = self.levels is not None
+        levels = [1] * self.num_speculative_tokens if self.levels is None else self.levels
+        assert isinstance(self.options, self.Options)
+        self._probe_every = self.options.probe_every
+        self._sizes = DraftSizes(list(accumulate(levels)))
+        self._requests: dict[int, _Known] = {}
+        self._overall = self._nothing_known(OF_ALL)
+        # Seconds of drafting, once measured: a level; one that came to nothing; with catching up.
+        self._level_cost: float | None = None
+        self._asking_cost: float | None = None
+        self._start_cost: float | None = None
+        self._gain = 1.0  # of the last step's drafts, over none
+        self._drafting_steps = 0  # since one without any draft
+
+    def _nothing_known(self, memory: float) -> _Known:
+        kind = TreeOdds if self._branches else ChainOdds
+        return _Known(kind(memory, len(self._sizes.nodes)), Answers(memory))
+
+    def _of(self, request: Request) -> _Known:
+        known = self._requests.get(request.key)
+        if known is None:
+            known = self._requests[request.key] = self._nothing_known(OF_ONE)
+        return known
+
+    # Before a step
 
     def budgets(self, batch: Sequence[Request]) -> list[Budget]:
         """See `Controller.budgets`."""
-        lengths = [
-            length or self._probe(request)
-            for request, length in zip(batch, self._best_lengths(batch), strict=True)
+        known = [self._of(request) for request in batch]
+        if self._without_drafts():
+            depths = [0] * len(known)
+        else:
+            alone = len(known) + self.others == 1
+            best = [self._best_depth(known[0])] if alone else self._best_depths(known)
+            depths = best if all(best) else self._probing(known, best)
+        return [self._budget(*each) for each in zip(batch, known, depths, strict=True)]
+
+    def _without_drafts(self) -> bool:
+        """Whether it is time for a plain step, to know what that costs."""
+        spent_by_now = _PRICE * self._drafting_steps >= self._gain - 1
+        return not self.costs or (spent_by_now and self._drafting_steps >= _SOONEST)
+
+    def _budget(self, request: Request, known: _Known, depth: int) -> Budget:
+        budget = within(request, depth)
+        known.plain_steps = 0 if depth else known.plain_steps + 1
+        known.caught_up = known.depth > 0
+        known.depth = budget.depth
+        if self._branches and depth:
+            return Budget(self.num_speculative_tokens, budget.depth)
+        return budget
+
+    def _probing(self, batch: Sequence[_Known], depths: Sequence[int]) -> list[int]:
+        """These depths, and a level now and then for requests that do not draft."""
+        if not self._sizes.nodes:
+            return list(depths)
+        first = self._before_first_probe(len(batch), len(batch) + self.others)
+        waits = [self._probe_every if known.tried else first for known in batch]
+        return [
+            depth or int(known.plain_steps >= wait - 1)
+            for known, depth, wait in zip(batch, depths, waits, strict=True)
         ]
-        for request, length in zip(batch, lengths, strict=True):
-            plain = self._plain_steps.get(request.key, 0)
-            self._plain_steps[request.key] = 0 if length else plain + 1
-        return [within(request, length) for request, length in zip(batch, lengths, strict=True)]
 
-    def _probe(self, request: Request) -> int:
-        """A token now and then for a request that does not draft."""
-        assert isinstance(self.options, self.Options)
-        due = self._plain_steps.get(request.key, 0) >= self.options.probe_every - 1
-        return min(1, self.num_speculative_tokens) if due else 0
+    def _before_first_probe(self, own: int, rows: int) -> float:
+        """Steps until what a level costs these rows is worth finding out how they draft."""
+        if self._start_cost is None:
+            return self._probe_every
+        plain, nodes = self.costs(rows, rows), own * self._sizes.nodes[0]
+        price = (self._start_cost + self.costs(rows + nodes, rows) - plain) / plain
+        return min(self._probe_every, max(_SOONEST, price / _PRICE))
 
-    def _best_lengths(self, batch: Sequence[Request]) -> list[int]:
-        """The first nodes in order of worth, up to where the rate is highest."""
-        alphas = [self.alpha(request) for request in batch]
-        drafts = [self.drafts(request) for request in batch]
-        worth = sorted(
-            (
-                (alpha**depth, -depth, index)
-                for index, alpha in enumerate(alphas)
-                for depth in range(1, self.num_speculative_tokens + 1)
-            ),
-            reverse=True,
-        )
-        rows = len(batch)
-        lengths, best = [0] * rows, [0] * rows
-        tokens, nodes, expected = float(rows), 0, 0.0
-        best_rate = tokens / self.costs(rows, rows)
-        for accepted, minus_depth, index in worth:
-            lengths[index] = -minus_depth
-            tokens += drafts[index] * accepted
-            nodes, expected = nodes + 1, expected + drafts[index]
-            drafting = max(lengths) * (self._draft_cost or 0.0)
-            rate = tokens / (drafting + self._seconds(rows, nodes, expected))
+    def _best_depth(self, known: _Known) -> int:
+        """Of one request alone, which has a draft or has none: all depths compared."""
+        share, level_cost = self._share(known), self._level_cost or 0.0
+        plain = self.costs.of_one_row(1)
+        without = (1 - share) * (plain + (self._asking_cost or 0.0))
+        tokens, passed = 1.0, share
+        best, best_rate = 0, 1 / plain
+        levels = zip(self._odds(known), self._sizes.nodes, strict=True)
+        for depth, (odds, nodes) in enumerate(levels, 1):
+            passed *= odds
+            tokens += passed
+            drafted = depth * level_cost + self.costs.of_one_row(1 + nodes)
+            rate = tokens / (share * drafted + without)
             if rate > best_rate:
-                best, best_rate = list(lengths), rate
+                best, best_rate = depth, rate
+        self._gain = best_rate * plain
         return best
 
-    def _seconds(self, rows: int, nodes: int, expected: float) -> float:
-        """What a pass costs when this many nodes may be drafted, of which some are expected."""
-        if rows == 1:  # all of them or none
-            share = expected / nodes
-            return (1 - share) * self.costs(1) + share * self.costs(1 + nodes)
-        low = int(expected)
-        below, above = (self.costs(rows + low + more, rows) for more in (0, 1))
-        return below + (expected - low) * (above - below)
+    def _best_depths(self, batch: Sequence[_Known]) -> list[int]:
+        """The first levels in order of worth, up to where the rate is highest."""
+        own, levels = len(batch), len(self._sizes.nodes)
+        if not levels:
+            return [0] * own
+        rows = own + self.others
+        nodes = np.maximum(np.diff(self._sizes.nodes, prepend=0.0), _LEAST_NODES)  # [L]
+        prior = self._overall.odds.odds(())
+        share = np.array([self._share(known) for known in batch])[:, None]  # [R, 1]
+        passed = np.cumprod([known.odds.odds(prior) for known in batch], axis=1)  # [R, L]
+        # A level is of no use without those above: it comes after them.
+        worth = passed / nodes if not self._branches else _falling(passed / nodes)
+        order = np.argsort(-worth, axis=None, kind="stable")  # [R x L]
+        tokens = rows + np.cumsum((share * passed).ravel()[order])
+        positions = rows + np.cumsum((share * nodes).ravel()[order])
+        row, level = np.divmod(order, levels)
+        likely = np.maximum.accumulate(share[row, 0])  # that any of them has a draft, or more
+        drafting = np.maximum.accumulate(level + 1) * likely * (self._level_cost or 0.0)
+        drafting += (1 - likely) * (self._asking_cost or 0.0)
+        rates = tokens / (drafting + self.costs.drafting(positions, rows))
+        best = int(rates.argmax())
+        self._gain = float(rates[best]) * self.costs(rows, rows) / rows
+        if self._gain <= 1:
+            return [0] * own
+        depths: list[int] = np.bincount(row[: best + 1], minlength=own).tolist()
+        return depths
 
-    def alpha(self, request: Request) -> float:
-        """The acceptance rate expected of a request's next draft."""
-        evidence = self._evidence.get(request.key, _Evidence())
-        return evidence.alpha(prior=self._overall.alpha(prior=0.5))
+    def odds(self, request: Request) -> list[float]:
+        """Per level the probability that a draft's is passed, if the one above it was."""
+        return self._odds(self._of(request))
 
     def drafts(self, request: Request) -> float:
         """How likely the drafter is to have a guess for the request."""
-        evidence = self._evidence.get(request.key, _Evidence())
-        return evidence.drafts(prior=self._overall.drafts(prior=0.5))
+        return self._share(self._of(request))
+
+    def _odds(self, known: _Known) -> list[float]:
+        return known.odds.odds(self._overall.odds.odds(()))
+
+    def _share(self, known: _Known) -> float:
+        return known.answers.share(prior=self._overall.answers.share())
+
+    # After a step
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
-        """Update alpha, d, the seconds per drafted position, and the cost of passes."""
-        deepest = max(max(outcome.draft.tree.depths) for outcome in outcomes)
-        if deepest:
-            cost = times.draft / deepest
-            known = self._draft_cost
-            self._draft_cost = cost if known is None else known + 0.1 * (cost - known)
-        positions = sum(len(outcome.draft.tree) for outcome in outcomes)
-        self.costs.observe(positions, times.verify, len(outcomes))
+        """Update the odds, d, the sizes of drafts, and the costs of drafting and of passes."""
+        positions, deepest, asked, caught_up = 0, 0, False, True
         for outcome in outcomes:
-            drafted = outcome.draft.tree.num_drafted > 0
-            own = self._evidence.setdefault(outcome.request.key, _Evidence())
-            for evidence in (own, self._overall):
-                if not self._plain_steps.get(outcome.request.key):
-                    evidence.add_answer(drafted=drafted)
-                if drafted:
-                    counts = len(outcome.accepted.path), len(outcome.accepted.rejected)
-                    evidence.add_draft(*counts)
+            tree = outcome.draft.tree
+            positions += len(tree)
+            known = self._of(outcome.request)
+            depth = max(tree.depths) if self._branches else tree.num_drafted
+            if depth or known.depth:
+                self._learn(known, outcome, max(depth, known.depth))
+                asked, caught_up = True, caught_up and known.caught_up
+                deepest = max(deepest, depth)
+        rows = times.rows or len(outcomes)
+        self.costs.observe(times.positions or positions, times.verify, rows)
+        self._drafting_steps = self._drafting_steps + 1 if deepest else 0
+        if asked:
+            self._learn_costs(times.draft, deepest, caught_up=caught_up)
+
+    def _learn(self, known: _Known, outcome: Outcome, asked: int) -> None:
+        drafted, accepted = outcome.draft.tree.num_drafted, outcome.accepted
+        known.tried = known.tried or drafted > 0
+        if drafted and self._branches:
+            self._sizes.add(asked, drafted)
+        for evidence in (known, self._overall):
+            evidence.answers.add(drafted=drafted > 0)
+            if drafted:
+                evidence.odds.add(len(accepted.path), len(accepted.rejected), asked)
+
+    def _learn_costs(self, seconds: float, deepest: int, *, caught_up: bool) -> None:
+        """Of drafting to a depth, which is 0 where the drafter had no guess."""
+        if not caught_up:
+            self._start_cost = _follow(self._start_cost, seconds)
+        # A drafter that was not asked lately first catches up with the text: that is no cost of
+        # its guesses, so that these seconds say only what they cost at most.
+        if not deepest:
+            self._asking_cost = _follow(self._asking_cost, seconds, at_most=not caught_up)
+        else:
+            cost = seconds / deepest
+            self._level_cost = _follow(self._level_cost, cost, at_most=not caught_up)
 
     def release(self, request: Request) -> None:
         """Forget the request's own estimates; what they taught about all stays."""
-        self._evidence.pop(request.key, None)
-        self._plain_steps.pop(request.key, None)
+        self._requests.pop(request.key, None)
+
+
+def _follow(known: float | None, seconds: float, *, at_most: bool = False) -> float | None:
+    """An exponential mean that a hiccup of the machine moves little.
+
+    With `at_most` the seconds are a bound: only one below what is known says anything.
+    """
+    if known is None:
+        return None if at_most else seconds
+    if at_most and seconds >= known:
+        return known
+    return known + _WEIGHT_OF_NEW * (min(seconds, _MOST_OF_KNOWN * known) - known)
+
+
+def _falling(worth: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[R, L] where no level is worth more than the one above it."""
+    falling: NDArray[np.float64] = np.minimum.accumulate(worth, axis=1)
+    return falling

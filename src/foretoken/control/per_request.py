@@ -18,7 +18,8 @@ __all__ = ["PerRequestController"]
 class PerRequestController(Controller):
     """Sends each request to its controller, which sees only the requests that are its own.
 
-    The seconds of a step are shared out by positions: what the others compute is not its cost.
+    It is told what else there is: how many requests of others, and what the whole pass was like.
+    The seconds of drafting are shared out by positions: what others draft is not its cost.
 
     Args:
         default: the controller of requests that none was assigned to.
@@ -39,24 +40,32 @@ class PerRequestController(Controller):
 
     def budgets(self, batch: Sequence[Request]) -> list[Budget]:
         """See `Controller.budgets`."""
+        if not self._assigned:
+            return self._default.budgets(batch)
         budgets: dict[int, Budget] = {}
         for controller, requests in self._parts(batch):
+            controller.others = len(batch) - len(requests)
             own = controller.budgets(requests)
             budgets.update((r.key, budget) for r, budget in zip(requests, own, strict=True))
         return [budgets[request.key] for request in batch]
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
         """Each controller sees what came of its requests."""
+        if not self._assigned:
+            self._default.observe(outcomes, times)
+            return
         by_key = {outcome.request.key: outcome for outcome in outcomes}
         total = sum(len(outcome.draft.tree) for outcome in outcomes)
         for controller, requests in self._parts([outcome.request for outcome in outcomes]):
             own = [by_key[request.key] for request in requests]
             share = sum(len(outcome.draft.tree) for outcome in own) / total
-            controller.observe(own, _scaled(times, share))
+            controller.observe(own, _part(times, share, len(outcomes), total))
 
     def release(self, request: Request) -> None:
         """Forget the request."""
         self._assigned.pop(request.key, self._default).release(request)
+        if not self._assigned:
+            self._default.others = 0
 
     def _parts(self, batch: Sequence[Request]) -> list[tuple[Controller, list[Request]]]:
         parts: dict[int, tuple[Controller, list[Request]]] = {}
@@ -66,7 +75,7 @@ class PerRequestController(Controller):
         return list(parts.values())
 
 
-def _scaled(times: StepTimes, share: float) -> StepTimes:
-    return replace(
-        times, draft=times.draft * share, verify=times.verify * share, accept=times.accept * share
-    )
+def _part(times: StepTimes, share: float, rows: int, positions: int) -> StepTimes:
+    """One controller's share of drafting, and the pass as it was."""
+    draft, accept = times.draft * share, times.accept * share
+    return replace(times, draft=draft, accept=accept, rows=rows, positions=positions)

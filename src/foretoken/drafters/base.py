@@ -47,6 +47,13 @@ class Drafter(ABC):
     vocabulary_overlap: VocabularyOverlap | None = None
     """How its draft model's tokens compare with the target's, if it has one and both have names."""
 
+    def level_sizes(self, limit: int) -> Sequence[int] | None:
+        """Nodes at each level of a full draft of at most `limit`, for controllers; None for chains.
+
+        Who makes branches and cannot tell beforehand says one a level; controllers see better.
+        """
+        return [1] * limit if self.makes_branches else None
+
     @abstractmethod
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         """One draft per request, within its budget; an empty one where there is nothing to say.

@@ -17,6 +17,7 @@ from foretoken.acceptance.base import AcceptanceRule
 from foretoken.common_prefix import common_prefix
 from foretoken.control import Budget, Fixed
 from foretoken.drafters.base import Drafter, DrafterOptions
+from foretoken.drafters.room import shared_out
 from foretoken.law import Law
 from foretoken.request import Request
 from foretoken.target import Target
@@ -68,12 +69,7 @@ class Cascade(Drafter):
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         """Inner steps until every request has its tokens."""
-        lengths = {
-            request.key: max(
-                0, min(budget.chain, self._model.max_model_len - len(request.token_ids))
-            )
-            for request, budget in zip(batch, budgets, strict=True)
-        }
+        lengths = self._lengths(batch, budgets)
         inner = {r.key: self._catch_up(r) for r in batch if lengths[r.key]}
         laws: dict[int, list[Law]] = {key: [] for key in inner}
         while drafting := [key for key in inner if len(laws[key]) < lengths[key]]:
@@ -82,6 +78,23 @@ class Cascade(Drafter):
             self._draft(request, budget, inner.get(request.key), laws)
             for request, budget in zip(batch, budgets, strict=True)
         ]
+
+    def _lengths(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> dict[int, int]:
+        """Tokens to draft, by key; none where the middle model's context or memory is full."""
+        lengths = {
+            request.key: max(0, min(budget.chain, self._model.most_tokens - len(request.token_ids)))
+            for request, budget in zip(batch, budgets, strict=True)
+        }
+        wanted = [request for request in batch if lengths[request.key]]
+        ahead = max(lengths.values(), default=0) + self._controller.num_speculative_tokens
+        admitted, in_the_way = shared_out(
+            self._model,
+            {request.key: len(request.token_ids) + ahead for request in wanted},
+            {key: len(inner.token_ids) for key, inner in self._inner.items()},
+        )
+        for key in in_the_way:
+            self._free(key)
+        return {key: length if key in admitted else 0 for key, length in lengths.items()}
 
     def _advance(self, inner: Mapping[int, Request], laws: dict[int, list[Law]]) -> None:
         # The loop imports drafters; a drafter that runs the loop has to wait until it is there.
@@ -122,7 +135,6 @@ class Cascade(Drafter):
         before = self._inner.get(request.key)
         key = None if before is None else before.key
         inner = request.shadow(noise, self._model.max_model_len, key)
-        self._inner[request.key] = inner
         if before is None:
             self._model.add(inner.key)
             agreed = 0
@@ -131,6 +143,7 @@ class Cascade(Drafter):
             agreed = common_prefix(cached, inner.token_ids[:-1])
             if inner.token_ids[: len(before.token_ids)] != before.token_ids:
                 self._drafter.rewind(inner)
+        self._inner[request.key] = inner
         self._model.rollback(inner.key, agreed)
         self._model.prefill(inner.key, inner.token_ids[agreed:-1])
         return inner
@@ -140,7 +153,10 @@ class Cascade(Drafter):
 
     def release(self, request: Request) -> None:
         """Free the inner request."""
-        inner = self._inner.pop(request.key, None)
+        self._free(request.key)
+
+    def _free(self, key: int) -> None:
+        inner = self._inner.pop(key, None)
         if inner is not None:
             self._drafter.release(inner)
             self._model.remove(inner.key)

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from foretoken.common_prefix import common_prefix
+from foretoken.drafters.room import shared_out
 from foretoken.drafters.shapes import TreeOptions
 from foretoken.request import Request
 from foretoken.target import Target
@@ -81,8 +82,17 @@ class OwnModel:
         return request.token_ids
 
     def room(self, request: Request) -> int:
-        """What the draft model's own context has left."""
-        return self._model.max_model_len - len(self.seen(request))
+        """What the draft model's own context, and its memory for one row, have left."""
+        return self._model.most_tokens - len(self.seen(request))
+
+    def admit(self, requests: Sequence[Request], num_nodes: int) -> Sequence[Request]:
+        """The first ones that the memory holds; rows of others are freed if they are in the way."""
+        wanted = {request.key: len(self.seen(request)) + num_nodes for request in requests}
+        held = {key: len(tokens) for key, tokens in self._cached.items()}
+        admitted, in_the_way = shared_out(self._model, wanted, held)
+        for key in in_the_way:
+            self._free(key)
+        return [request for request in requests if request.key in admitted]
 
     def pending(self, request: Request) -> list[int]:
         """Roll back what was not committed; prefill what would not fit into one pass."""
@@ -111,5 +121,8 @@ class OwnModel:
 
     def release(self, request: Request) -> None:
         """Free the request's row."""
-        if self._cached.pop(request.key, None) is not None:
-            self._model.remove(request.key)
+        self._free(request.key)
+
+    def _free(self, key: int) -> None:
+        if self._cached.pop(key, None) is not None:
+            self._model.remove(key)

@@ -38,6 +38,10 @@ class Scorer(Protocol):
         """Most tokens it can draft behind the committed ones; below 1 it has nothing to say."""
         ...
 
+    def admit(self, requests: Sequence[Request], num_nodes: int) -> Sequence[Request]:
+        """The requests that it has memory to draft so many nodes each for."""
+        ...
+
     def pending(self, request: Request) -> list[int]:
         """Committed tokens whose KV is missing, the root last; the rest is in the cache."""
         ...
@@ -119,7 +123,13 @@ class ModelDrafter(Drafter):
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         """One pass of the drafting model per level, over all requests still drafting."""
-        growths = [self._start(*pair) for pair in zip(batch, budgets, strict=True)]
+        limits = self._limits(batch, budgets)
+        growths = [
+            _Growth(request, limits[request.key], self._scorer.pending(request))
+            if request.key in limits
+            else None
+            for request in batch
+        ]
         while growing := [growth for growth in growths if growth and growth.frontier]:
             scores = self._scorer.verify(
                 [growth.request.key for growth in growing],
@@ -139,6 +149,10 @@ class ModelDrafter(Drafter):
             for request, growth in zip(batch, growths, strict=True)
         ]
 
+    def level_sizes(self, limit: int) -> Sequence[int] | None:
+        """The shape's own."""
+        return self._shape.level_sizes(limit) if self.makes_branches else None
+
     def release(self, request: Request) -> None:
         """Free what the scorer keeps for the request."""
         self._scorer.release(request)
@@ -146,12 +160,19 @@ class ModelDrafter(Drafter):
     def rewind(self, request: Request) -> None:
         """Nothing to do: scorers catch up from the common prefix."""
 
-    def _start(self, request: Request, budget: Budget) -> _Growth | None:
-        # The drafting model's own context may be shorter than the target's.
-        budget = replace(budget, depth=min(budget.depth, self._scorer.room(request)))
-        if budget.chain < 1 or not self._shape.width(()):
-            return None
-        return _Growth(request, budget, self._scorer.pending(request))
+    def _limits(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> dict[int, Budget]:
+        """What may be drafted, by the keys of the requests for which anything may."""
+        if not self._shape.width(()):
+            return {}
+        limits: dict[int, Budget] = {}
+        for request, budget in zip(batch, budgets, strict=True):
+            # The drafting model's own context may be shorter than the target's.
+            budget = replace(budget, depth=min(budget.depth, self._scorer.room(request)))
+            if budget.chain >= 1:
+                limits[request.key] = budget
+        wanted = [request for request in batch if request.key in limits]
+        nodes = max((budget.nodes for budget in limits.values()), default=0)
+        return {r.key: limits[r.key] for r in self._scorer.admit(wanted, nodes)}
 
     def _expand(self, growth: _Growth, logits: Tensor) -> None:
         """Give the frontier its children; the best of them are the next frontier.

@@ -66,7 +66,7 @@ class NgramDrafter(Drafter):
     """Deterministic: q is one-hot. Proposes nothing where no suffix has occurred before."""
 
     def __init__(self, options: NgramOptions) -> None:
-        self._options = options
+        self.options = options
         self._indices: dict[int, NgramIndex] = {}
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
@@ -79,7 +79,7 @@ class NgramDrafter(Drafter):
     def _propose(self, request: Request, length: int) -> Draft:
         index = self._indices.get(request.key)
         if index is None:
-            options = self._options
+            options = self.options
             index = NgramIndex(options.prompt_lookup_min, options.prompt_lookup_max)
             self._indices[request.key] = index
         tokens = request.token_ids

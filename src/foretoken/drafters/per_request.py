@@ -68,6 +68,11 @@ class PerRequest(Drafter):
             self._forget(drafter, request)
         self._failed.discard(request.key)
 
+    def sole(self, batch: Sequence[Request]) -> Drafter | None:
+        """The drafter of all these requests; None where they have several, or one has none left."""
+        parts = self._parts(batch)
+        return parts[0][0] if [len(own) for _, own in parts] == [len(batch)] else None
+
     def _of(self, request: Request) -> Drafter:
         return self._assigned.get(request.key, self._default)
 

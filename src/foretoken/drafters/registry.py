@@ -75,12 +75,17 @@ class DrafterParts:
 
 @dataclass(frozen=True)
 class DrafterSpec:
-    """One method: its options, its constructor, its defaults."""
+    """One method: its options, its constructor, its defaults.
+
+    `steady` methods take their next guesses from the nodes of their last draft: one that is left
+    out or cut costs them those as well, so that their drafts keep one size unless told otherwise.
+    """
 
     options: type[DrafterOptions]
     build: Callable[[DrafterParts], Drafter]
     default_num_speculative_tokens: int
     takes_model: bool = False
+    steady: bool = False
     summary: str = ""
 
 
@@ -196,12 +201,14 @@ METHODS: dict[str, DrafterSpec] = {
         LookaheadOptions,
         lambda parts: LookaheadDrafter(parts.options),
         16,
+        steady=True,
         summary="n-grams from Jacobi iteration inside the target's own passes",
     ),
     "pad": DrafterSpec(
         PadOptions,
         lambda parts: PadDrafter(_pad_token_id(parts)),
         8,
+        steady=True,
         summary="padding behind the text, so that one target pass guesses a block",
     ),
     "regex": DrafterSpec(

@@ -104,6 +104,10 @@ class SharedLayers:
         """What the target's context has left."""
         return self._target.max_model_len - len(request.token_ids)
 
+    def admit(self, requests: Sequence[Request], _num_nodes: int) -> Sequence[Request]:
+        """All: the rows are the target's, in which the engine makes room."""
+        return requests
+
     def pending(self, request: Request) -> list[int]:
         """Just the root: the KV of everything before it is the target's (law 1)."""
         return [request.root]

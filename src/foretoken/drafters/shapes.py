@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import Ge, Le, Len
@@ -63,6 +64,17 @@ class Shape(ABC):
     def kept(self, nodes: Sequence[Node], limit: int) -> list[Node]:
         """At most `limit` nodes for the draft, parents first; with a node its ancestors."""
         return list(nodes[:limit])
+
+    def level_sizes(self, limit: int) -> list[int]:
+        """How many nodes each level of a full tree has, `limit` in all."""
+        sizes: list[int] = []
+        level: list[tuple[int, ...]] = [()]
+        while (left := limit - sum(sizes)) > 0:
+            level = [(*ranks, rank) for ranks in level for rank in range(self.width(ranks))][:left]
+            if not level:
+                break
+            sizes.append(len(level))
+        return sizes
 
     @property
     def branches(self) -> bool:
@@ -159,6 +171,12 @@ class Dynamic(Shape):
     def width(self, ranks: tuple[int, ...]) -> int:
         """See `Shape.width`."""
         return self._top_k if len(ranks) < self._depth else 0
+
+    def level_sizes(self, limit: int) -> list[int]:
+        """See `Shape.level_sizes`: as if of too many nodes the shallower ones were kept."""
+        full = [self._top_k, *[self._top_k**2] * (self._depth - 1)]
+        left = [max(0, limit - above) for above in accumulate(full, initial=0)]
+        return [min(nodes, room) for nodes, room in zip(full, left, strict=False) if room]
 
     def frontier(self, level: Sequence[Node]) -> list[Node]:
         """The most probable of a level."""

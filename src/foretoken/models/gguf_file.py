@@ -54,23 +54,32 @@ class GgufFile:
 
     @classmethod
     def open(cls, path: Path) -> GgufFile:
-        """Open and check a file.
+        """Open a file and check that all of it can be converted.
 
         Raises:
             ModelError: If it is not a GGUF file, is truncated, or holds an architecture, a setting
                 or a split that conversion does not carry over.
         """
+        file = cls.read(path)
+        file._check_content()
+        return file
+
+    @classmethod
+    def read(cls, path: Path) -> GgufFile:
+        """Open a file whatever model it holds.
+
+        Raises:
+            ModelError: If it is not a GGUF file, or is truncated.
+        """
         _check_magic(path)
         try:
-            file = cls(path, gguf.GGUFReader(path))
+            return cls(path, gguf.GGUFReader(path))
         # The reader trusts its file: a damaged one ends in whatever the wrong bytes lead to.
         except Exception as error:
             size = path.stat().st_size
             raise ModelError(
                 f"{path} is truncated or damaged ({size} bytes: {error}); get the file again"
             ) from error
-        file._check_content()
-        return file
 
     @property
     def architecture(self) -> str:

@@ -16,18 +16,16 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from foretoken.errors import CompatibilityError, ConfigError
+from foretoken.runtime.choices import QUANTIZATIONS
 from foretoken.runtime.share import share
 
 __all__ = [
-    "QUANTIZATIONS",
     "Int8Linear",
     "PackedLinear",
     "check_quantization",
     "linear_layer",
     "pack",
 ]
-
-QUANTIZATIONS = ("int8", "int4")
 
 _INT8_WIDTH = 16
 """The kernel reads past the end of rows of other widths."""

@@ -16,16 +16,16 @@ from transformers import PreTrainedModel
 
 from foretoken.cache import KVSlab
 from foretoken.errors import ConfigError
+from foretoken.runtime.choices import RUNTIMES
 from foretoken.runtime.cpu import check_quantization, linear_layer
+from foretoken.runtime.cuda import cuda_network
 from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.lean import LeanDecoder
 from foretoken.runtime.llama import is_llama
 from foretoken.runtime.module import ModuleNetwork
 from foretoken.runtime.native.decoder import NativeDecoder, why_not_native
 
-__all__ = ["RUNTIMES", "Network", "network_for"]
-
-RUNTIMES = ("auto", "native", "torch")
+__all__ = ["Network", "network_for"]
 
 
 class Network(Protocol):
@@ -78,7 +78,8 @@ def network_for(
         quantization: None keeps the weights as they are; "int8" and "int4" round those of linear
             layers.
         runtime: "native" is this library's C++, compiled at its first use, "torch" PyTorch's
-            operations; "auto" takes the former where it can be had.
+            operations, "cuda" these in CUDA graphs, "compiled" the same after `torch.compile`;
+            "auto" takes "cuda" on a GPU, and on a CPU "native" where it can be had.
 
     Raises:
         ConfigError: no such quantization or runtime, or none for this model on this machine.
@@ -87,6 +88,13 @@ def network_for(
     if runtime not in RUNTIMES:
         raise ConfigError(f"runtime: must be one of {', '.join(RUNTIMES)}, got '{runtime}'.")
     check_quantization(quantization, model.device)
+    on_gpu = model.device.type == "cuda"
+    if runtime in ("cuda", "compiled") and not on_gpu:
+        raise ConfigError(
+            f"runtime: {runtime} needs a CUDA device, and the model is on {model.device.type}."
+        )
+    if on_gpu and runtime in ("auto", "cuda", "compiled"):
+        return cuda_network(model, compiler="inductor" if runtime == "compiled" else None)
     reason = "torch was asked for" if runtime == "torch" else why_not_native(model)
     if reason is None:
         return NativeDecoder(model, quantization)

@@ -1,0 +1,62 @@
+"""What the examples of speculative execution print: how fast it is, and that the law is kept."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from foretoken.law import Law
+from foretoken.noise import Noise
+from foretoken.stochastic import Result, Speculation, expected_speedup
+
+DRAWS = 4000
+
+
+class Comparison:
+    """Calls made both ways one after the other, so that what else the machine does falls on both.
+
+    Args:
+        call: f, g and the guess.
+    """
+
+    def __init__(self, call: Speculation[Any, Any]) -> None:
+        self._call = call
+        self._in_turn: list[float] = []
+        self._speculative: list[float] = []
+        self._kept: list[bool] = []
+
+    def run(self, x: Any, noise: Noise) -> Result[Any]:
+        """One call, and what came of it."""
+        began = time.perf_counter()
+        self._call.in_turn(x, noise)
+        between = time.perf_counter()
+        result = self._call(x, noise)
+        self._in_turn.append(between - began)
+        self._speculative.append(time.perf_counter() - between)
+        self._kept.append(result.accepted)
+        return result
+
+    def show(self, alpha: float, f_seconds: float, g_seconds: float) -> None:
+        """What was measured beside what `expected_speedup` says of alpha and both times."""
+        in_turn, speculative = sum(self._in_turn), sum(self._speculative)
+        expected = expected_speedup(alpha, f_seconds, g_seconds)
+        print(f"f {f_seconds * 1e3:.1f} ms, g {g_seconds * 1e3:.1f} ms, {len(self._kept)} calls")
+        print(f"f, then g    {in_turn:.2f} s")
+        print(f"speculative  {speculative:.2f} s, {np.mean(self._kept):.0%} of the guesses kept")
+        print(f"speed-up     {in_turn / speculative:.2f}x")
+        print(f"             {expected:.2f}x where f and g never wait for each other,")
+        print(f"             from alpha = {alpha:.3f} = E[sum of min(p, q)]")
+
+
+def show_law(p: Law, q: Law, call: Speculation[Any, Any], seed: int) -> None:
+    """Frequencies of the choice against the law of f for one input, without waiting."""
+    quick = Speculation[None, int](lambda _: p, lambda y: y, lambda _: q, call.executor)
+    drawn = [quick(None, Noise(seed).at(i)).choice for i in range(DRAWS)]
+    print(f"\nchoice   law of f   chosen in {DRAWS}   the guess's law")
+    for y in p.tokens.tolist():
+        share = drawn.count(y) / DRAWS
+        print(f"{y:6d}   {p.prob(y):8.3f}   {share:14.3f}   {q.prob(y):15.3f}")
+    spread = max(np.sqrt(p.prob(y) * (1 - p.prob(y)) / DRAWS) for y in p.tokens.tolist())
+    print(f"largest standard error of what was chosen: {spread:.3f}")

@@ -1,0 +1,117 @@
+"""What drafts have come to so far: how often there was one, how far it passed, how large it was.
+
+Counts decay with every draft, so that an estimate follows its text: those of one request over about
+the last ten drafts, those of all requests, which a new one starts from, over about fifty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["OF_ALL", "OF_ONE", "Answers", "ChainOdds", "DraftSizes", "Odds", "TreeOdds"]
+
+OF_ONE, OF_ALL = 0.9, 0.98
+"""Weight of the past after each draft, for one request and for all."""
+
+_PRIOR = 2.0
+"""Weight, in tokens, of what is known already when something new starts."""
+
+_UNKNOWN = 0.5
+"""Odds of what nothing is known of: enough to try it."""
+
+_WEIGHT_OF_NEW = 0.1
+
+
+class Answers:
+    """Whether the drafter had a guess when it was asked."""
+
+    __slots__ = ("_answered", "_asked", "_memory")
+
+    def __init__(self, memory: float) -> None:
+        self._memory = memory
+        self._asked = self._answered = 0.0
+
+    def add(self, *, drafted: bool) -> None:
+        """One more time it was asked."""
+        self._asked = self._memory * self._asked + 1
+        self._answered = self._memory * self._answered + drafted
+
+    def share(self, prior: float = 1.0) -> float:
+        """How likely it has a guess."""
+        return (self._answered + _PRIOR * prior) / (self._asked + _PRIOR)
+
+
+class ChainOdds:
+    """Of chains: one acceptance rate alpha for all levels, as the theory has it."""
+
+    __slots__ = ("_accepted", "_levels", "_memory", "_rejected")
+
+    def __init__(self, memory: float, levels: int) -> None:
+        self._memory, self._levels = memory, levels
+        self._accepted = self._rejected = 0.0
+
+    def add(self, passed: int, rejected: int, asked: int) -> None:
+        """One more draft: levels passed, tokens turned down, levels it might have had."""
+        self._accepted = self._memory * self._accepted + passed
+        self._rejected = self._memory * self._rejected + rejected
+
+    def odds(self, prior: Sequence[float]) -> list[float]:
+        """Per level the probability that it is passed, given that the one above was."""
+        accepted = self._accepted + _PRIOR * (prior[0] if prior else _UNKNOWN)
+        return [accepted / (self._accepted + self._rejected + _PRIOR)] * self._levels
+
+
+class TreeOdds:
+    """Of trees, whose levels have different numbers of branches: each level by itself.
+
+    What is not known of a level is taken from the one above, so that deeper ones are tried where
+    those pass; what has not been seen for long is forgotten, so that they are tried again.
+    """
+
+    __slots__ = ("_memory", "_passed", "_reached")
+
+    def __init__(self, memory: float, levels: int) -> None:
+        # A draft says something of each level once, where alpha is seen once a token.
+        self._memory = memory**0.5
+        self._reached, self._passed = [0.0] * levels, [0.0] * levels
+
+    def add(self, passed: int, rejected: int, asked: int) -> None:
+        """See `ChainOdds.add`; where a tree ends before the levels asked for it is not passed."""
+        memory = self._memory
+        self._reached = [memory * count for count in self._reached]
+        self._passed = [memory * count for count in self._passed]
+        for level in range(min(passed + 1, asked, len(self._reached))):
+            self._reached[level] += 1
+            self._passed[level] += level < passed
+
+    def odds(self, prior: Sequence[float]) -> list[float]:
+        """See `ChainOdds.odds`."""
+        odds: list[float] = []
+        above = _UNKNOWN
+        for level, reached in enumerate(self._reached):
+            expected = prior[level] if prior else above
+            above = (self._passed[level] + _PRIOR * expected) / (reached + _PRIOR)
+            odds.append(above)
+        return odds
+
+
+Odds = ChainOdds | TreeOdds
+
+
+class DraftSizes:
+    """How many nodes a draft of a given depth has.
+
+    Args:
+        nodes: [L] for depths 1 to L, as far as is known beforehand.
+    """
+
+    def __init__(self, nodes: Sequence[float]) -> None:
+        self.nodes = list(nodes)
+        self._seen = [False] * len(self.nodes)
+
+    def add(self, asked: int, nodes: int) -> None:
+        """One more draft of the depth asked for."""
+        index = min(asked, len(self.nodes)) - 1
+        if not self._seen[index]:
+            self.nodes[index], self._seen[index] = float(nodes), True
+        self.nodes[index] += _WEIGHT_OF_NEW * (nodes - self.nodes[index])

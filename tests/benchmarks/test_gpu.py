@@ -1,0 +1,119 @@
+"""The GPU benchmark's logic, on the CPU with a clock of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from benchmarks.gpu import BASELINE, Cell, cells, contestants, groups_of, main, measure, report
+from benchmarks.loading import Loaded
+from typer.testing import CliRunner
+
+from benchmarks import BenchmarkError, gpu
+from foretoken.bench.ratios import Interval
+from tests.runtime.tape import Tape
+from tests.tiny import tiny_model, tiny_tokenizer
+
+app = typer.Typer()
+app.command()(main)
+
+WAYS = ("eager", "graphs", "on the device")
+
+
+def test_all_ways_give_the_same_tokens_and_are_timed_alike() -> None:
+    """The clock counts target passes: on all ways as many."""
+    run = contestants(tiny_model(), Tape, num_speculative_tokens=4, most_rows=2)
+    assert list(run) == [f"{method}, {way}" for way in WAYS for method in ("none", "ngram")]
+    targets = {id(one.target): one.target for one in run.values()}.values()
+    calls: list[int] = []
+
+    def clock() -> float:
+        return float(sum(target.num_passes for target in targets))
+
+    batches = [[[1, 2, 3] * 3, [4, 5] * 4], [[7] * 6, [8, 9, 8, 9]]]
+    speeds, differing = measure(run, batches, 1, 40, clock, lambda: calls.append(1))
+    assert len(calls) == len(run) * len(batches) * 2
+    assert differing == dict.fromkeys(run, 0)
+    for way in WAYS:
+        assert speeds[f"none, {way}"] == speeds[BASELINE]
+        assert speeds[f"ngram, {way}"] == speeds["ngram, eager"]
+    assert speeds["ngram, eager"][0] > speeds[BASELINE][0]
+
+
+def test_the_first_run_of_a_batch_does_not_count() -> None:
+    run = {BASELINE: contestants(tiny_model(), Tape, 4, 1)[BASELINE]}
+    # Two readings a run: 100 seconds for the first, then 2, 4 and 3.
+    readings = iter([0, 100, 100, 102, 102, 106, 106, 109])
+    speeds, _ = measure(run, [[[1, 2]]], 3, 6, lambda: float(next(readings)))
+    assert speeds == {BASELINE: [6 / 3]}
+
+
+def test_cells_have_ratios_over_batches() -> None:
+    speeds = {BASELINE: [10.0, 20.0], "ngram, graphs": [20.0, 80.0]}
+    plain, other = cells(4, speeds, {BASELINE: 0, "ngram, graphs": 1}, seed=0)
+    assert plain.ratio == Interval(1.0, 1.0, 1.0)
+    assert other.ratio.mean == pytest.approx(8**0.5)
+    assert other.ratio.low == pytest.approx(2)
+    assert other.ratio.high == pytest.approx(4)
+    assert other.speed == pytest.approx(40)
+    assert other.as_dict()["ratio"]["low"] == pytest.approx(2)
+
+
+def test_the_report_names_what_differs() -> None:
+    one = Interval(1.0, None, None)
+    found = [
+        Cell(label, size, one, 10 * size, size - 1)
+        for label in (BASELINE, "ngram, graphs")
+        for size in (1, 2)
+    ]
+    text = report(found, {"gpu": "some", "cpu": None})
+    assert "gpu some" in text
+    assert "cpu" not in text
+    assert re.search(r"\| ngram, graphs\s+\|\s+1.000\s+\|\s+1.000\s+\|", text)
+    assert re.search(r"\| ngram, graphs\s+\|\s+10\s+\|\s+20\s+\|", text)
+    assert "none, eager at 2; ngram, graphs at 2." in text
+    assert "All outputs are those" in report(found[:1], {})
+
+
+def test_prompts_are_dealt_in_batches() -> None:
+    ids = [[i] for i in range(7)]
+    assert groups_of(ids, 3, 9) == [[[0], [1], [2]], [[3], [4], [5]]]
+    assert groups_of(ids, 2, 1) == [[[0], [1]]]
+    with pytest.raises(BenchmarkError, match="needs as many prompts, and there are 7"):
+        groups_of(ids, 8, 1)
+
+
+def test_with_a_device_two_tables_are_printed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The CPU plays the device."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "load", lambda *_: Loaded(tiny_model(), tiny_tokenizer()))
+    monkeypatch.setattr(gpu, "CudaGraphs", lambda _: Tape())
+    monkeypatch.setattr(gpu, "_when_done", time.perf_counter)
+    file, written = tmp_path / "prompts.txt", tmp_path / "gpu.json"
+    file.write_text("abc abc abc\nxyz xyz\nqqqq\n", encoding="utf-8")
+    sizes = ["--batch-size", "2", "--batch-size", "1"]
+    options = ["--batches", "2", "--rounds", "1", "--max-tokens", "4", "--json", str(written)]
+    result = CliRunner().invoke(app, ["--prompts", str(file), *sizes, *options])
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.stdout.splitlines() if line.startswith("| ")]
+    assert len(lines) == 2 * (2 + 6)  # a header of two lines and six contestants
+    assert "All outputs are those of none, eager." in result.stdout
+    found = json.loads(written.read_text(encoding="utf-8"))["cells"]
+    assert [cell["batch_size"] for cell in found] == [1] * 6 + [2] * 6
+    assert all(cell["speed"] > 0 for cell in found)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["--prompts", str(tmp_path / "none.jsonl")])
+    assert result.exit_code == 2
+    assert result.stderr.splitlines() == [
+        "Error: no CUDA device is available here, and this measures nothing else."
+    ]

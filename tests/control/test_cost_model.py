@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import pytest
+
+from foretoken.analysis import expected_tokens
+from foretoken.control import CostCurve
+from foretoken.control.cost_model import CostModel
+from foretoken.decode import StepTimes
+from tests.control.worlds import (
+    World,
+    cheap,
+    cpu,
+    flat,
+    measured,
+    outcome,
+    request_of,
+    stairs,
+    steep,
+)
+
+CHAIN, TREE = (1,) * 8, (4, 8, 8, 8)
+
+
+WORLDS = {
+    "free": World(flat, CHAIN, [0.8] * 8),
+    "cpu": World(cpu, CHAIN, [0.8] * 8),
+    "cpu, unsure": World(cpu, CHAIN, [0.5] * 8),
+    "cpu, wrong": World(cpu, CHAIN, [0.02] * 8),
+    "stairs": World(stairs, CHAIN, [0.7] * 8),
+    "no gain": World(steep, CHAIN, [0.8] * 8),
+    "draft model": World(cpu, CHAIN, [0.7] * 8, level_seconds=0.003),
+    "dear draft model": World(cpu, CHAIN, [0.4] * 8, level_seconds=0.006),
+    "rare guesses": World(cpu, CHAIN, [0.8] * 8, guesses=0.2),
+    "rare guesses of a model": World(cpu, CHAIN, [0.8] * 8, level_seconds=0.002, guesses=0.05),
+    "tree": World(cpu, TREE, [0.9, 0.8, 0.7, 0.6], level_seconds=0.002),
+    "deep tree": World(cheap, TREE, [0.9, 0.8, 0.7, 0.6], level_seconds=0.0005),
+    "wrong tree": World(cpu, TREE, [0.2] * 4, level_seconds=0.002),
+    "tree that ends": World(flat, TREE, [0.9, 0.8, 0.0, 0.0], level_seconds=0.002),
+    "tree with a hard first level": World(flat, (2,) * 4, [0.5, 0.95, 0.95, 0.95], 0.002),
+}
+
+
+def model_of(world: World, *, costs: bool = True, sizes: bool = True) -> CostModel:
+    """What an `LLM` makes; with `sizes` unknown the drafter could not tell how its trees look."""
+    nodes = sum(world.sizes)
+    levels = None if world.sizes == CHAIN else world.sizes if sizes else [1] * nodes
+    return CostModel(nodes, costs=measured(world.seconds) if costs else None, levels=levels)
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_it_settles_at_the_best_of_all_depths(name: str) -> None:
+    """In tokens per second, probes included: neighbours of the best depth are nearly as good."""
+    world = WORLDS[name]
+    depths = [depth for seed in range(3) for depth in world.steps(model_of(world), 250, seed)[100:]]
+    assert world.share_of_best(depths) > 0.97
+    assert world.best in depths
+
+
+@pytest.mark.parametrize("name", [name for name, world in WORLDS.items() if world.sizes != CHAIN])
+def test_it_learns_how_large_trees_are(name: str) -> None:
+    world = WORLDS[name]
+    steps = [world.steps(model_of(world, sizes=False), 250, seed)[100:] for seed in range(3)]
+    deepest = len(world.sizes)
+    assert world.share_of_best([min(d, deepest) for each in steps for d in each]) > 0.96
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_it_learns_the_costs_where_none_were_measured(name: str) -> None:
+    world = WORLDS[name]
+    steps = [world.steps(model_of(world, costs=False), 250, seed)[100:] for seed in range(3)]
+    share = world.share_of_best([depth for each in steps for depth in each])
+    assert share > max(0.9, 0.97 * world.rate(0) / world.rate(world.best))
+
+
+@pytest.mark.parametrize("name", [name for name, world in WORLDS.items() if not world.best])
+def test_where_drafts_do_not_pay_there_are_few(name: str) -> None:
+    world = WORLDS[name]
+    depths = world.steps(model_of(world), 600)
+    assert sum(depth > 0 for depth in depths[50:]) <= 550 // 64 + 2
+    assert world.share_of_best(depths) > 0.97
+
+
+def test_the_best_depth_of_known_odds_is_that_of_the_theory() -> None:
+    model = CostModel(8, costs=CostCurve({1: 0.010, 4: 0.011, 9: 0.020}))
+    request = request_of()
+    for _ in range(60):
+        model.budgets([request])
+        model.observe([outcome(request, [1] * 4, 3)], StepTimes(0.004, model.costs(5), 0))
+    (alpha, *others) = model.odds(request)
+    assert alpha == pytest.approx(0.75, abs=0.05)
+    assert set(others) == {alpha}
+    rates = [expected_tokens(alpha, n) / (0.001 * n + model.costs(n + 1)) for n in range(9)]
+    assert model.budgets([request])[0].chain == rates.index(max(rates))
+
+
+def test_levels_of_a_tree_have_odds_of_their_own() -> None:
+    model = CostModel(14, levels=(2, 4, 8))
+    request = request_of()
+    for step in range(80):
+        model.observe([outcome(request, (2, 4, 8), 2 if step % 2 else 1)], StepTimes(0, 0.01, 0))
+    first, second, third = model.odds(request)
+    assert first > 0.9
+    assert second == pytest.approx(0.5, abs=0.1)
+    assert third < 0.15
+
+
+def test_the_budget_of_a_tree_is_its_depth() -> None:
+    """Nodes are all that the user allows; nothing at all is the empty budget."""
+    world = WORLDS["deep tree"]
+    model = model_of(world)
+    world.steps(model, 100)
+    (budget,) = model.budgets([request_of()])
+    assert budget.nodes == sum(world.sizes)
+    assert 1 <= budget.depth <= len(world.sizes)
+    (last,) = model.budgets([request_of(max_tokens=2)])
+    assert last.depth == 1
+    wrong = model_of(WORLDS["wrong tree"])
+    WORLDS["wrong tree"].steps(wrong, 100)
+    (nothing,) = wrong.budgets([request_of()])
+    assert (nothing.nodes, nothing.depth) == (0, 0)
+
+
+def test_it_probes_now_and_then() -> None:
+    model = CostModel(8, CostModel.Options(probe_every=10), CostCurve({1: 0.01, 9: 0.09}))
+    request = request_of()
+    for _ in range(30):
+        model.observe([outcome(request, [1] * 4, 0)], StepTimes(0, model.costs(5), 0))
+    model.observe([outcome(request, (), 0)], StepTimes(0, model.costs(1), 0))
+    lengths = [model.budgets([request])[0].chain for _ in range(100)]
+    assert lengths.count(0) == 90
+    assert lengths.count(1) == 10
+
+
+@pytest.mark.parametrize("name", ["free", "cpu", "cpu, unsure", "deep tree"])
+def test_it_has_no_draft_now_and_then_to_know_what_that_costs(name: str) -> None:
+    """Which is about one percent of the time, however much the drafts gain."""
+    world = WORLDS[name]
+    depths = world.steps(model_of(world), 2000)
+    gain = world.rate(world.best) / world.rate(0)
+    assert depths.count(0) == pytest.approx(2000 * 0.01 / (gain - 1), rel=0.5)
+
+
+def test_plain_steps_that_were_slow_for_a_while_are_measured_again() -> None:
+    """What drafts are compared with has become too dear by mistake, and they seem to pay."""
+    world = WORLDS["no gain"]
+    model = model_of(world)
+    WORLDS["free"].steps(model, 50)
+    for _ in range(20):
+        model.costs.observe(1, 0.1)
+    depths = world.steps(model, 500)
+    assert min(depths[:10]) > 0
+    assert sum(depths[400:]) <= 100 // 64 + 1
+
+
+@pytest.mark.parametrize(("start_cost", "after"), [(0.0, 20), (0.001, 30), (1.0, 64)])
+def test_a_new_request_is_tried_soon_where_that_is_cheap(start_cost: float, after: int) -> None:
+    """After others whose drafts did not pay, unless the drafter has to read much first.
+
+    A probe costs a fifth of a plain step, so that it may come once in twenty.
+    """
+    model = CostModel(4, costs=CostCurve({1: 0.01, 2: 0.012, 5: 0.05}))
+    for request in [request_of() for _ in range(20)]:
+        before = 0
+        for _ in range(8):
+            (budget,) = model.budgets([request])
+            drafting = start_cost if budget.chain and not before else 0.0
+            times, before = StepTimes(drafting, model.costs(1 + budget.chain), 0), budget.chain
+            model.observe([outcome(request, [1] * budget.chain, 0)], times)
+    another, depths = request_of(), []
+    for _ in range(70):
+        depths.append(model.budgets([another])[0].depth)
+        model.observe([outcome(another, (), 0)], StepTimes(0, model.costs(1), 0))
+    assert depths.index(1) == pytest.approx(after - 1, abs=1)
+
+
+def test_the_first_step_is_plain_where_no_costs_are_known() -> None:
+    world = WORLDS["free"]
+    assert world.steps(model_of(world, costs=False), 10)[0] == 0
+    assert world.steps(model_of(world, costs=True), 10)[0] > 0
+
+
+def test_it_notices_that_a_pass_has_become_dearer() -> None:
+    """Costs that were right at the start and are not any more."""
+    model = model_of(WORLDS["free"])
+    WORLDS["free"].steps(model, 100)
+    depths = WORLDS["no gain"].steps(model, 600)
+    assert sum(depths[400:]) < 0.1 * 8 * 200
+
+
+def test_catching_up_is_no_cost_of_drafting() -> None:
+    """The first draft of a request reads its prompt: that will not come again."""
+    model = CostModel(4, costs=CostCurve({1: 0.01, 9: 0.011}))
+    for request in (request_of(), request_of()):
+        for step in range(4):
+            (budget,) = model.budgets([request])
+            assert budget.chain == 4
+            times = StepTimes(0.001 if step else 1.0, model.costs(5), 0)
+            model.observe([outcome(request, [1] * 4, 4)], times)

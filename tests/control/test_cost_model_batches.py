@@ -1,0 +1,145 @@
+"""Several requests share a step: whose levels are drafted."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from foretoken.analysis import expected_tokens
+from foretoken.control import CostCurve
+from foretoken.control.cost_model import CostModel
+from foretoken.decode import StepTimes
+from tests.control.worlds import cheap, measured, outcome, request_of
+
+
+def after(model: CostModel, good: int, bad: int, steps: int = 60) -> list[int]:
+    """Depths for two requests, one of which passes `good` levels of 4, the other one `bad`."""
+    requests = [request_of(), request_of()]
+    for _ in range(steps):
+        outcomes = [outcome(requests[0], [1] * 4, good), outcome(requests[1], [1] * 4, bad)]
+        model.observe(outcomes, StepTimes(0.0, model.costs(10, 2), 0))
+    model._drafting_steps = 0
+    return [budget.chain for budget in model.budgets(requests)]
+
+
+def test_it_gives_the_nodes_to_those_who_use_them() -> None:
+    """Verifying is dear: only what is nearly sure pays, and only one of the two is."""
+    model = CostModel(4, costs=CostCurve({1: 0.01, 2: 0.011, 12: 0.031}))
+    assert after(model, good=4, bad=0) == [4, 0]
+
+
+def test_it_is_near_the_best_rate_of_all_lengths_of_two_requests() -> None:
+    """By trying them all: tokens per second as the module's docstring has it.
+
+    Near, because the order of worth does not know that a second row of the same depth is drafted
+    for nothing.
+    """
+    model = CostModel(5, costs=CostCurve({1: 0.010, 4: 0.012, 8: 0.017, 12: 0.024}))
+    batch = [request_of(), request_of()]
+    for accepted in (4, 3, 4, 4, 2) * 8:
+        for request, passed in zip(batch, (accepted, accepted // 2), strict=True):
+            model.observe([outcome(request, [1] * 4, passed)], StepTimes(0, model.costs(5), 0))
+    model._level_cost, model._drafting_steps = 0.0005, 0
+    alphas = [model.odds(request)[0] for request in batch]
+    drafts = [model.drafts(request) for request in batch]
+
+    def rate(lengths: tuple[int, ...]) -> float:
+        parts = list(zip(alphas, drafts, lengths, strict=True))
+        tokens = sum(1 + d * (expected_tokens(alpha, n) - 1) for alpha, d, n in parts)
+        seconds = model.costs(2 + sum(d * n for _, d, n in parts), 2)
+        return tokens / (max(lengths) * 0.0005 + seconds)
+
+    chosen = tuple(budget.chain for budget in model.budgets(batch))
+    best = max(rate(lengths) for lengths in product(range(6), repeat=2))
+    assert rate(chosen) == pytest.approx(best, rel=0.05)
+    assert len(set(chosen)) == 2
+
+
+def test_trees_of_several_requests_keep_their_levels_in_order() -> None:
+    """The second level has fewer nodes than the first, and is worth more for each: it comes after.
+
+    Every depth of both is compared with the one chosen.
+    """
+    model = CostModel(9, costs=CostCurve({1: 0.010, 8: 0.013, 20: 0.030}), levels=(6, 1, 2))
+    batch = [request_of(), request_of()]
+    for step in range(60):
+        outcomes = [outcome(batch[0], (6, 1, 2), 3), outcome(batch[1], (6, 1, 2), step % 2)]
+        model.observe(outcomes, StepTimes(0, model.costs(20, 2), 0))
+    model._drafting_steps = 0
+    sizes = (0, 6, 7, 9)
+    odds = [model.odds(request) for request in batch]
+
+    def rate(depths: tuple[int, ...]) -> float:
+        tokens = 2.0
+        for each, depth in zip(odds, depths, strict=True):
+            passed = 1.0
+            for level in each[:depth]:
+                passed *= level
+                tokens += passed
+        return tokens / model.costs(2 + sum(sizes[depth] for depth in depths), 2)
+
+    chosen = tuple(budget.depth for budget in model.budgets(batch))
+    best = max(rate(depths) for depths in product(range(4), repeat=2))
+    assert rate(chosen) == pytest.approx(best, rel=0.05)
+    assert chosen[0] == 3
+
+
+def test_it_probes_each_request_by_itself() -> None:
+    """Others that draft do not keep a request from being tried again."""
+    options = CostModel.Options(probe_every=10)
+    model = CostModel(4, options, CostCurve({1: 0.01, 2: 0.011, 12: 0.031}))
+    requests = [request_of(), request_of()]
+    for _ in range(60):
+        outcomes = [outcome(requests[0], [1] * 4, 4), outcome(requests[1], [1] * 4, 0)]
+        model.observe(outcomes, StepTimes(0.0, model.costs(10, 2), 0))
+    model._drafting_steps = 0
+    lengths = [model.budgets(requests)[1].chain for _ in range(50)]
+    assert lengths.count(1) == 5
+    assert lengths.count(0) == 45
+
+
+def test_it_knows_that_a_drafter_often_has_no_guess() -> None:
+    model = CostModel(4, costs=CostCurve({1: 0.01, 9: 0.01}))
+    request = request_of()
+    for step in range(100):
+        model.budgets([request])
+        sizes, passed = ((), 0) if step % 4 else ([1] * 4, 4)
+        model.observe([outcome(request, sizes, passed)], StepTimes(0.001, 0.01, 0))
+    assert model.drafts(request) == pytest.approx(0.25, abs=0.1)
+    assert model.odds(request)[0] > 0.8
+
+
+def test_a_batch_in_which_drafts_cost_too_much_stops_drafting() -> None:
+    """By one row's curve they are cheap; with sixteen rows each of them costs like a token."""
+    model = CostModel(4, costs=measured(cheap))
+    batch = [request_of() for _ in range(16)]
+    drafted = []
+    for _ in range(150):
+        budgets = model.budgets(batch)
+        positions = 16 + sum(budget.chain for budget in budgets)
+        drafted.append(positions - 16)
+        outcomes = [
+            outcome(request, [1] * budget.chain, budget.chain // 2)
+            for request, budget in zip(batch, budgets, strict=True)
+        ]
+        model.observe(outcomes, StepTimes(0.0, 0.001 * positions, 0))
+    assert max(drafted[:5]) > 0
+    assert sum(drafted[50:]) / 100 < 0.1 * 16
+
+
+def test_what_others_compute_counts() -> None:
+    """A draft that pays for one request alone may hold up a whole batch."""
+    model = CostModel(8, costs=CostCurve({1: 0.01, 9: 0.014, 64: 0.07}))
+    request = request_of()
+    for _ in range(40):
+        model.observe([outcome(request, [1] * 4, 3)], StepTimes(0, model.costs(5), 0))
+    model._drafting_steps = 0
+    alone = model.budgets([request])[0].chain
+    model.others = 15
+    assert model.budgets([request])[0].chain < alone
+    before = model.costs(1), model.costs(5)
+    times = StepTimes(0, 10.0, 0, rows=16, positions=20)
+    model.observe([outcome(request, [1] * 4, 3)], times)
+    assert (model.costs(1), model.costs(5)) == before
+    assert model.costs(20, rows=16) > model.costs(16, rows=16)

@@ -1,0 +1,138 @@
+"""A fake target and drafter with known costs and known acceptance, for controllers to learn."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from foretoken import SamplingParams
+from foretoken.acceptance import Accepted
+from foretoken.control import Controller, CostCurve
+from foretoken.decode import Outcome, StepTimes
+from foretoken.request import Request
+from foretoken.sampling import Laws
+from foretoken.tree import Draft, TokenTree
+
+__all__ = [
+    "World",
+    "cheap",
+    "cpu",
+    "flat",
+    "measured",
+    "outcome",
+    "request_of",
+    "stairs",
+    "steep",
+    "tree_of",
+]
+
+
+# Seconds of a pass, by positions
+
+
+def flat(positions: int) -> float:
+    return 0.01
+
+
+def cpu(positions: int) -> float:
+    return 0.01 * (1 + 0.045 * (positions - 1))
+
+
+def cheap(positions: int) -> float:
+    return 0.01 * (1 + 0.01 * positions)
+
+
+def stairs(positions: int) -> float:
+    return 0.01 if positions <= 4 else 0.02
+
+
+def steep(positions: int) -> float:
+    return 0.01 * positions
+
+
+def measured(seconds: Callable[[int], float]) -> CostCurve:
+    return CostCurve({size: seconds(size) for size in (1, 2, 4, 8, 16, 32, 64)})
+
+
+# Requests and what comes of them
+
+
+def request_of(max_tokens: int = 10**6) -> Request:
+    return Request([1, 2], SamplingParams(max_tokens=max_tokens), vocab_size=9, max_model_len=10**7)
+
+
+def tree_of(sizes: Sequence[int]) -> TokenTree:
+    """So many nodes at each level, all of them children of the first one above."""
+    parents, first = [-1], 0
+    for size in sizes:
+        parents += [first] * size
+        first = len(parents) - size
+    return TokenTree((0,) * len(parents), tuple(parents))
+
+
+def outcome(request: Request, sizes: Sequence[int], passed: int) -> Outcome:
+    """A tree of which the first node was kept at so many levels."""
+    tree = tree_of(sizes)
+    path = tuple(1 + sum(sizes[:level]) for level in range(passed))
+    rejected = tree.children[path[-1] if path else 0]
+    decision = Accepted(path, 0, rejected, "rejected" if rejected else "")
+    logits = torch.zeros(1, 9).expand(len(tree), 9)
+    laws = Laws(logits, tree, request.sampler, request.output_ids)
+    return Outcome(request, Draft.deterministic(tree), decision, (), logits, laws)
+
+
+@dataclass(frozen=True)
+class World:
+    """What a step costs and brings.
+
+    Args:
+        seconds: of a pass, by positions.
+        sizes: nodes of a draft, by level.
+        odds: probability that a level is passed, given that the one above was.
+        level_seconds: of drafting a level.
+        guesses: how often the drafter has one.
+    """
+
+    seconds: Callable[[int], float]
+    sizes: Sequence[int]
+    odds: Sequence[float]
+    level_seconds: float = 0.0
+    guesses: float = 1.0
+
+    def rate(self, depth: int) -> float:
+        """Tokens per second of always drafting so deep."""
+        passed, tokens = 1.0, 1.0
+        for odds in self.odds[:depth]:
+            passed *= odds
+            tokens += self.guesses * passed
+        plain, drafted = self.seconds(1), self.seconds(1 + sum(self.sizes[:depth]))
+        drafting = depth * self.level_seconds
+        return tokens / (self.guesses * (drafting + drafted) + (1 - self.guesses) * plain)
+
+    @property
+    def best(self) -> int:
+        """The depth of most tokens per second, by trying all."""
+        return max(range(len(self.sizes) + 1), key=self.rate)
+
+    def steps(self, controller: Controller, count: int, seed: int = 0) -> list[int]:
+        """The depths a controller chooses for one request."""
+        dice, request, depths = random.Random(seed), request_of(), []
+        for _ in range(count):
+            (budget,) = controller.budgets([request])
+            depths.append(budget.depth)
+            depth = min(budget.depth, len(self.sizes)) if dice.random() < self.guesses else 0
+            passed = 0
+            while passed < depth and dice.random() < self.odds[passed]:
+                passed += 1
+            sizes = self.sizes[:depth]
+            times = StepTimes(depth * self.level_seconds, self.seconds(1 + sum(sizes)), 0.0)
+            controller.observe([outcome(request, sizes, passed)], times)
+        return depths
+
+    def share_of_best(self, depths: Sequence[int]) -> float:
+        """The rate of these steps over the best one."""
+        seconds = sum(1 / self.rate(depth) for depth in depths) / len(depths)
+        return 1 / seconds / self.rate(self.best)

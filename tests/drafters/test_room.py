@@ -1,0 +1,265 @@
+"""Draft models within `kv_cache_memory`: what they may take, and who goes without drafts."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from foretoken import LLM, ConfigError, RequestOutput, SamplingParams
+from foretoken import cache as cache_module
+from foretoken.cache import KVSlab
+from foretoken.drafters.room import shared_out
+from foretoken.kv_budget import KVBudget
+from foretoken.runtime.attention import KEY_BLOCK
+from foretoken.target import Target
+from tests.tiny import VOCAB_SIZE, tiny_model
+
+CONTEXT = 3 * KEY_BLOCK
+GREEDY = SamplingParams(temperature=0, max_tokens=24, logprobs=1)
+METHODS: dict[str, dict[str, Any]] = {
+    "draft_model": {},
+    "trees": {"method": "draft_model", "tree": [2, 2, 1]},
+    "dynamic": {"method": "draft_model", "tree": "dynamic", "num_speculative_tokens": 8},
+    "cascade": {"drafter": {"method": "ngram", "prompt_lookup_min": 1}},
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model(max_position_embeddings=CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def small() -> PreTrainedModel:
+    """One layer of one head: an eighth of the target's KV."""
+    return tiny_model(
+        seed=1,
+        max_position_embeddings=CONTEXT,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
+
+
+def config_of(name: str, model: PreTrainedModel) -> dict[str, Any]:
+    """Drafts at every step, as far as there is room."""
+    return {"method": name, "controller": "fixed", **METHODS[name], "model": model}
+
+
+def llm_of(model: PreTrainedModel, draft: PreTrainedModel, blocks: int, **fields: Any) -> LLM:
+    """With room for this many key blocks of KV in each of the two models."""
+    each = Target(model).cell_bytes + Target(draft).cell_bytes
+    config = fields.pop("config", config_of("draft_model", draft))
+    return LLM(
+        model,
+        speculative_config=config,
+        kv_cache_memory=blocks * KEY_BLOCK * each,
+        enable_prefix_caching=False,
+        **fields,
+    )
+
+
+def prompt_of(length: int, start: int = 3) -> list[int]:
+    return [(start + 5 * i) % VOCAB_SIZE for i in range(length)]
+
+
+def plain(model: PreTrainedModel, prompts: list[list[int]]) -> list[Any]:
+    outputs = LLM(model, enable_prefix_caching=False).generate(prompts, GREEDY)
+    return [(output.token_ids, output.logprobs) for output in outputs]
+
+
+def bits(outputs: list[RequestOutput]) -> list[Any]:
+    return [(output.token_ids, output.logprobs) for output in outputs]
+
+
+def draft_slab(llm: LLM) -> KVSlab:
+    drafter: Any = llm._engine._drafter
+    owner = drafter._scorer if hasattr(drafter, "_scorer") else drafter
+    slab: KVSlab = owner._model._slab
+    return slab
+
+
+def test_the_memory_is_shared_in_proportion(model: PreTrainedModel, small: PreTrainedModel) -> None:
+    target, draft = Target(model), Target(small)
+    assert target.cell_bytes == 8 * draft.cell_bytes
+    llm = llm_of(model, small, 4)
+    assert llm._target._slab.limit == draft_slab(llm).limit == 4 * KEY_BLOCK
+    assert LLM(model, kv_cache_memory="1MiB")._target._slab.limit == 2**20 // target.cell_bytes
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_both_slabs_stay_inside(
+    model: PreTrainedModel, small: PreTrainedModel, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that come, grow over a key block, are preempted and go."""
+    prompts = [prompt_of(length, start=length) for length in (500, 3, 505, 700, 9, 502)]
+    expected = plain(model, prompts)
+    llm = llm_of(model, small, 3, config=config_of(name, small))
+    slabs = (llm._target._slab, draft_slab(llm))
+    sizes: list[int] = []
+    original = KVSlab._resize
+
+    def resized(slab: KVSlab, rows: int, positions: int) -> None:
+        original(slab, rows, positions)
+        if slab in slabs:
+            sizes.append(slab.cells)
+
+    monkeypatch.setattr(KVSlab, "_resize", resized)
+    outputs = llm.generate(prompts, GREEDY)
+    if name in ("draft_model", "cascade"):
+        assert bits(outputs) == expected
+    assert [output.token_ids for output in outputs] == [tokens for tokens, _ in expected]
+    assert max(sizes) <= 3 * KEY_BLOCK
+    assert all(output.metrics.drafter_failure is None for output in outputs)
+    assert sum(output.metrics.num_drafts for output in outputs) > 0
+    assert not slabs[0].lengths
+    assert not slabs[1].lengths
+
+
+@pytest.mark.parametrize("name", ["draft_model", "cascade"])
+def test_the_youngest_goes_without_drafts(
+    model: PreTrainedModel, small: PreTrainedModel, name: str
+) -> None:
+    """The target has room for both, and the draft model for one until that one has ended."""
+    prompts = [prompt_of(20), prompt_of(20, start=4)]
+    expected = plain(model, prompts)
+    llm = llm_of(model, small, 2, config=config_of(name, small))
+    draft_slab(llm).limit = KEY_BLOCK
+    params = [GREEDY.model_copy(update={"max_tokens": length}) for length in (6, 24)]
+    first, second = llm.generate(prompts, params)
+    assert bits([second]) == expected[1:]
+    assert first.token_ids == expected[0][0][:6]
+    steps = list(second.trace)
+    assert not any(step.drafted for step in steps[:2])
+    assert any(step.drafted for step in steps[6:])
+    assert all(step.drafted for step in list(first.trace)[:2])
+
+
+def test_a_preempted_request_leaves_its_row_to_those_that_run(
+    model: PreTrainedModel, small: PreTrainedModel
+) -> None:
+    """Two rows fit as long as both are within one key block; so it is in both models."""
+    prompts = [prompt_of(KEY_BLOCK - 20, start=start) for start in (1, 2)]
+    params = GREEDY.model_copy(update={"max_tokens": 60})
+    llm = llm_of(model, small, 2)
+    first, second = llm.generate(prompts, params)
+    assert second.metrics.preemptions == 1
+    steps = list(first.trace)
+    ends = list(accumulate((step.committed for step in steps), initial=len(prompts[0])))
+    late = [step for step, end in zip(steps, ends, strict=False) if end > KEY_BLOCK + 1]
+    assert len(late) > 3
+    assert all(step.drafted for step in late[:-1])
+
+
+def test_a_request_too_long_for_the_draft_model_is_no_hindrance(
+    model: PreTrainedModel, small: PreTrainedModel
+) -> None:
+    prompts = [prompt_of(700), prompt_of(20)]
+    expected = plain(model, prompts)
+    llm = llm_of(model, small, 4)
+    draft_slab(llm).limit = KEY_BLOCK
+    long, short = llm.generate(prompts, GREEDY)
+    assert bits([long, short]) == expected
+    assert long.metrics.num_drafts == 0
+    assert short.metrics.num_drafts > 0
+    assert long.metrics.drafter_failure is None
+
+
+def test_a_pass_that_does_not_fit_after_all(
+    model: PreTrainedModel, small: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the reckoning is wrong the step is done without drafts, and the next one drafts."""
+    prompts = [prompt_of(KEY_BLOCK - 12)]
+    expected = plain(model, prompts)
+    llm = llm_of(model, small, 2)
+    draft_slab(llm).limit = KEY_BLOCK
+    monkeypatch.setattr("foretoken.drafters.draft_model.shared_out", lambda _, w, __: (set(w), []))
+    monkeypatch.setattr("foretoken.drafters.draft_model.OwnModel.room", lambda *_: 100)
+    (output,) = llm.generate(prompts, GREEDY)
+    assert bits([output]) == expected
+    assert output.metrics.drafter_failure is None
+    steps = list(output.trace)
+    assert steps[0].drafted
+    assert not steps[-2].drafted
+    assert not draft_slab(llm).lengths
+
+
+@pytest.mark.parametrize("name", ["draft_model", "cascade"])
+def test_a_machine_without_memory_for_the_draft_model(
+    model: PreTrainedModel, small: PreTrainedModel, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The allocation itself fails: the request goes on, and says why it has no drafts."""
+    prompts = [prompt_of(20), prompt_of(20, start=4)]
+    expected = plain(model, prompts)
+    llm = llm_of(model, small, 4, config=config_of(name, small))
+    ours, original = draft_slab(llm)._keys, cache_module._resized
+
+    def resized(old: Any, rows: int, positions: int) -> Any:
+        if any(old is buffer for buffer in ours.values()) and rows > old.shape[0]:
+            raise RuntimeError("can't allocate memory")
+        return original(old, rows, positions)
+
+    monkeypatch.setattr(cache_module, "_resized", resized)
+    first, second = llm.generate(prompts, GREEDY)
+    assert bits([first, second]) == expected
+    assert first.metrics.drafter_failure is None
+    assert "can't allocate memory" in (second.metrics.drafter_failure or "")
+    assert not draft_slab(llm).lengths
+
+
+def test_a_draft_model_of_a_request_gets_as_much(
+    model: PreTrainedModel, small: PreTrainedModel
+) -> None:
+    cells = Target(model).cell_bytes * 2 * KEY_BLOCK
+    llm = LLM(model, kv_cache_memory=cells)
+    prompts = [prompt_of(20), prompt_of(20, start=4)]
+    outputs = llm.generate(prompts, GREEDY, speculative_config=config_of("draft_model", small))
+    assert bits(outputs) == plain(model, prompts)
+    drafter: Any = llm._others[0][1].drafter
+    assert drafter._scorer._model._slab.limit == llm._target._slab.limit == 2 * KEY_BLOCK
+
+
+def test_too_little_for_both(model: PreTrainedModel, small: PreTrainedModel) -> None:
+    config = config_of("draft_model", small)
+    enough = KEY_BLOCK * Target(model).cell_bytes
+    assert LLM(model, kv_cache_memory=enough).max_model_len < KEY_BLOCK
+    with pytest.raises(ConfigError, match=r"this model and its draft models takes 0[.]3 MiB"):
+        LLM(model, kv_cache_memory=enough, speculative_config=config)
+
+
+def test_no_limit_is_none(model: PreTrainedModel) -> None:
+    budget, target = KVBudget(None), Target(model)
+    budget.add(target)
+    budget.share()
+    budget.add(target)
+    assert target._slab.limit is None
+    assert shared_out(target, {1: 10**9, 2: 5}, {3: 7}) == ({1, 2}, [])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "held", "expected"),
+    [
+        ({1: 9, 2: 9}, {}, ({1, 2}, [])),
+        ({1: 9, 2: 9, 3: 9}, {}, ({1, 2}, [])),
+        ({1: 9, 2: KEY_BLOCK + 1}, {}, ({1}, [])),
+        ({1: KEY_BLOCK + 1, 2: 9}, {}, ({1}, [])),
+        ({1: 9}, {1: 5, 2: 5}, ({1}, [])),
+        ({1: 9, 2: 9}, {1: 5, 3: 5}, ({1, 2}, [3])),
+        ({1: KEY_BLOCK + 1, 2: 9}, {1: 5, 2: 5}, ({1}, [2])),
+        ({1: 9}, {1: 5, 2: KEY_BLOCK}, ({1}, [2])),
+        ({1: 3 * KEY_BLOCK}, {}, (set(), [])),
+    ],
+)
+def test_who_is_drafted_for(
+    model: PreTrainedModel,
+    wanted: dict[int, int],
+    held: dict[int, int],
+    expected: tuple[set[int], list[int]],
+) -> None:
+    target = Target(model)
+    target.limit_memory(2 * KEY_BLOCK * target.cell_bytes)
+    assert shared_out(target, wanted, held) == expected
