@@ -64,10 +64,10 @@ class LLM:
         quantization: None keeps the weights as they are; "int8" and "int4" (on a CPU) make them a
             half and a third as large, those of a draft model too. Speculation is then lossless with
             respect to the weights that run.
-        runtime: "native" computes in this library's C++, compiled on this machine at its first use
-            (Llama, Mistral, Qwen2 and Qwen3 on a CPU, in float32 or bfloat16), "torch" in PyTorch's
-            operations. On a GPU "cuda" replays CUDA graphs, "compiled" of what TorchInductor made of
-            the passes. "auto" takes "native" or "cuda" where they can be had.
+        runtime: "native" computes in this library's C++, compiled on this machine at its first
+            use (Llama, Mistral, Qwen2 and Qwen3 on a CPU, in float32 or bfloat16), "torch" in
+            PyTorch's operations. On a GPU "cuda" replays CUDA graphs, "compiled" those of passes
+            that TorchInductor compiled. "auto" takes "native" or "cuda" where they can be had.
 
     Attributes:
         tokenizer: the tokenizer, or None.
