@@ -137,6 +137,7 @@ class LlamaCppRunner:
             n_threads_batch=setting.threads,
             n_gpu_layers=0,
             draft_model=draft,
+            logits_all=draft is not None,  # or it has no room for those of a draft
             verbose=False,
         )
         self._size = gguf_path(setting).stat().st_size
