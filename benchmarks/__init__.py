@@ -3,6 +3,7 @@
     python -m benchmarks.identity --prompts FILE      output with a drafter is output without one
     python -m benchmarks.quick --prompts FILE         how much faster it is
     python -m benchmarks.methods --prompts FILE       every method on every kind of prompt
+    python -m benchmarks.contract --prompts FILE      never slower, by batch size and kind of text
     python -m benchmarks.quantization --prompts FILE  how far int8 weights move p
     python -m benchmarks.step_cost                    what a pass costs, and the rest of a step
     python -m benchmarks.tree_cost                    a token tree against a batch row per path

@@ -23,14 +23,14 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from benchmarks import BenchmarkError, flags
 from benchmarks.loading import load
-from benchmarks.prompts import Prompt, read_prompts, stratified
+from benchmarks.prompts import encode, prompt_limit, read_prompts, stratified
 from benchmarks.report import command_line, machine, markdown_table, one_line_errors, progress_bar
 from benchmarks.speed_run import check_writable
-from foretoken import SamplingParams
+from foretoken import LLM, SamplingParams
 from foretoken.acceptance.coupled import Coupled
 from foretoken.bench.ratios import Interval, bootstrap_ratio, geometric_mean
 from foretoken.bench.rounds import order
@@ -40,8 +40,6 @@ from foretoken.drafters.base import Drafter
 from foretoken.drafters.ngram import NgramDrafter, NgramOptions
 from foretoken.drafters.none import NoDrafter
 from foretoken.engine import Engine
-from foretoken.prompts import token_ids
-from foretoken.prompts_file import cut_middle
 from foretoken.request import Request
 from foretoken.runtime.cuda.decoder import decoder_for
 from foretoken.runtime.cuda.graphs import Capture, CudaGraphs
@@ -241,9 +239,10 @@ def main(
             max(sizes),
             "inductor" if compiled else None,
         )
-        limit = _prompt_limit(run[BASELINE].target, max_prompt_tokens, max_tokens)
         sample = stratified(read_prompts(prompts), max(sizes) * batches, seed)
-        ids = [_encoded(prompt, loaded.tokenizer, limit) for prompt in sample]
+        reader = LLM(loaded.module, tokenizer=loaded.tokenizer, runtime="torch")
+        limit = prompt_limit(reader, max_prompt_tokens, max_tokens)
+        ids = [encode(reader, prompt, limit) for prompt in sample]
         groups = {size: groups_of(ids, size, batches) for size in sizes}
         found = _all_sizes(run, groups, rounds, max_tokens, seed)
     facts = {
@@ -275,13 +274,6 @@ def _all_sizes(
     return found
 
 
-def _encoded(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, limit: int) -> list[int]:
-    """As `benchmarks.prompts.encode`, without an `LLM`."""
-    templated = tokenizer is not None and tokenizer.chat_template
-    message = [{"role": "user", "content": prompt.text}] if templated else prompt.text
-    return cut_middle(token_ids(message, tokenizer), limit)
-
-
 def groups_of(ids: Sequence[Sequence[int]], size: int, most: int) -> list[Batch]:
     """The prompts in batches of one size, at most so many.
 
@@ -294,16 +286,6 @@ def groups_of(ids: Sequence[Sequence[int]], size: int, most: int) -> list[Batch]
             f"--batch-size {size} needs as many prompts, and there are {len(ids)}."
         )
     return groups[:most]
-
-
-def _prompt_limit(target: Target, wanted: int, max_tokens: int) -> int:
-    room = target.most_tokens - max_tokens
-    if room < 2:
-        raise BenchmarkError(
-            f"--max-tokens {max_tokens} leaves no room for a prompt in the context of "
-            f"{target.most_tokens}."
-        )
-    return min(wanted, room)
 
 
 def _when_done() -> float:

@@ -125,7 +125,7 @@ class Timed:
 
     def __init__(self, network: Network) -> None:
         self._network = network
-        self.least_nodes = network.least_nodes
+        self.least_nodes, self.exact_trees = network.least_nodes, network.exact_trees
         self.name, self.num_layers = network.name, network.num_layers
         self.seconds = 0.0
 

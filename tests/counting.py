@@ -16,6 +16,7 @@ class Counting:
     def __init__(self, network: Any) -> None:
         self._network = network
         self.least_nodes = network.least_nodes
+        self.exact_trees = network.exact_trees
         self.positions: list[int] = []
 
     def forward(self, inputs: PassInputs, *rest: Any, **named: Any) -> Any:

@@ -533,26 +533,43 @@ def test_methods_that_do_not_fit(model: PreTrainedModel) -> None:
 LONG = SamplingParams(temperature=0, max_tokens=130, logprobs=1)
 
 
-def test_costs_are_measured_once_enough_has_been_asked_for(
+def test_costs_are_measured_once_for_all_controllers(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes as long as some dozens of tokens, and is done once for all controllers."""
-    llm = LLM(model, speculative_config={"method": "ngram"})
-    measure, curves = llm._target.measure_costs, list[CostCurve]()
+    """When the first controller that looks at them is made, and never more rows than there are."""
+    measure, asked = Target.measure_costs, list[int]()
 
-    def watched() -> CostCurve:
-        curves.append(measure())
-        return curves[-1]
+    def watched(self: Target, most_rows: int) -> CostCurve:
+        asked.append(most_rows)
+        return measure(self, most_rows)
 
-    monkeypatch.setattr(llm._target, "measure_costs", watched)
-    llm.generate(PROMPTS, GREEDY)
-    assert not curves
-    assert len(llm._costs) > 0  # learnt in use
-    llm.generate(PROMPTS, LONG, speculative_config={"method": "ngram_table"})
-    llm.generate(PROMPTS, LONG)
-    assert len(curves) == 1
+    monkeypatch.setattr(Target, "measure_costs", watched)
+    llm = LLM(model, speculative_config={"method": "ngram"}, max_num_seqs=5)
+    assert asked == [5]
     assert llm._costs.measured
+    llm.generate(PROMPTS, LONG, speculative_config={"method": "ngram_table"})
+    assert asked == [5]
+    plain = LLM(model)
+    assert not plain._costs.measured
+    plain.generate(PROMPTS, GREEDY, speculative_config={"method": "ngram"})
+    plain.generate(PROMPTS, GREEDY, speculative_config={"method": "ngram_table"})
+    assert asked == [5, 16]
     assert_empty(llm)
+    assert_empty(plain)
+
+
+def test_where_bits_depend_on_the_nodes_no_clock_chooses_them(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def name(config: dict[str, Any]) -> str:
+        return LLM(model, speculative_config=config)._engine._controller.name
+
+    trees = {"method": "suffix", "branching": True}
+    assert name({"method": "ngram"}) == "cost_model"
+    assert name(trees) == "fixed"  # not on the native runtime
+    assert name({**trees, "controller": "cost_model"}) == "cost_model"
+    monkeypatch.setattr(Target, "_same_bits", lambda *_: False)
+    assert name({"method": "ngram"}) == "fixed"
 
 
 def test_costs_are_not_measured_for_those_who_do_not_look(model: PreTrainedModel) -> None:

@@ -169,7 +169,6 @@ class KVSlab(Cache):
         for layer in layers:
             if layer not in self._keys:
                 self._keys[layer], self._values[layer] = (self._new_buffer(like) for _ in range(2))
-                self._addresses = None
 
     @property
     def addresses(self) -> list[tuple[int, int, int, int]]:
@@ -188,7 +187,6 @@ class KVSlab(Cache):
             shape = (1, keys.shape[1], 1, keys.shape[2])
             self._keys[layer] = self._new_buffer(keys.new_empty(shape))
             self._values[layer] = self._new_buffer(values.new_empty(shape))
-            self._addresses = None
         return (
             self._write_nodes(self._keys[layer], keys),
             self._write_nodes(self._values[layer], values),
@@ -235,6 +233,7 @@ class KVSlab(Cache):
 
     def _new_buffer(self, states: Tensor) -> Tensor:
         _, heads, _, width = states.shape
+        self._addresses = None
         # Zeros, not empty: a masked position still enters a product, and NaN times 0 is NaN.
         return states.new_zeros(self._rows, heads, self._positions, width)
 

@@ -19,7 +19,7 @@ from foretoken.sampling import Laws
 from foretoken.trace import record
 from foretoken.tree import Draft, TokenTree
 
-__all__ = ["Outcome", "StepTimes", "Verifier", "step"]
+__all__ = ["Outcome", "StepTimes", "Verifier", "keep", "step", "tell"]
 
 
 class Verifier(Protocol):
@@ -39,11 +39,12 @@ class StepTimes:
     """Seconds of a step's parts, for the whole batch.
 
     Args:
-        draft: for drafting.
+        draft: for drafting; 0 where it was not told apart from the pass, and counts as that.
         verify: of the target's pass.
         accept: for everything after it.
         rows: of that pass, where a controller is shown a part of the batch; 0 where it is all.
         positions: the same.
+        noted: whether another controller with the same curve of costs was shown the pass before.
     """
 
     draft: float
@@ -51,6 +52,7 @@ class StepTimes:
     accept: float
     rows: int = 0
     positions: int = 0
+    noted: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,7 @@ def step(
         for request, draft, logits in zip(batch, drafts, scores, strict=True)
     ]
     times = StepTimes(drafted - began, verified - drafted, time.perf_counter() - verified)
-    drafter.observe(outcomes, times)
-    controller.observe(outcomes, times)
-    for request in batch:
-        request.record_times(times.draft, times.verify, times.accept)
+    tell(drafter, controller, outcomes, times)
     return outcomes
 
 
@@ -106,8 +105,24 @@ def _accept(
 ) -> Outcome:
     p = Laws(logits, draft.tree, request.sampler, request.output_ids)
     noise = request.noise.at(len(request.token_ids))
-    accepted = rule.accept(draft, p, noise)
+    return keep(target, request, draft, rule.accept(draft, p, noise), logits, p)
+
+
+def keep(
+    target: Verifier, request: Request, draft: Draft, accepted: Accepted, logits: Tensor, p: Laws
+) -> Outcome:
+    """Commit the accepted path of one request's draft, and extend the request by it."""
     target.commit(request.key, (0, *accepted.path))
     trace = record(draft, p, accepted, everything=request.trace_all)
     committed = request.extend(draft, p, accepted, trace)
     return Outcome(request, draft, accepted, tuple(committed), logits, p)
+
+
+def tell(
+    drafter: Drafter, controller: Controller, outcomes: Sequence[Outcome], times: StepTimes
+) -> None:
+    """Show a step to all who learn from it, or write it down."""
+    drafter.observe(outcomes, times)
+    controller.observe(outcomes, times)
+    for outcome in outcomes:
+        outcome.request.record_times(times.draft, times.verify, times.accept)

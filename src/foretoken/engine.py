@@ -34,11 +34,6 @@ from foretoken.target import Target
 
 __all__ = ["Engine", "Speculation"]
 
-_WORTH_MEASURING = 512
-"""Tokens asked for before the costs of passes are measured beforehand, which takes about forty
-passes; until then, and where there is no room for it, controllers learn them from the steps."""
-
-
 Step: TypeAlias = Callable[
     [Target, Drafter, AcceptanceRule, Controller, Sequence[Request]], list[Outcome]
 ]
@@ -88,14 +83,13 @@ class Engine:
         self._rule = rule
         self._controller = controller
         self._drafters = PerRequest(drafter)
-        self._controllers = PerRequestController(controller)
+        self._controllers = PerRequestController(controller, self._drafters.seconds)
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._prefixes = prefix_cache
         self._step = step
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # in order of admission; also those being prefilled
-        self._asked_for = 0  # tokens, of controllers that choose by costs
 
     def add(self, request: Request, speculation: Speculation | None = None) -> None:
         """Queue a request, with the engine's own drafter and controller or others.
@@ -108,27 +102,9 @@ class Engine:
         )
         if speculation is not None:
             _check_fit(speculation.drafter, self._rule)
-        self._measure_costs(request, speculation)
-        if speculation is not None:
             self._drafters.assign(request, speculation.drafter)
             self._controllers.assign(request, speculation.controller)
         self._waiting.append(request)
-
-    def _measure_costs(self, request: Request, speculation: Speculation | None) -> None:
-        """Time passes for the controllers, once enough has been asked for to be worth it."""
-        controller = self._controller if speculation is None else speculation.controller
-        if not controller.needs_costs or controller.costs.measured:
-            return
-        self._asked_for += request.remaining if controller.num_speculative_tokens else 0
-        if self._asked_for < _WORTH_MEASURING:
-            return
-        measured = controller.costs
-        try:
-            measured = self._target.measure_costs()
-        except (SlabFull, MemoryError, RuntimeError) as error:
-            if not isinstance(error, SlabFull) and not is_out_of_memory(error):
-                raise
-        controller.costs.start_from(measured)
 
     @property
     def busy(self) -> bool:
@@ -239,16 +215,16 @@ class Engine:
 
         Drafts take positions, too: before anyone is preempted for them they are left out.
         """
-        drafting, plain = (self._drafters, self._controllers), (NoDrafter(), Fixed(0))
+        target, rule = self._target, self._rule
         while batch := [r for r in self._running if not self._missing(r)]:
-            full: SlabFull | None = None
-            for drafter, controller in (drafting, plain):
-                try:
-                    return self._step(self._target, drafter, self._rule, controller, batch)
-                except SlabFull as error:
-                    full = error
-            assert full is not None
-            self._make_room(full)
+            try:
+                return self._step(target, self._drafters, rule, self._controllers, batch)
+            except SlabFull as error:
+                self._drop_copies(error)  # the next drafts may find room
+            try:
+                return self._step(target, NoDrafter(), rule, Fixed(0), batch)
+            except SlabFull as error:
+                self._make_room(error)
         return []
 
     # Memory
@@ -259,12 +235,19 @@ class Engine:
         Raises:
             ForetokenError: there was only one, which has been ended.
         """
-        if self._prefixes and not isinstance(error, OverBudget):
-            self._prefixes.clear()
-        elif len(self._running) > 1:
+        if self._drop_copies(error):
+            return
+        if len(self._running) > 1:
             self._preempt(self._running[-1])
         else:
             self._give_up(self._running[0], error)
+
+    def _drop_copies(self, error: Exception) -> bool:
+        """Give up the KV of earlier prompts; whether there was any, and it was in the way."""
+        if not self._prefixes or isinstance(error, OverBudget):
+            return False
+        self._prefixes.clear()
+        return True
 
     def _preempt(self, request: Request) -> None:
         """Take the request's row; its drafter keeps its state, as the tokens stay what they are."""

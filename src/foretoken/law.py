@@ -37,9 +37,9 @@ class Law:
     @staticmethod
     def of(probs: Tensor) -> Law:
         """From dense [V] probabilities; tokens of probability 0 leave the support."""
-        (support,) = probs.nonzero(as_tuple=True)  # [S]
-        if len(support) == len(probs):
+        if float(probs.min()) > 0:  # much sooner said than which ones are
             return Law(probs)
+        (support,) = probs.nonzero(as_tuple=True)  # [S]
         return Law(probs[support], support)
 
     @cached_property

@@ -11,8 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken import models
 from foretoken.acceptance import rule_class
+from foretoken.cache import SlabFull, is_out_of_memory
 from foretoken.config import SamplingParams
-from foretoken.control import Controller, CostCurve, controller_class
+from foretoken.control import Controller, CostCurve, Fixed, controller_class
 from foretoken.decode import step
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.registry import DrafterParts
@@ -73,7 +74,9 @@ class LLM:
         tokenizer: the tokenizer, or None.
         model_path: the (converted) Hugging Face folder, or None for a loaded model.
         bit_exact: whether, on this machine and in this dtype, the bits of a position do not depend
-            on how many are computed with it (law 7); spot-checked at construction.
+            on how many are computed with it (law 7); spot-checked at construction. On the native
+            runtime that includes trees. Where it is False a controller that is not named is
+            `fixed`: what goes by the clock must not show in the output.
         engine: the same by hand: requests that are added, stepped and aborted one by one.
         vocabulary_overlap: how many tokens a draft model shares with the target, and how it drafts
             for it; None without a draft model or without the tokenizers. Of several the last.
@@ -132,6 +135,8 @@ class LLM:
             step=step_for(self._target) or step,
         )
         self.engine = LLMEngine(self._engine, self._requests, self._speculation)
+        self._max_num_seqs = max_num_seqs
+        self._measure_costs(controller)
 
     @property
     def max_model_len(self) -> int:
@@ -145,7 +150,11 @@ class LLM:
 
     @property
     def runtime(self) -> str:
-        """What computes the passes: "native", "lean" (PyTorch's operations) or "module"."""
+        """What computes the passes: "native", "lean", "module", "cuda" or "compiled".
+
+        "lean" and "module" are PyTorch's operations, the latter through the Transformers module: on
+        a GPU too, where passes cannot be captured in graphs.
+        """
         return self._target.network.name
 
     @property
@@ -257,10 +266,27 @@ class LLM:
         return self._maker.make(prompt, self.tokenizer, params, trace=trace)
 
     def _controller(self, config: SpeculativeConfig, drafter: Drafter) -> Controller:
-        kind = controller_class(config.controller_under(self.speculative_config.rule_name))
+        name = config.controller_under(self.speculative_config.rule_name)
+        exact = self._target.exact_trees if drafter.makes_branches else self._target.bit_exact
+        if config.controller is None and not exact:
+            name = Fixed.name  # draft lengths go by the clock, and here they would show
+        kind = controller_class(name)
         options = None if config.controller is None else config.controller_options
         # What passes cost is the target's affair: one curve for all controllers.
         return kind(config.gamma, options, self._costs, drafter.level_sizes(config.gamma))
+
+    def _measure_costs(self, controller: Controller) -> None:
+        """Time passes for controllers that choose by their costs, once for all of them."""
+        if not controller.needs_costs or not controller.num_speculative_tokens:
+            return
+        if self._costs.measured:
+            return
+        try:
+            self._costs.start_from(self._target.measure_costs(self._max_num_seqs))
+        except (SlabFull, MemoryError, RuntimeError) as error:
+            if not isinstance(error, SlabFull) and not is_out_of_memory(error):
+                raise
+            # Costs are then learnt from the steps.
 
     def _speculation(self, given: Speculative) -> Speculation | None:
         """Drafter and controller of a request's own configuration; None for the `LLM`'s own."""
@@ -274,6 +300,7 @@ class LLM:
         couples = rule_class(self.speculative_config.rule_name).couples_draft
         drafter = self._drafter(config, self._target, couples)
         controller = self._controller(config, drafter)
+        self._measure_costs(controller)
         self._others.append((config, Speculation(drafter, controller)))
         return self._others[-1][1]
 

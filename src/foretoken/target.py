@@ -41,11 +41,15 @@ _MARGIN = ROW_MULTIPLE - 1
 _COST_SIZES = (1, 2, 4, 8, 16, 32, 64)
 _COST_ROWS = (4, 16)
 _COST_CONTEXT = 128
-_COST_REPEATS = 3
+_COST_REPEATS = 2
+_COST_SECONDS = 2.0
 
 _PROBE_TOLERANCE = {True: 1e-3, False: 0.25}
 """Mean error over the logits' spread, in float32 and in 16 bits: rounding stays below, ignoring a
 mask or a position does not."""
+
+_ROUNDING_TOLERANCE = 0.8
+"""The same for rounded weights; what has nothing in common is at 1.1."""
 
 
 class Target:
@@ -81,6 +85,7 @@ class Target:
         self._keys: list[int] = []  # key of each slab row
         self.num_passes = 0
         self.bit_exact = self._probe(model, rounded=quantization is not None)
+        self.exact_trees = self.bit_exact and self.network.exact_trees
 
     def with_network(self, network: Network) -> Target:
         """This target's rows and KV under another network over the same layers.
@@ -247,20 +252,33 @@ class Target:
     # Measurement
 
     @torch.inference_mode()
-    def measure_costs(self) -> CostCurve:
+    def measure_costs(self, most_rows: int = max(_COST_ROWS)) -> CostCurve:
         """Seconds of a pass by number of positions and of rows, each the median of a few passes.
 
-        Takes about a second for a small model; the curve is corrected as it is used.
+        Takes a few tenths of a second for a small model. For a large one what is not measured by
+        `_COST_SECONDS` is left out: the curve is extended and corrected as it is used.
+
+        Args:
+            most_rows: more rows than these are not tried.
+
+        Raises:
+            SlabFull: there is no memory for it.
         """
+        deadline = time.perf_counter() + _COST_SECONDS
         keys = [_PROBE_KEY - row for row in range(max(_COST_ROWS))]
+        others = len(self._keys)
         self.add(keys[0])
         try:
             self.prefill(keys[0], [0] * min(_COST_CONTEXT, self.max_model_len // 2))
             room = self.max_model_len - self.cached(keys[0])
-            sizes = [size for size in _COST_SIZES if size < room]
-            curve = CostCurve({size: self._seconds(keys[:1], size) for size in sizes})
+            points: dict[int, float] = {}
+            for size in _COST_SIZES:
+                if size < room and (not points or time.perf_counter() < deadline):
+                    points[size] = self._seconds(keys[:1], size)
+            curve = CostCurve(points)
             for rows in _COST_ROWS:
-                if not self.has_room(rows, self.cached(keys[0]) + 1):
+                has_room = self.has_room(others + rows, self.cached(keys[0]) + 1)
+                if rows > most_rows or not has_room or time.perf_counter() > deadline:
                     break
                 for key in keys[1:rows]:
                     self.fork(keys[0], key)
@@ -303,23 +321,29 @@ class Target:
         tree = TokenTree((b, c, d, e), (-1, 0, 0, 2))  # a b c  and  a b d e
         try:
             scored = self._score([a], tree)
-            if rounded:
-                own = self._score([a], chain([b, d, e]))
-            else:
-                inputs = torch.tensor([[a, b, d, e]], device=self.device)
-                own = model(input_ids=inputs).logits[0, 1:]
+            inputs = torch.tensor([[a, b, d, e]], device=self.device)
+            own = model(input_ids=inputs).logits[0, 1:]
+            in_a_row = self._score([a], chain([b, d, e]))
         except (RuntimeError, TypeError, IndexError, AttributeError) as error:
             raise CompatibilityError(
                 f"{type(model).__name__} cannot be run with a 4-D mask, position ids and an "
                 f"external KV cache: {str(error).splitlines()[0]}"
             ) from error
-        difference = (scored[[0, 2, 3]].float() - own.float()).abs().mean()
-        if not difference <= _PROBE_TOLERANCE[self.dtype == torch.float32] * own.float().std():
+        branch = scored[[0, 2, 3]]
+        if rounded and not _error(in_a_row, own) <= _ROUNDING_TOLERANCE:
+            raise CompatibilityError(
+                f"{type(model).__name__} with rounded weights has little in common with itself: "
+                "use a finer quantization, or none."
+            )
+        expected = in_a_row if rounded else own
+        if not _error(branch, expected) <= _PROBE_TOLERANCE[self.dtype == torch.float32]:
             raise CompatibilityError(
                 f"{type(model).__name__} does not score a branch of a token tree as it scores the "
                 "same tokens in a row: it ignores the 4-D mask or the position ids."
             )
         self.num_passes = 0
+        if self.network.exact_trees and not torch.equal(branch, in_a_row):
+            return False
         return self._same_bits(([a, b, c, d, e] * 4)[: self.max_model_len])
 
     def _score(self, context: Sequence[int], tree: TokenTree) -> Tensor:
@@ -338,3 +362,8 @@ class Target:
         narrow = self._score(tokens[:2], chain(tokens[2:3]))
         middle = self._score(tokens[:3], chain(tokens[3:9]))
         return torch.equal(wide[:1], narrow) and torch.equal(wide[1 : 1 + len(middle)], middle)
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    """Mean error over the spread of what was expected."""
+    return float((found.float() - expected.float()).abs().mean() / expected.float().std())

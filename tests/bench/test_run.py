@@ -16,7 +16,7 @@ from foretoken.bench.process import Process
 from foretoken.bench.run import FORMAT, Plan
 from foretoken.errors import ForetokenError
 from foretoken.prompts_file import Prompt
-from tests.bench.records import OWN_FACTS, PEER_FACTS
+from tests.bench.records import NGRAM, OWN_FACTS, PEER_FACTS
 
 PEER = Contestant("transformers-plain", "transformers-plain")
 PROMPTS = tuple(Prompt(name, "kind", name * 3) for name in ("a", "b"))
@@ -31,16 +31,20 @@ class FakeProcess:
 
     calls: list[tuple[str, int, int]]
     lasts: int
+    context: int
+    """What prompts were to fit into."""
 
     def __init__(self, contestant: Contestant, setting: Setting) -> None:
         self.label = contestant.label
         self.facts: dict[str, Any] = {}
 
     def wait_until_loaded(self) -> None:
-        own = self.label == BASELINE.label
-        self.facts = OWN_FACTS if own else {**PEER_FACTS, "batches": False}
+        self.facts = OWN_FACTS if self.label == BASELINE.label else {**PEER_FACTS, "batches": False}
+        if self.label == NGRAM.label:  # its draft model takes some of the memory
+            self.facts = {**OWN_FACTS, "max_model_len": 200}
 
-    def encode(self, texts: list[str]) -> list[list[int]]:
+    def encode(self, texts: list[str], max_model_len: int) -> list[list[int]]:
+        type(self).context = max_model_len
         return [[ord(letter) for letter in text] for text in texts]
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
@@ -107,6 +111,14 @@ def test_batches_are_for_those_who_take_them(processes: type[FakeProcess]) -> No
     batches = [record for record in journal.records if record.get("batch") == 3]
     assert [record["contestant"] for record in batches] == ["none"]
     assert batches[0]["prompt_tokens"] == [3, 3, 3]
+
+
+def test_prompts_fit_into_the_shortest_context_of_all(processes: type[FakeProcess]) -> None:
+    run.run(plan(), Journal(None, FORMAT, {}), silent)
+    assert processes.context == 256
+    everyone = Plan((BASELINE, NGRAM, PEER), Setting("m", max_tokens=4), PROMPTS, 1)
+    run.run(everyone, Journal(None, FORMAT, {}), silent)
+    assert processes.context == 200
 
 
 def test_a_run_that_was_broken_off_goes_on(processes: type[FakeProcess], tmp_path: Path) -> None:

@@ -104,6 +104,8 @@ def test_bench(
         (["--max-num-batched-tokens", "0"], "--max-num-batched-tokens: must be at least 1"),
         (["--max-num-seqs", "0", "--n", "2", "--temperature", "1"], "--max-num-seqs: must be at"),
         (["--max-num-seqs", "4"], "--max-num-seqs is for several answers: add --n"),
+        (["--prefix-cache-memory", "1MiB"], "--prefix-cache-memory is for several answers"),
+        (["--no-enable-prefix-caching"], "--no-enable-prefix-caching is for several answers"),
         (["--max-num-seqs", "x"], "invalid value for '--max-num-seqs'"),
         (["--quantization", "int3"], f"--quantization: must be {' or '.join(QUANTIZATIONS)}, got"),
     ],

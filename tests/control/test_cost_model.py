@@ -196,3 +196,50 @@ def test_catching_up_is_no_cost_of_drafting() -> None:
             assert budget.chain == 4
             times = StepTimes(0.001 if step else 1.0, model.costs(5), 0)
             model.observe([outcome(request, [1] * 4, 4)], times)
+
+
+def test_requests_that_end_after_their_first_draft_tell_what_it_costs_at_most() -> None:
+    """Their drafts never pay for the reading, and no later one says how much of it that was."""
+    model = CostModel(4, costs=CostCurve({1: 0.01, 9: 0.011}))
+    lengths = []
+    for _ in range(30):
+        request = request_of(max_tokens=6)
+        (budget,) = model.budgets([request])
+        lengths.append(budget.chain)
+        times = StepTimes(0.2 if budget.chain else 0.0, model.costs(1 + budget.chain), 0)
+        model.observe([outcome(request, [1] * budget.chain, budget.chain)], times)
+        model.release(request)
+    assert lengths[0] == 4
+    assert sum(length > 0 for length in lengths) == 1
+
+
+def test_a_bound_does_not_keep_the_next_draft_from_being_measured() -> None:
+    """After them one that goes on: it is tried in its turn, and then twice in a row."""
+    model = CostModel(4, CostModel.Options(probe_every=10), CostCurve({1: 0.01, 9: 0.011}))
+    request = request_of()
+    model._drafting.add(0.2, 4, caught_up=False)
+    lengths, before = [], 0
+    for _ in range(30):
+        (budget,) = model.budgets([request])
+        lengths.append(budget.chain)
+        seconds = 0.0 if not budget.chain else 0.001 * budget.chain + (0 if before else 0.1)
+        before = budget.chain
+        times = StepTimes(seconds, model.costs(1 + budget.chain), 0)
+        model.observe([outcome(request, [1] * budget.chain, budget.chain)], times)
+    assert lengths[:12] == [*[0] * 9, 1, 4, 4]
+    assert sum(length == 4 for length in lengths[12:]) >= 15
+
+
+def test_what_was_not_told_apart_is_not_taken_for_free() -> None:
+    """Steps on a device have no seconds of drafting; those of other steps count at once."""
+    world = World(cpu, CHAIN, [0.6] * 8)
+    model = model_of(world)
+    assert sum(world.steps(model, 50)[10:]) >= 40
+    assert model._drafting.level.value == 0.0
+    dear = World(cpu, CHAIN, [0.6] * 8, level_seconds=0.02)
+    depths = dear.steps(model, 80)
+    assert model._drafting.level.value == pytest.approx(0.02, rel=0.1)
+    assert sum(depths[5:]) <= 4
+    on_device = world.steps(model, 40)
+    assert model._drafting.level.value == pytest.approx(0.02, rel=0.1)
+    assert sum(on_device) <= 4

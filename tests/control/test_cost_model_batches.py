@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import product
 
 import pytest
@@ -40,7 +41,8 @@ def test_it_is_near_the_best_rate_of_all_lengths_of_two_requests() -> None:
     for accepted in (4, 3, 4, 4, 2) * 8:
         for request, passed in zip(batch, (accepted, accepted // 2), strict=True):
             model.observe([outcome(request, [1] * 4, passed)], StepTimes(0, model.costs(5), 0))
-    model._level_cost, model._drafting_steps = 0.0005, 0
+    model._drafting.level.add(0.0005)
+    model._drafting_steps = 0
     alphas = [model.odds(request)[0] for request in batch]
     drafts = [model.drafts(request) for request in batch]
 
@@ -143,3 +145,52 @@ def test_what_others_compute_counts() -> None:
     model.observe([outcome(request, [1] * 4, 3)], times)
     assert (model.costs(1), model.costs(5)) == before
     assert model.costs(20, rows=16) > model.costs(16, rows=16)
+
+
+def depths_with_newcomers(level_seconds: float, lives: int, steps: int = 90) -> list[int]:
+    """Levels drafted at each step for three rows, one of which is new in nearly every step.
+
+    Half of the tokens pass. A request's first draft takes five passes' time longer.
+    """
+    dice = random.Random(0)
+    model = CostModel(4, costs=CostCurve({1: 0.01, 8: 0.011, 16: 0.012}))
+    batch = [request_of() for _ in range(3)]
+    served: dict[int, int] = {}
+    drafted = []
+    for step in range(steps):
+        if step % lives:
+            batch[step % 3] = request_of()
+        lengths = [budget.chain for budget in model.budgets(batch)]
+        new = sum(n > 0 and r.key not in served for r, n in zip(batch, lengths, strict=True))
+        served |= {r.key: n for r, n in zip(batch, lengths, strict=True) if n}
+        passed = [next(i for i in range(n + 1) if i == n or dice.random() < 0.5) for n in lengths]
+        outcomes = [outcome(r, [1] * n, k) for r, n, k in zip(batch, lengths, passed, strict=True)]
+        drafting = level_seconds * max(lengths) + 0.05 * new
+        model.observe(outcomes, StepTimes(drafting, model.costs(3 + sum(lengths), 3), 0))
+        drafted.append(sum(lengths))
+    return drafted
+
+
+@pytest.mark.parametrize("lives", [2, 3, 8])
+def test_newcomers_do_not_make_a_dear_drafter_seem_free(lives: int) -> None:
+    """In nearly every step one of them catches up, so that what a level costs hardly shows."""
+    dear = depths_with_newcomers(0.02, lives)
+    assert sum(count > 0 for count in dear[10:]) <= 8
+    cheap = depths_with_newcomers(0.0005, lives)
+    assert sum(count > 0 for count in cheap[10:]) >= 70
+
+
+def test_the_first_measurement_is_not_spoilt_by_newcomers() -> None:
+    """The step after a start asks for the same requests, and for the new one in the next."""
+    model = CostModel(4, costs=CostCurve({1: 0.01, 16: 0.011}))
+    first, second = request_of(), request_of()
+    seen = []
+    for step, seconds in enumerate((1.0, 0.004, 1.0, 0.004)):
+        batch = [first, second] if step else [first]
+        lengths = [budget.chain for budget in model.budgets(batch)]
+        seen.append(lengths)
+        outcomes = [outcome(r, [1] * n, n) for r, n in zip(batch, lengths, strict=True)]
+        model.observe(outcomes, StepTimes(seconds, 0.011, 0))
+    assert seen == [[4], [4, 0], [4, 4], [4, 4]]
+    assert model._drafting.level.measured
+    assert model._drafting.level.value == pytest.approx(0.001)

@@ -72,6 +72,45 @@ def test_the_switch_settles_on_the_better_drafter() -> None:
     assert used[16:].count(1) > 40
 
 
+def test_the_switch_chooses_and_credits_in_drafting_steps_only() -> None:
+    """Every second step a controller allows no draft; tries are every fourth of the others.
+
+    Plain steps are cheaper, and would speak for whoever is chosen in them.
+    """
+    switch = Switch([NoDrafter(), NoDrafter()], SwitchOptions(drafters=({}, {}), try_every=4))
+    request, used = request_of(), []
+    for step in range(64):
+        drafting = step % 2 == 0
+        switch.propose([request], [Budget(4, 4) if drafting else Budget(4, 0)])
+        choice = switch._choices[request.key]
+        arms = [(arm.tokens, arm.seconds) for arm in choice.arms]
+        current, passed = choice.current, 4 if drafting and choice.current == 1 else 0
+        result: Outcome = outcome(request, 4 * drafting, passed)
+        switch.observe([result], StepTimes(0.001 * drafting, 0.01 if drafting else 1e-6, 0.0))
+        if drafting:
+            used.append(current)
+        else:
+            assert [(arm.tokens, arm.seconds) for arm in choice.arms] == arms
+            assert current == used[-1]
+    assert used[:2] == [0, 1]
+    assert used[4:] == [(number // 4) % 2 if number % 4 == 0 else 1 for number in range(5, 33)]
+
+
+def test_a_switched_drafter_sees_plain_steps_too() -> None:
+    """`lookahead` learns from every pass, and must have been asked before."""
+    llm = tiny_llm(
+        tiny_model(),
+        "switch",
+        drafters=[{"method": "lookahead"}, {"method": "ngram"}],
+        controller={"rule": "batch", "lengths": {1: 0}},
+    )
+    (output,) = llm.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=8))
+    assert output.metrics.drafter_failure is None
+    drafter: Any = llm._engine._drafter
+    assert output.metrics.num_drafts == 0
+    assert not drafter._choices
+
+
 def test_a_cascade_of_the_target_itself_is_always_accepted() -> None:
     """Its tokens have exactly the middle model's law, whatever the inner drafter guesses."""
     model = tiny_model()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -9,9 +10,10 @@ import pytest
 
 from foretoken import LLM, SamplingParams
 from foretoken.acceptance import RULES
-from foretoken.cache import OverBudget
-from foretoken.control import Budget, Fixed
+from foretoken.cache import OverBudget, SlabFull
+from foretoken.control import Budget, CostCurve, Fixed
 from foretoken.control.batch import BatchTable
+from foretoken.control.cost_model import CostModel
 from foretoken.control.per_request import PerRequestController
 from foretoken.decode import Outcome, StepTimes
 from foretoken.drafters.base import Drafter
@@ -21,6 +23,7 @@ from foretoken.engine import Engine, Speculation
 from foretoken.request import Request
 from foretoken.target import Target
 from foretoken.tree import Draft, chain
+from tests.control.worlds import outcome as outcome_of
 from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 
@@ -138,7 +141,11 @@ def test_each_request_asks_its_own_drafter(plain: list[tuple[int, ...]]) -> None
     assert requests[4].metrics.num_drafts == 0
 
 
-@pytest.mark.parametrize("error", [AssertionError("ours"), OverBudget("the engine's")])
+@pytest.mark.parametrize(
+    "error",
+    [AssertionError("ours"), OverBudget("the engine's"), SlabFull("the machine's")],
+    ids=["ours", "budget", "machine"],
+)
 def test_what_is_no_fault_of_the_drafter_comes_through(error: Exception) -> None:
     drafter = Faulty(lambda _: True, error)
     router = PerRequest(drafter)
@@ -192,7 +199,7 @@ def test_the_user_sees_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_request_asks_its_own_controller() -> None:
-    router = PerRequestController(Fixed(2))
+    router = PerRequestController(Fixed(2), PerRequest(NoDrafter()).seconds)
     requests = [request_of([1]) for _ in range(4)]
     table = BatchTable(8, BatchTable.Options(lengths={1: 7, 2: 5}))
     router.assign(requests[1], Fixed(4))
@@ -205,26 +212,124 @@ def test_each_request_asks_its_own_controller() -> None:
     assert [budget.chain for budget in router.budgets(requests)] == [2] * 4
 
 
-def test_seconds_of_drafting_are_shared_out_and_the_pass_is_told_whole() -> None:
-    class Watching(Fixed):
-        seen: StepTimes | None = None
+class Clock:
+    """Time that passes where a test says so, and a little whenever someone looks."""
 
-        def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
-            self.seen = times
+    def __init__(self) -> None:
+        self.now = 0.0
 
-    controllers = [Watching(1), Watching(2)]
+    def __call__(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    return clock
+
+
+class Slow(Faulty):
+    """Takes so long for a batch."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        super().__init__()
+        self.clock, self.seconds = clock, seconds
+
+    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
+        self.clock.now += self.seconds
+        return super().propose(batch, budgets)
+
+
+class Watching(Fixed):
+    """Keeps what it is shown."""
+
+    seen: StepTimes | None = None
+
+    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
+        self.seen = times
+
+
+def test_each_controller_is_told_the_seconds_of_its_own_drafter(clock: Clock) -> None:
+    """And of the pass the whole: the cheap drafter has the longer drafts, and is not charged."""
+    controllers = [Watching(1), Watching(2), Watching(2)]
     target = Target(tiny_model())
-    engine = Engine(target, Faulty(), RULES["coupled"](), controllers[0])
-    requests = [request_of(prompt) for prompt in ([1], [2])]
+    dear, cheap = Slow(clock, 3.0), Slow(clock, 0.25)
+    engine = Engine(target, dear, RULES["coupled"](), controllers[0])
+    requests = [request_of(prompt) for prompt in ([1], [2], [3], [4])]
     engine.add(requests[0])
-    engine.add(requests[1], Speculation(Faulty(), controllers[1]))
+    engine.add(requests[1], Speculation(cheap, controllers[1]))
+    engine.add(requests[2], Speculation(cheap, controllers[2]))
+    engine.add(requests[3])
     engine.step()
-    first, second = (controller.seen for controller in controllers)
+    first, second, third = (controller.seen for controller in controllers)
     assert first is not None
     assert second is not None
-    assert second.draft == pytest.approx(first.draft * 3 / 2)  # 3 positions and 2
-    assert second.verify == first.verify > 0
-    assert (first.rows, first.positions) == (second.rows, second.positions) == (2, 5)
-    assert [controller.others for controller in controllers] == [1, 1]
+    assert third is not None
+    assert first.draft == pytest.approx(3.0, abs=1e-3)
+    assert second.draft == third.draft == pytest.approx(0.125, abs=1e-3)
+    assert first.verify == second.verify == third.verify > 0
+    assert {(each.rows, each.positions) for each in (first, second, third)} == {(4, 10)}
+    assert [controller.others for controller in controllers] == [2, 3, 3]
     engine.abort(requests)
     assert controllers[0].others == 0
+
+
+def test_a_step_that_did_not_tell_drafting_apart_tells_no_controller(clock: Clock) -> None:
+    """As on the device, where nobody is asked and what was measured earlier means nothing."""
+    drafters = PerRequest(Slow(clock, 3.0))
+    controllers = [Watching(1), Watching(2)]
+    router = PerRequestController(controllers[0], drafters.seconds)
+    requests = [request_of([1]), request_of([2])]
+    router.assign(requests[1], controllers[1])
+    drafters.propose(requests, [BUDGET, BUDGET])
+    outcomes = [outcome_of(request, [1], 0) for request in requests]
+    router.observe(outcomes, StepTimes(0.0, 0.5, 0.0))
+    assert [each.seen and each.seen.draft for each in controllers] == [0.0, 0.0]
+
+
+def test_beside_a_dear_drafter_a_cheap_one_goes_on(clock: Clock) -> None:
+    """Drafts of one cost three hundred times those of the other, and both are always right."""
+    costs = CostCurve({1: 0.01, 2: 0.010, 8: 0.011})
+    cheap, dear = (CostModel(3, costs=costs) for _ in range(2))
+    drafters = PerRequest(Slow(clock, 0.0001))
+    router = PerRequestController(cheap, drafters.seconds)
+    requests = [request_of([1]), request_of([2])]
+    drafters.assign(requests[1], Slow(clock, 0.03))
+    router.assign(requests[1], dear)
+    lengths = []
+    for _ in range(40):
+        budgets = router.budgets(requests)
+        lengths.append([budget.chain for budget in budgets])
+        began = clock.now
+        drafts = drafters.propose(requests, budgets)
+        sizes = [draft.tree.num_drafted for draft in drafts]
+        outcomes = [outcome_of(r, [1] * n, n) for r, n in zip(requests, sizes, strict=True)]
+        positions = 2 + sum(sizes)
+        router.observe(outcomes, StepTimes(clock.now - began, costs(positions, 2), 0.0))
+    late = lengths[10:]
+    assert sum(own > 0 for own, _ in late) >= 0.8 * len(late)
+    assert sum(own > 0 for _, own in late) <= 0.2 * len(late)
+
+
+def test_a_pass_is_noted_once_for_all_controllers_with_one_curve() -> None:
+    seen: list[tuple[str, int]] = []
+
+    class Noting(CostCurve):
+        def __init__(self, name: str) -> None:
+            super().__init__({1: 0.01, 8: 0.02})
+            self.name = name
+
+        def observe(self, positions: int, seconds: float, rows: int = 1) -> None:
+            seen.append((self.name, positions))
+
+    shared, own = Noting("shared"), Noting("own")
+    blind = Fixed(2, costs=shared)  # which looks at no costs, and so notes none
+    others = [CostModel(2, costs=curve) for curve in (shared, shared, own)]
+    router = PerRequestController(blind, PerRequest(NoDrafter()).seconds)
+    requests = [request_of([1]) for _ in range(4)]
+    for request, controller in zip(requests[1:], others, strict=True):
+        router.assign(request, controller)
+    router.observe([outcome_of(request, (), 0) for request in requests], StepTimes(0.0, 0.5, 0.0))
+    assert seen == [("shared", 4), ("own", 4)]

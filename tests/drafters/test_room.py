@@ -11,8 +11,13 @@ from transformers import PreTrainedModel
 from foretoken import LLM, ConfigError, RequestOutput, SamplingParams
 from foretoken import cache as cache_module
 from foretoken.cache import KVSlab
+from foretoken.control import Budget
+from foretoken.drafters.draft_model import FIRST_PASS, OwnModel
+from foretoken.drafters.model_drafter import ModelDrafter
 from foretoken.drafters.room import shared_out
+from foretoken.drafters.shapes import Chain, Shape, TreeOptions, Widths
 from foretoken.kv_budget import KVBudget
+from foretoken.request import Request
 from foretoken.runtime.attention import KEY_BLOCK
 from foretoken.target import Target
 from tests.tiny import VOCAB_SIZE, tiny_model
@@ -188,27 +193,113 @@ def test_a_pass_that_does_not_fit_after_all(
     assert not draft_slab(llm).lengths
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"method": "draft_model", "num_speculative_tokens": 8},
+        {"method": "draft_model", "tree": [2, 2, 2, 2, 2]},
+        {"method": "draft_model", "tree": "dynamic", "tree_top_k": 8, "num_speculative_tokens": 62},
+        {
+            "method": "cascade",
+            "drafter": {"method": "random"},
+            "inner_num_speculative_tokens": 8,
+        },
+    ],
+    ids=["chain", "tree", "dynamic", "cascade"],
+)
+def test_the_oldest_drafts_to_the_end_of_the_memory(
+    model: PreTrainedModel, small: PreTrainedModel, config: dict[str, Any]
+) -> None:
+    """A whole tree behind its tokens would not fit any more, and nobody would draft at all.
+
+    Where there is little room left a tree has fewer nodes, and a dynamic one fewer levels.
+    """
+    prompts = [prompt_of(2 * KEY_BLOCK - 28), prompt_of(20)]
+    expected = [tokens for tokens, _ in plain(model, prompts)]
+    llm = llm_of(model, small, 6, config={**config, "controller": "fixed", "model": small})
+    draft_slab(llm).limit = 2 * KEY_BLOCK
+    old, young = llm.generate(prompts, GREEDY)
+    assert [old.token_ids, young.token_ids] == expected
+    assert all(step.drafted for step in list(old.trace)[:-1])
+
+
+@pytest.mark.parametrize("long", range(KEY_BLOCK - 40, KEY_BLOCK - 2, 3))
+@pytest.mark.parametrize("short", [5, FIRST_PASS, 60])
+@pytest.mark.parametrize("shape", [Chain(), Widths([2, 2, 2, 2])], ids=["chain", "tree"])
+def test_what_is_reckoned_with_is_enough(
+    small: PreTrainedModel, long: int, short: int, shape: Shape
+) -> None:
+    """Rows are padded to the longest in their pass, which may take in the short ones' prompts.
+
+    The long one may draft three tokens and is near the end of a key block. There are three blocks:
+    for all, or for the first alone where the long one may get into another.
+    """
+    draft = Target(small)
+    draft.limit_memory(3 * KEY_BLOCK * draft.cell_bytes)
+    drafter = ModelDrafter(OwnModel(draft), TreeOptions(), shape, coupled=False)
+    batch = [
+        Request(prompt_of(length), GREEDY, vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
+        for length in (short, long, short)
+    ]
+    widest = FIRST_PASS if short == FIRST_PASS else 20
+    expected = [20, 3, 20] if long + widest + 3 <= KEY_BLOCK else [20, 0, 0]
+    drafts = drafter.propose(batch, [Budget(20, 20), Budget(3, 3), Budget(20, 20)])
+    assert [each.tree.num_drafted for each in drafts] == expected
+
+
 @pytest.mark.parametrize("name", ["draft_model", "cascade"])
 def test_a_machine_without_memory_for_the_draft_model(
     model: PreTrainedModel, small: PreTrainedModel, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The allocation itself fails: the request goes on, and says why it has no drafts."""
+    """The allocation itself fails: steps are done without drafts until there is some again."""
     prompts = [prompt_of(20), prompt_of(20, start=4)]
     expected = plain(model, prompts)
     llm = llm_of(model, small, 4, config=config_of(name, small))
     ours, original = draft_slab(llm)._keys, cache_module._resized
+    attempts = 0
 
     def resized(old: Any, rows: int, positions: int) -> Any:
+        nonlocal attempts
         if any(old is buffer for buffer in ours.values()) and rows > old.shape[0]:
+            attempts += 1
+            if attempts <= 10:
+                raise RuntimeError("can't allocate memory")
+        return original(old, rows, positions)
+
+    monkeypatch.setattr(cache_module, "_resized", resized)
+    outputs = llm.generate(prompts, GREEDY)
+    assert attempts > 10
+    assert bits(outputs) == expected
+    for output in outputs:
+        assert output.metrics.drafter_failure is None
+        steps = list(output.trace)
+        assert not any(step.drafted for step in steps[:2])
+        assert any(step.drafted for step in steps[-8:])
+    assert not draft_slab(llm).lengths
+
+
+def test_copies_of_prompts_make_room_for_drafts(
+    model: PreTrainedModel, small: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine is full, and the KV of earlier prompts can be computed again."""
+    llm = LLM(model, speculative_config=config_of("draft_model", small))
+    copies = llm._engine._prefixes
+    assert copies is not None
+    prompts = [prompt_of(200), prompt_of(200, start=4)]
+    expected = plain(model, prompts)
+    ours, original = draft_slab(llm)._keys, cache_module._resized
+
+    def resized(old: Any, rows: int, positions: int) -> Any:
+        if len(copies) and any(old is buffer for buffer in ours.values()):
             raise RuntimeError("can't allocate memory")
         return original(old, rows, positions)
 
     monkeypatch.setattr(cache_module, "_resized", resized)
-    first, second = llm.generate(prompts, GREEDY)
-    assert bits([first, second]) == expected
-    assert first.metrics.drafter_failure is None
-    assert "can't allocate memory" in (second.metrics.drafter_failure or "")
-    assert not draft_slab(llm).lengths
+    outputs = llm.generate(prompts, GREEDY)
+    assert bits(outputs) == expected
+    assert len(copies) == 0
+    assert all(output.metrics.num_drafts > 0 for output in outputs)
+    assert all(output.metrics.preemptions == 0 for output in outputs)
 
 
 def test_a_draft_model_of_a_request_gets_as_much(
@@ -252,6 +343,8 @@ def test_no_limit_is_none(model: PreTrainedModel) -> None:
         ({1: KEY_BLOCK + 1, 2: 9}, {1: 5, 2: 5}, ({1}, [2])),
         ({1: 9}, {1: 5, 2: KEY_BLOCK}, ({1}, [2])),
         ({1: 3 * KEY_BLOCK}, {}, (set(), [])),
+        ({1: 3 * KEY_BLOCK, 2: 9}, {}, ({2}, [])),
+        ({1: 9, 2: 3 * KEY_BLOCK, 3: 9}, {2: 5}, ({1, 3}, [2])),
     ],
 )
 def test_who_is_drafted_for(

@@ -87,7 +87,7 @@ def test_whatever_is_timed_the_bits_are_the_same(
     assert [o.token_ids for o in found] == [o.token_ids for o in expected]
     if method in ON_CHAINS:
         assert [o.logprobs for o in found] == [o.logprobs for o in expected]
-    assert len(depths.seen) >= 5
+    assert len(depths.seen) >= 3
 
 
 @pytest.mark.parametrize("controller", list(CONTROLLERS))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from transformers import PreTrainedModel
 
 from foretoken import target as target_module
 from foretoken.runtime.cuda import cuda_network
+from foretoken.runtime.cuda.graphs import Capture
 from foretoken.runtime.cuda.network import CudaNetwork
 from foretoken.runtime.cuda.slab import StaticSlab
 from foretoken.target import Target
@@ -15,10 +19,20 @@ from tests.runtime.tape import Tape
 def use_cuda_runtime(monkeypatch: pytest.MonkeyPatch, **slab: int) -> Tape:
     """Every target made from now on runs on graphs; they are recorded on this tape."""
     tape = Tape()
-    monkeypatch.setattr(target_module, "network_for", lambda model, *_: cuda_network(model, tape))
-    for name in ("KVSlab", "slab_for"):  # whichever a target asks for its slab
-        monkeypatch.setattr(target_module, name, lambda *_: StaticSlab(**slab), raising=False)
+    use_capture(monkeypatch, tape)
+    monkeypatch.setattr(target_module, "slab_for", lambda *_: StaticSlab(**slab))
     return tape
+
+
+def use_capture(
+    monkeypatch: pytest.MonkeyPatch, capture: Capture, *, required: bool = False
+) -> None:
+    """Every target made from now on runs on graphs that are made so."""
+
+    def network_for(model: PreTrainedModel, *_: Any) -> CudaNetwork:
+        return cuda_network(model, capture, required=required)
+
+    monkeypatch.setattr(target_module, "network_for", network_for)
 
 
 def graphs_of(target: Target) -> int:

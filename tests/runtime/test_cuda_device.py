@@ -6,6 +6,7 @@ The one part of the runtime that the other tests stand in for (`tests/runtime/ta
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from foretoken.runtime.cuda.network import CudaNetwork
 from foretoken.runtime.cuda.philox import block_numbers, signed, uniform
 from foretoken.runtime.cuda.slab import StaticSlab
 from foretoken.runtime.cuda.step import DeviceStep
+from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.module import ModuleNetwork
 from foretoken.target import Target
 from tests.runtime.test_cuda_network import random_tree
@@ -130,6 +132,7 @@ def test_steps_on_the_device_are_the_hosts() -> None:
     assert ours == generated(target_on_gpu(model, None), on_device=False)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # PyTorch's own
 def test_a_step_does_not_wait_before_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch that goes on as it is: nothing between the replay and the fetch is synchronous."""
     target = target_on_gpu(model_on_gpu("llama", torch.float32), CudaGraphs(DEVICE))
@@ -162,6 +165,42 @@ def test_a_step_does_not_wait_before_its_end(monkeypatch: pytest.MonkeyPatch) ->
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(replays) == 4
+
+
+def test_a_capture_that_fails_leaves_the_device_as_it_was() -> None:
+    """The function looks at the device, which nothing can do that is to be replayed."""
+    source, graphs = torch.arange(3, device=DEVICE), CudaGraphs(DEVICE)
+
+    def run() -> None:
+        source.add_(int(source.sum()) * 0)
+
+    stream = torch.cuda.current_stream()
+    with pytest.raises(RuntimeError):
+        graphs.capture(run)
+    assert torch.cuda.current_stream() == stream
+    assert source.tolist() == [0, 1, 2]
+
+
+def test_passes_go_on_where_captures_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, dice = model_on_gpu("gpt2", torch.float32), random.Random(2)
+    eager, ours = target_on_gpu(model, None), target_on_gpu(model, CudaGraphs(model.device))
+    network = ours.network
+    assert isinstance(network, CudaNetwork)
+    forward = ModuleNetwork.forward
+
+    def waiting(self: ModuleNetwork, inputs: PassInputs, *rest: Any, **scored: Any) -> Any:
+        assert int(inputs.tokens.sum()) >= 0
+        return forward(self, inputs, *rest, **scored)
+
+    monkeypatch.setattr(ModuleNetwork, "forward", waiting)
+    for target in (eager, ours):
+        target.add(0)
+        target.prefill(0, [1, 2, 3])
+    tree = random_tree(dice)
+    with pytest.warns(RuntimeWarning, match="cannot be captured"):
+        found = ours.verify([0], [tree])
+    assert torch.equal(found[0], eager.verify([0], [tree])[0])
+    assert network.name == "module"
 
 
 @pytest.mark.slow

@@ -263,7 +263,7 @@ def test_captured_functions_leave_the_host_alone(architecture: str) -> None:
         rows = DeviceRows(2, KEY_BLOCK, device)
         how = Drafting(3, 1, 3)
         chain_step = ChainStep(
-            network.inner, slab, rows, 2, 512, how, sampled=True, dtype=torch.float32, device=device
+            network, slab, rows, 2, KEY_BLOCK, how, sampled=True, dtype=torch.float32
         )
         chain_step.run()
         watch.capture(chain_step.run)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from foretoken import ConfigError
 from foretoken.runtime.llama import LinearWeights
 from foretoken.runtime.module import ModuleNetwork
+from foretoken.runtime.native import build
 from foretoken.runtime.native.build import NativeLibraryError, library
 from foretoken.runtime.native.decoder import NativeDecoder, why_not_native
 from foretoken.runtime.native.pack import GROUP, PANEL, Format, in_turns, pack
@@ -28,12 +29,13 @@ from tests.runtime.test_lean import FAMILY, TREE, model_of, scores
 from tests.tiny import VOCAB_SIZE, tiny_model
 
 PORTABLE = "-DFORETOKEN_PORTABLE"
-KINDS: list[tuple[torch.dtype, str | None]] = [
-    (torch.float32, None),
-    (torch.bfloat16, None),
-    (torch.float32, "int8"),
-    (torch.bfloat16, "int8"),
-    (torch.bfloat16, "int4"),
+KINDS: list[tuple[torch.dtype, str | None, tuple[str, ...]]] = [
+    (torch.float32, None, ()),
+    (torch.bfloat16, None, ()),
+    (torch.bfloat16, "int8", ()),
+    (torch.bfloat16, "int4", ()),
+    (torch.bfloat16, None, (PORTABLE,)),
+    (torch.float32, "int4", (PORTABLE,)),
 ]
 TOKENS = [(7 * i * i + 3 * i) % VOCAB_SIZE for i in range(80)]
 
@@ -91,6 +93,20 @@ def float32_scores(model: PreTrainedModel) -> Tensor:
     return scores(exact, ModuleNetwork.sharing(exact))
 
 
+SHAPES: dict[str, dict[str, Any]] = {
+    "a vocabulary of odd size": {"vocab_size": 97},
+    "sixteen query heads a key head": {"num_attention_heads": 16, "num_key_value_heads": 1},
+    "twenty-eight": {"num_attention_heads": 28, "num_key_value_heads": 1, "hidden_size": 896},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_odd_shapes(shape: str) -> None:
+    model = tiny_model(head_dim=32, **SHAPES[shape])
+    found = scores(model, NativeDecoder(model))
+    assert torch.allclose(found, scores(model, ModuleNetwork.sharing(model)), atol=2e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("width", [32, 64, 96, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_heads_of_every_width(width: int, dtype: torch.dtype) -> None:
@@ -132,21 +148,23 @@ def test_a_head_alone_in_int8(flags: tuple[str, ...]) -> None:
     assert (found - exact).std() < 0.01 * exact.std()
 
 
-@pytest.mark.parametrize(("dtype", "quantization"), KINDS)
+@pytest.mark.parametrize(("dtype", "quantization", "flags"), KINDS)
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 7, 8, 12, 13, 16, 25, 40])
 def test_bits_do_not_depend_on_the_number_of_nodes(
-    dtype: torch.dtype, quantization: str | None, rows: int
+    dtype: torch.dtype, quantization: str | None, flags: tuple[str, ...], rows: int
 ) -> None:
     model = wide_model("qwen3", dtype)
-    target = filled(Target(model), NativeDecoder(model, quantization), 33)
+    target = filled(Target(model), NativeDecoder(model, quantization, *flags), 33)
     together = target.verify([0], [chain(TOKENS[33:])])[0]
     assert torch.equal(target.verify([0], [chain(TOKENS[33 : 33 + rows])])[0], together[:rows])
 
 
-@pytest.mark.parametrize(("dtype", "quantization"), KINDS)
-def test_a_tree_has_the_bits_of_its_chains(dtype: torch.dtype, quantization: str | None) -> None:
+@pytest.mark.parametrize(("dtype", "quantization", "flags"), KINDS)
+def test_a_tree_has_the_bits_of_its_chains(
+    dtype: torch.dtype, quantization: str | None, flags: tuple[str, ...]
+) -> None:
     model = wide_model("llama", dtype)
-    target = filled(Target(model), NativeDecoder(model, quantization), 14)
+    target = filled(Target(model), NativeDecoder(model, quantization, *flags), 14)
     tree = TokenTree((5, 3, 5, 8, 9, 7, 1, 2), (-1, 0, 0, 1, 3, 2, 2, 5))
     scored = target.verify([0], [tree])[0].clone()
     for node in range(len(tree)):
@@ -155,12 +173,12 @@ def test_a_tree_has_the_bits_of_its_chains(dtype: torch.dtype, quantization: str
         assert torch.equal(scored[list(path)], alone)
 
 
-@pytest.mark.parametrize(("dtype", "quantization"), KINDS)
+@pytest.mark.parametrize(("dtype", "quantization", "flags"), KINDS)
 def test_a_row_has_its_own_bits_in_any_company(
-    dtype: torch.dtype, quantization: str | None
+    dtype: torch.dtype, quantization: str | None, flags: tuple[str, ...]
 ) -> None:
     model = wide_model("mistral", dtype)
-    target = filled(Target(model), NativeDecoder(model, quantization), 9, 30, 2)
+    target = filled(Target(model), NativeDecoder(model, quantization, *flags), 9, 30, 2)
     trees = [chain([5, 6, 7, 8]), TREE, chain([4])]
     together = [logits.clone() for logits in target.verify([0, 1, 2], trees)]
     for key, tree in enumerate(trees):
@@ -170,12 +188,15 @@ def test_a_row_has_its_own_bits_in_any_company(
     assert torch.equal(pair[1], together[0])
 
 
-@pytest.mark.parametrize(("dtype", "quantization"), KINDS)
+@pytest.mark.parametrize(("dtype", "quantization", "flags"), KINDS)
 def test_bits_do_not_depend_on_threads_or_portions(
-    dtype: torch.dtype, quantization: str | None, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    quantization: str | None,
+    flags: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = wide_model("llama", dtype)
-    network = NativeDecoder(model, quantization)
+    network = NativeDecoder(model, quantization, *flags)
     expected = filled(Target(model), network, 40).verify([0], [chain(TOKENS[40:45])])[0].clone()
     for threads, portion in ((1, 3), (2, 17), (3, 40)):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
@@ -208,14 +229,33 @@ def test_layers_can_be_left_out() -> None:
         assert torch.allclose(found, expected, atol=2e-4, rtol=1e-4)
 
 
-def test_what_comes_from_four_or_eight_bits_stays_as_it_was() -> None:
-    """Weights of a GGUF file in Q8_0 or Q4_1 are the same numbers in int8 or int4."""
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(2 * PANEL, 3 * GROUP, generator=generator)
-    for form, rounded in ((Format.INT8, rounded_int8), (Format.INT4, rounded_int4)):
-        once = rounded(weight)
-        packed, again = (pack(LinearWeights(w, None), form) for w in (once, rounded(once)))
-        assert torch.equal(packed.weight, again.weight)
+def unpacked(packed: Tensor, form: Format) -> Tensor:
+    """The weights [N, K] that the kernels read."""
+    steps_bytes = GROUP * PANEL // (1 if form is Format.INT8 else 2)
+    steps = packed[..., :steps_bytes]  # [P, G, bytes]
+    scales = packed[..., steps_bytes:].contiguous().view(torch.float16).float()  # [P, G, 32 or 64]
+    if form is Format.INT4:
+        steps = torch.cat([steps & 15, steps >> 4], dim=-1)
+    quads = steps.view(*steps.shape[:2], GROUP // 4, PANEL, 4).float()
+    scale = scales[..., None, :PANEL, None]
+    least = scales[..., None, PANEL:, None] if form is Format.INT4 else -128 * scale
+    return (quads * scale + least).permute(0, 3, 1, 2, 4).reshape(len(packed) * PANEL, -1)
+
+
+@pytest.mark.parametrize("form", [Format.INT8, Format.INT4])
+def test_weights_are_rounded_to_the_nearest(form: Format) -> None:
+    """And those that come from as many bits, such as a GGUF file's Q8_0 and Q4_1, stay."""
+    weight = torch.randn(2 * PANEL, 3 * GROUP, generator=torch.Generator().manual_seed(0))
+    weight[5, :GROUP] = 0
+    once = unpacked(pack(LinearWeights(weight, None), form).weight, form)
+    step = {Format.INT8: 1 / 127, Format.INT4: 1 / 15}[form]
+    spread = weight.view(-1, GROUP).aminmax(dim=-1)
+    widest = (
+        torch.maximum(spread.max, -spread.min) if form is Format.INT8 else spread.max - spread.min
+    )
+    error = (once - weight).view(-1, GROUP).abs().amax(dim=-1)
+    assert (error <= 0.51 * step * widest + 1e-3).all()
+    assert torch.equal(unpacked(pack(LinearWeights(once, None), form).weight, form), once)
 
 
 def test_gate_and_up_in_turns() -> None:
@@ -252,7 +292,7 @@ def test_what_cannot_be_had(arguments: dict[str, Any], message: str) -> None:
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Everything works without one, on PyTorch's operations."""
-    library.cache_clear()
+    build._library.cache_clear()
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     try:
@@ -261,7 +301,7 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="there is no C"):
             network_for(model, runtime="native")
     finally:
-        library.cache_clear()
+        build._library.cache_clear()
 
 
 def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -273,13 +313,63 @@ def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def test_two_processes_compile_once(tmp_path: Path) -> None:
-    script = "from foretoken.runtime.native.build import library; print(library('-O0')._name)"
-    command = [sys.executable, "-c", script]
-    environment = {**os.environ, "FORETOKEN_CACHE": str(tmp_path)}
-    running = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    names = {process.communicate()[0] for process in running}
-    assert len(names) == 1
-    assert len([path for path in (tmp_path / "native").iterdir() if path.suffix == ".so"]) == 1
+    calls, compiler = tmp_path / "calls", tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nexec g++ "$@"\n')
+    compiler.chmod(0o700)
+    script = "from foretoken.runtime.native.build import library; library('-O0')"
+    environment = {**os.environ, "FORETOKEN_CACHE": str(tmp_path), "CXX": str(compiler)}
+    running = [subprocess.Popen([sys.executable, "-c", script], env=environment) for _ in range(2)]
+    assert [process.wait() for process in running] == [0, 0]
+    compiled = [line for line in calls.read_text().splitlines() if "decoder.cpp" in line]
+    assert len(compiled) == 1
+
+
+def test_a_library_that_others_may_write_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    path = Path(library("-O1")._name)
+    path.chmod(0o722)
+    build._library.cache_clear()
+    try:
+        with pytest.raises(NativeLibraryError, match="may be written by others"):
+            library("-O1")
+    finally:
+        build._library.cache_clear()
+
+
+def test_fewer_threads_than_asked_for() -> None:
+    """OpenMP may give fewer, and nobody waits for the others."""
+    script = (
+        "import torch; torch.set_num_threads(4)\n"
+        "from tests.tiny import tiny_model\n"
+        "from foretoken.target import Target\n"
+        "target = Target(tiny_model(head_dim=32))\n"
+        "assert target.network.name == 'native' and target.bit_exact\n"
+    )
+    environment = {**os.environ, "OMP_THREAD_LIMIT": "2", "OMP_DYNAMIC": "true"}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=60)
+
+
+def test_another_default_dtype() -> None:
+    model = wide_model()
+    expected = scores(model, NativeDecoder(model))
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(scores(model, NativeDecoder(model)), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("place", [0, 5, 16, 31])
+def test_a_broken_number_shows(value: float, quantization: str | None, place: int) -> None:
+    model = wide_model()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[TREE.tokens[0], place] = value  # type: ignore[operator]
+    network = NativeDecoder(model, quantization)
+    target = Target(wide_model()).with_network(network)
+    target.add(0)
+    target.prefill(0, [1, 2])
+    assert target.verify([0], [chain([TREE.tokens[0]])])[0].isnan().any()

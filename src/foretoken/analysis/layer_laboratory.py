@@ -29,6 +29,7 @@ from foretoken.drafters.self_draft import leave_out
 from foretoken.errors import ConfigError
 from foretoken.law import Law
 from foretoken.request import Request
+from foretoken.runtime.cuda import eager_network
 from foretoken.runtime.inputs import PassInputs, RowNodes
 from foretoken.runtime.network import Network
 from foretoken.sampling import Laws
@@ -100,7 +101,7 @@ class Text:
         A position sees the committed KV of the positions before it and its own new one; where
         those in the pass are not committed yet, it sees the new ones of the pass before it.
         """
-        committed = self._slab.lengths[0]
+        committed, network = self._slab.lengths[0], eager_network(model.network)
         nodes = RowNodes(
             start=committed,
             tokens=self._tokens[part.start : part.stop].tolist(),
@@ -108,10 +109,10 @@ class Text:
             prefixes=part,
             tails=[[committed + node] for node in range(len(part))],
         )
-        size = max(len(part), model.network.least_nodes)
+        size = max(len(part), network.least_nodes)
         span = self._slab.begin(0, [committed], [len(part)], size)
         inputs = PassInputs([nodes], 0, size, span, model.dtype, model.device)
-        logits = model.network.forward(inputs, self._slab, scored=True)
+        logits = network.forward(inputs, self._slab, scored=True)
         assert logits is not None
         if commit:
             self._slab.commit(0, range(len(part)))
@@ -218,6 +219,8 @@ class LayerLaboratory(Laboratory):
         plain, drafted = _Speed(), _Speed()
         ways: list[tuple[Drafter, int, _Speed]]
         ways = [(NoDrafter(), 0, plain), (drafter, gamma, drafted)]
+        if eager_network(self._target.network) is not self._target.network:
+            self._continue(self._texts[0].prompt, drafter, gamma)  # captures the drafter's graphs
         for text in self._texts:
             for how, length, speed in ways:
                 speed.add(self._continue(text.prompt, how, length))

@@ -13,12 +13,16 @@ from foretoken.acceptance import rule_class
 from foretoken.bench.contestants import Contestant, Setting
 from foretoken.bench.memory import kv_bytes, weight_bytes
 from foretoken.config import SamplingParams
+from foretoken.errors import ConfigError
 from foretoken.llm import LLM
 from foretoken.outputs import RequestOutput
 from foretoken.prompts_file import cut_middle
 from foretoken.trace import StepTrace
 
 __all__ = ["OwnRunner"]
+
+_SHORTEST_PROMPT = 2
+"""Tokens: its first and its last."""
 
 
 class OwnRunner:
@@ -69,12 +73,25 @@ class OwnRunner:
             "draft_bytes": _draft_bytes(draft, itemsize, quantization),
         }
 
-    def encode(self, text: str) -> list[int]:
-        """A prompt's tokens, as the first message of a chat where the model has a template."""
-        llm = self._llm
+    def encode(self, text: str, max_model_len: int) -> list[int]:
+        """A prompt's tokens, as the first message of a chat where the model has a template.
+
+        Args:
+            text: the prompt; of a long one the middle is cut out.
+            max_model_len: the least of all contestants.
+
+        Raises:
+            ConfigError: nothing of that is left for a prompt.
+        """
+        llm, max_tokens = self._llm, self._setting.max_tokens
+        room = max_model_len - max_tokens
+        if room < _SHORTEST_PROMPT:
+            raise ConfigError(
+                f"max_tokens {max_tokens} leaves no room for a prompt in a context of "
+                f"{max_model_len}: lower it, or raise max_model_len."
+            )
         templated = llm.tokenizer is not None and llm.tokenizer.chat_template
         ids = llm.encode([{"role": "user", "content": text}] if templated else text)
-        room = llm.max_model_len - self._setting.max_tokens
         return cut_middle(ids, min(self._setting.max_prompt_tokens, room))
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[dict[str, Any]]:

@@ -69,9 +69,9 @@ class Process:
         """
         self.facts = self._answer()
 
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        """Prompts as tokens; of this library's contestants."""
-        return list(self._ask(command="encode", texts=texts))
+    def encode(self, texts: list[str], max_model_len: int) -> list[list[int]]:
+        """Prompts as tokens that leave room for the output; of this library's contestants."""
+        return list(self._ask(command="encode", texts=texts, max_model_len=max_model_len))
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
         """One call: `seconds`, and `outputs` with the tokens of every prompt."""

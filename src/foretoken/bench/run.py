@@ -163,7 +163,10 @@ class _Session:
         self._processes = processes
         self._show = show
         baseline = processes[BASELINE.label]
-        encoded = baseline.encode([prompt.text for prompt in plan.prompts])
+        # A draft model's KV may leave one contestant a shorter context than the others.
+        contexts = [process.facts.get("max_model_len") for process in processes.values()]
+        least = min(context for context in contexts if context is not None)
+        encoded = baseline.encode([prompt.text for prompt in plan.prompts], least)
         self._ids = dict(zip([prompt.id for prompt in plan.prompts], encoded, strict=True))
         self._meter, self._energy = open_meter(str(baseline.facts["device"]))
 

@@ -39,12 +39,12 @@ class Worker:
         """What it is, and how much memory it takes when it is loaded."""
         return {**self._runner.facts(), "device": self._runner.device, **self.memory()}
 
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        """Prompts as tokens; the baseline is asked."""
+    def encode(self, texts: list[str], max_model_len: int) -> list[list[int]]:
+        """Prompts as tokens that leave room for the output; the baseline is asked."""
         from foretoken.bench.own import OwnRunner
 
         assert isinstance(self._runner, OwnRunner)
-        return [self._runner.encode(text) for text in texts]
+        return [self._runner.encode(text, max_model_len) for text in texts]
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
         """One timed call for one prompt or a batch of them."""

@@ -49,6 +49,17 @@ class GenerateEngine(CachingOptions):
 
     max_num_seqs: MaxNumSeqs = None
 
+    def refuse_what_is_for_several(self) -> None:
+        """One answer to one prompt has no neighbour, and nothing that came before it."""
+        given = {
+            "--max-num-seqs": self.max_num_seqs is not None,
+            "--prefix-cache-memory": self.prefix_cache_memory is not None,
+            "--no-enable-prefix-caching": self.no_enable_prefix_caching,
+        }
+        for name, has_been in given.items():
+            if has_been:
+                raise UsageError(f"{name} is for several answers: add --n")
+
 
 @flat
 def generate(
@@ -95,8 +106,8 @@ def generate(
     the text and nothing else.
     """
     _check(n, logprobs, json_output, trace)
-    if engine.max_num_seqs is not None and n == 1:
-        raise UsageError("--max-num-seqs is for several answers: add --n")
+    if n == 1:
+        engine.refuse_what_is_for_several()
     text = read_prompt(prompt, file)
     with working("Starting", quiet=quiet):
         config = speculation.config()

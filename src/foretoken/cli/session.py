@@ -67,7 +67,21 @@ def open_as(
     overlap = llm.vocabulary_overlap
     if overlap is not None and overlap.way != "same" and not quiet:
         errors().print(plain(str(overlap), "note"), soft_wrap=True)
+    on_cpu = llm.device.type == "cpu"
+    if on_cpu and llm.runtime == "lean" and options.runtime == "auto" and not quiet:
+        _say_if_only_a_compiler_is_missing()
     return llm
+
+
+def _say_if_only_a_compiler_is_missing() -> None:
+    """A model runs several times slower on PyTorch's operations: who can help that should know."""
+    from foretoken.runtime.native.build import NativeLibraryError, library
+
+    try:
+        library()
+    except NativeLibraryError as error:
+        note = f"Running without this library's C++, more slowly: {error}."
+        errors().print(plain(note, "note"), soft_wrap=True)
 
 
 def open_tokenizer(model: str) -> PreTrainedTokenizerBase:

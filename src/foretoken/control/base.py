@@ -1,7 +1,8 @@
 """The seam between the loop and the controllers: how much to draft, and when to stop.
 
-A controller gives every request a budget before a step and learns from its outcome. It never
-changes what is generated, only how much is guessed: the output is the same under all of them.
+A controller gives every request a budget before a step and learns from its outcome. It changes how
+much is guessed and never the law of what is generated; under the rule `coupled`, where bits do not
+depend on the number of nodes, the output is the very same under all of them.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Controller(ABC):
             is its own business (a constant, a start, a limit).
         options: the controller's own options.
         costs: what a pass costs by number of positions; shared by the controllers of a target that
-            declare `needs_costs`, and measured for them when it is worth while.
+            declare `needs_costs`, and measured for them at first.
         levels: nodes at each level of a full draft, as far as they are known beforehand, of a
             drafter that makes branches; None for chains.
     """

@@ -18,7 +18,8 @@ What is never done is never measured. A request that has drafted nothing for `pr
 tries one level, so that a text that turns predictable is noticed; one that has never drafted does
 so sooner where that costs one percent at most. And as often as costs one percent at most a step has
 no drafts, as has the very first if no costs are known, so that what drafts are compared with stays
-up to date.
+up to date. A drafter's first step for a request includes catching up with its text. Where no other
+was measured yet, the next step asks for the same requests again, and for no new ones.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from numpy.typing import NDArray
 
 from foretoken.config import Config
 from foretoken.control.base import Budget, Controller, within
+from foretoken.control.drafting_costs import DraftingCosts
 from foretoken.control.evidence import (
     OF_ALL,
     OF_ONE,
@@ -50,16 +52,14 @@ if TYPE_CHECKING:
 
 __all__ = ["CostModel"]
 
-_WEIGHT_OF_NEW = 0.1
-
 _PRICE = 0.01
 """What may be spent on finding out, as a share of the time."""
 
 _SOONEST = 8
 """Steps between such spendings at least."""
 
-_MOST_OF_KNOWN = 2.0
-"""Seconds of drafting above this many times what was expected are cut there, as a pass's are."""
+_PLAN_STEPS = 4
+"""For so many steps a batch's depths stay as they are: estimates do not move much faster."""
 
 _LEAST_NODES = 0.01
 """A level adds at least so many nodes: what is learnt by noise may say that it adds none."""
@@ -85,6 +85,11 @@ class _Known:
     tried: bool = False
     plain_steps: int = 0
 
+    @property
+    def just_started(self) -> bool:
+        """Between steps: whether the last one made the drafter catch up with the text."""
+        return self.depth > 0 and not self.caught_up
+
 
 class CostModel(Controller):
     """Depths from 0 to `num_speculative_tokens`, or to the deepest level of a tree."""
@@ -107,11 +112,12 @@ class CostModel(Controller):
         self._sizes = DraftSizes(list(accumulate(levels)))
         self._requests: dict[int, _Known] = {}
         self._overall = self._nothing_known(OF_ALL)
-        # Seconds of drafting, once measured: a level; one that came to nothing; with catching up.
-        self._level_cost: float | None = None
-        self._asking_cost: float | None = None
-        self._start_cost: float | None = None
+        self._drafting = DraftingCosts()
+        self._trying = False  # whether this step finds out what drafting costs without catching up
         self._gain = 1.0  # of the last step's drafts, over none
+        self._plan: list[int] = []  # depths of a batch, the requests, and steps since it was made
+        self._plan_keys: list[int] = []
+        self._plan_age = 0
         self._drafting_steps = 0  # since one without any draft
 
     def _nothing_known(self, memory: float) -> _Known:
@@ -132,9 +138,12 @@ class CostModel(Controller):
         if self._without_drafts():
             depths = [0] * len(known)
         else:
+            self._trying = self._drafting.bounded and any(one.just_started for one in known)
             alone = len(known) + self.others == 1
-            best = [self._best_depth(known[0])] if alone else self._best_depths(known)
+            best = [self._best_depth(known[0])] if alone else self._planned(batch, known)
             depths = best if all(best) else self._probing(known, best)
+            if self._trying:
+                depths = [d if one.depth else 0 for d, one in zip(depths, known, strict=True)]
         return [self._budget(*each) for each in zip(batch, known, depths, strict=True)]
 
     def _without_drafts(self) -> bool:
@@ -164,17 +173,18 @@ class CostModel(Controller):
 
     def _before_first_probe(self, own: int, rows: int) -> float:
         """Steps until what a level costs these rows is worth finding out how they draft."""
-        if self._start_cost is None:
+        start = self._drafting.start.value
+        if start is None:
             return self._probe_every
         plain, nodes = self.costs(rows, rows), own * self._sizes.nodes[0]
-        price = (self._start_cost + self.costs(rows + nodes, rows) - plain) / plain
+        price = (start + self.costs(rows + nodes, rows) - plain) / plain
         return min(self._probe_every, max(_SOONEST, price / _PRICE))
 
     def _best_depth(self, known: _Known) -> int:
         """Of one request alone, which has a draft or has none: all depths compared."""
-        share, level_cost = self._share(known), self._level_cost or 0.0
-        plain = self.costs.of_one_row(1)
-        without = (1 - share) * (plain + (self._asking_cost or 0.0))
+        share, plain = self._share(known), self.costs.of_one_row(1)
+        level_cost = self._drafting.level.believed(trying=self._trying)
+        without = (1 - share) * (plain + self._drafting.asking.believed(trying=self._trying))
         tokens, passed = 1.0, share
         best, best_rate = 0, 1 / plain
         levels = zip(self._odds(known), self._sizes.nodes, strict=True)
@@ -187,6 +197,14 @@ class CostModel(Controller):
                 best, best_rate = depth, rate
         self._gain = best_rate * plain
         return best
+
+    def _planned(self, batch: Sequence[Request], known: Sequence[_Known]) -> list[int]:
+        """`_best_depths`, of a few steps ago where the batch is the same: they cost time, too."""
+        keys = [request.key for request in batch]
+        if keys != self._plan_keys or self._plan_age >= _PLAN_STEPS or self._trying:
+            self._plan, self._plan_keys, self._plan_age = self._best_depths(known), keys, 0
+        self._plan_age += 1
+        return self._plan
 
     def _best_depths(self, batch: Sequence[_Known]) -> list[int]:
         """The first levels in order of worth, up to where the rate is highest."""
@@ -205,8 +223,9 @@ class CostModel(Controller):
         positions = rows + np.cumsum((share * nodes).ravel()[order])
         row, level = np.divmod(order, levels)
         likely = np.maximum.accumulate(share[row, 0])  # that any of them has a draft, or more
-        drafting = np.maximum.accumulate(level + 1) * likely * (self._level_cost or 0.0)
-        drafting += (1 - likely) * (self._asking_cost or 0.0)
+        level_cost = self._drafting.level.believed(trying=self._trying)
+        drafting = np.maximum.accumulate(level + 1) * likely * level_cost
+        drafting += (1 - likely) * self._drafting.asking.believed(trying=self._trying)
         rates = tokens / (drafting + self.costs.drafting(positions, rows))
         best = int(rates.argmax())
         self._gain = float(rates[best]) * self.costs(rows, rows) / rows
@@ -244,10 +263,11 @@ class CostModel(Controller):
                 asked, caught_up = True, caught_up and known.caught_up
                 deepest = max(deepest, depth)
         rows = times.rows or len(outcomes)
-        self.costs.observe(times.positions or positions, times.verify, rows)
+        if not times.noted:
+            self.costs.observe(times.positions or positions, times.verify, rows)
         self._drafting_steps = self._drafting_steps + 1 if deepest else 0
         if asked:
-            self._learn_costs(times.draft, deepest, caught_up=caught_up)
+            self._drafting.add(times.draft, deepest, caught_up=caught_up)
 
     def _learn(self, known: _Known, outcome: Outcome, asked: int) -> None:
         drafted, accepted = outcome.draft.tree.num_drafted, outcome.accepted
@@ -259,33 +279,9 @@ class CostModel(Controller):
             if drafted:
                 evidence.odds.add(len(accepted.path), len(accepted.rejected), asked)
 
-    def _learn_costs(self, seconds: float, deepest: int, *, caught_up: bool) -> None:
-        """Of drafting to a depth, which is 0 where the drafter had no guess."""
-        if not caught_up:
-            self._start_cost = _follow(self._start_cost, seconds)
-        # A drafter that was not asked lately first catches up with the text: that is no cost of
-        # its guesses, so that these seconds say only what they cost at most.
-        if not deepest:
-            self._asking_cost = _follow(self._asking_cost, seconds, at_most=not caught_up)
-        else:
-            cost = seconds / deepest
-            self._level_cost = _follow(self._level_cost, cost, at_most=not caught_up)
-
     def release(self, request: Request) -> None:
         """Forget the request's own estimates; what they taught about all stays."""
         self._requests.pop(request.key, None)
-
-
-def _follow(known: float | None, seconds: float, *, at_most: bool = False) -> float | None:
-    """An exponential mean that a hiccup of the machine moves little.
-
-    With `at_most` the seconds are a bound: only one below what is known says anything.
-    """
-    if known is None:
-        return None if at_most else seconds
-    if at_most and seconds >= known:
-        return known
-    return known + _WEIGHT_OF_NEW * (min(seconds, _MOST_OF_KNOWN * known) - known)
 
 
 def _falling(worth: NDArray[np.float64]) -> NDArray[np.float64]:

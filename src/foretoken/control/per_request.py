@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -19,17 +19,19 @@ class PerRequestController(Controller):
     """Sends each request to its controller, which sees only the requests that are its own.
 
     It is told what else there is: how many requests of others, and what the whole pass was like.
-    The seconds of drafting are shared out by positions: what others draft is not its cost.
+    The seconds of drafting are those of its own requests: what others draft is not its cost.
 
     Args:
         default: the controller of requests that none was assigned to.
+        seconds: how long the drafts of these requests took in the present step.
     """
 
     name: ClassVar[str] = "per_request"
     summary: ClassVar[str] = "each request's own controller"
 
-    def __init__(self, default: Controller) -> None:
+    def __init__(self, default: Controller, seconds: Callable[[Sequence[Request]], float]) -> None:
         self._default = default
+        self._seconds = seconds
         self._assigned: dict[int, Controller] = {}
         super().__init__(default.num_speculative_tokens)
 
@@ -55,11 +57,17 @@ class PerRequestController(Controller):
             self._default.observe(outcomes, times)
             return
         by_key = {outcome.request.key: outcome for outcome in outcomes}
-        total = sum(len(outcome.draft.tree) for outcome in outcomes)
+        positions = sum(len(outcome.draft.tree) for outcome in outcomes)
+        whole = replace(times, rows=len(outcomes), positions=positions)
+        noted: set[int] = set()  # the curves that have the pass already
         for controller, requests in self._parts([outcome.request for outcome in outcomes]):
             own = [by_key[request.key] for request in requests]
-            share = sum(len(outcome.draft.tree) for outcome in own) / total
-            controller.observe(own, _part(times, share, len(outcomes), total))
+            # A step whose parts could not be told apart has no seconds of drafting.
+            draft = self._seconds(requests) if times.draft else 0.0
+            known = id(controller.costs) in noted
+            controller.observe(own, replace(whole, draft=draft, noted=known))
+            if controller.needs_costs:
+                noted.add(id(controller.costs))
 
     def release(self, request: Request) -> None:
         """Forget the request."""
@@ -73,9 +81,3 @@ class PerRequestController(Controller):
             controller = self._assigned.get(request.key, self._default)
             parts.setdefault(id(controller), (controller, []))[1].append(request)
         return list(parts.values())
-
-
-def _part(times: StepTimes, share: float, rows: int, positions: int) -> StepTimes:
-    """One controller's share of drafting, and the pass as it was."""
-    draft, accept = times.draft * share, times.accept * share
-    return replace(times, draft=draft, accept=accept, rows=rows, positions=positions)

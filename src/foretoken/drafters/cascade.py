@@ -87,9 +87,10 @@ class Cascade(Drafter):
         }
         wanted = [request for request in batch if lengths[request.key]]
         ahead = max(lengths.values(), default=0) + self._controller.num_speculative_tokens
+        most = self._model.most_tokens  # all that one row alone may have
         admitted, in_the_way = shared_out(
             self._model,
-            {request.key: len(request.token_ids) + ahead for request in wanted},
+            {request.key: min(len(request.token_ids) + ahead, most) for request in wanted},
             {key: len(inner.token_ids) for key, inner in self._inner.items()},
         )
         for key in in_the_way:
@@ -134,7 +135,7 @@ class Cascade(Drafter):
         noise = request.noise if self._coupled else request.noise.derived(position)
         before = self._inner.get(request.key)
         key = None if before is None else before.key
-        inner = request.shadow(noise, self._model.max_model_len, key)
+        inner = request.shadow(noise, self._model.most_tokens, key)
         if before is None:
             self._model.add(inner.key)
             agreed = 0

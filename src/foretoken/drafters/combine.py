@@ -151,9 +151,11 @@ class _Choice:
     arms: list[_Arm]
     current: int = 0
     steps: int = 0
+    drafting: bool = False
+    """Whether there is anything to choose, and to credit, in the present step."""
 
     def next(self, try_every: int) -> int:
-        """The best arm; each `try_every`-th step the next one in turn."""
+        """The best arm; each `try_every`-th drafting step the next one in turn."""
         self.steps += 1
         if self.steps % try_every == 0:
             return (self.steps // try_every) % len(self.arms)
@@ -174,23 +176,19 @@ class Switch(Drafter):
         )
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Each drafter proposes for the requests that chose it."""
-        for request in batch:
-            choice = self._choices.setdefault(
-                request.key, _Choice([_Arm() for _ in self._drafters])
-            )
-            choice.current = choice.next(self._options.try_every)
+        """Each drafter proposes for the requests that chose it; who may not draft stays with it."""
+        chosen: dict[int, list[tuple[Request, Budget]]] = {}
+        for request, budget in zip(batch, budgets, strict=True):
+            choice = self._choice(request)
+            choice.drafting = budget.chain > 0
+            if choice.drafting:
+                choice.current = choice.next(self._options.try_every)
+            chosen.setdefault(choice.current, []).append((request, budget))
         drafts: dict[int, Draft] = {}
-        for index, drafter in enumerate(self._drafters):
-            chosen = [
-                (request, budget)
-                for request, budget in zip(batch, budgets, strict=True)
-                if self._choices[request.key].current == index
-            ]
-            if chosen:
-                requests, limits = zip(*chosen, strict=True)
-                proposed = drafter.propose(requests, limits)
-                drafts.update((r.key, d) for r, d in zip(requests, proposed, strict=True))
+        for index, pairs in chosen.items():
+            requests, limits = zip(*pairs, strict=True)
+            proposed = self._drafters[index].propose(requests, limits)
+            drafts.update((r.key, d) for r, d in zip(requests, proposed, strict=True))
         return [drafts[request.key] for request in batch]
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
@@ -198,7 +196,8 @@ class Switch(Drafter):
         seconds = times.draft + times.verify + times.accept
         for outcome in outcomes:
             choice = self._choices[outcome.request.key]
-            choice.arms[choice.current].add(len(outcome.accepted.path) + 1, seconds)
+            if choice.drafting:
+                choice.arms[choice.current].add(len(outcome.accepted.path) + 1, seconds)
             self._drafters[choice.current].observe([outcome], times)
 
     def rewind(self, request: Request) -> None:
@@ -211,3 +210,8 @@ class Switch(Drafter):
         self._choices.pop(request.key, None)
         for drafter in self._drafters:
             drafter.release(request)
+
+    def _choice(self, request: Request) -> _Choice:
+        if request.key not in self._choices:
+            self._choices[request.key] = _Choice([_Arm() for _ in self._drafters])
+        return self._choices[request.key]

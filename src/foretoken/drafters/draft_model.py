@@ -87,8 +87,14 @@ class OwnModel:
 
     def admit(self, requests: Sequence[Request], num_nodes: int) -> Sequence[Request]:
         """The first ones that the memory holds; rows of others are freed if they are in the way."""
-        wanted = {request.key: len(self.seen(request)) + num_nodes for request in requests}
+        seen = {request.key: len(self.seen(request)) for request in requests}
         held = {key: len(tokens) for key, tokens in self._cached.items()}
+        missing = [seen[key] - held.get(key, 0) for key in seen]
+        # A row is padded to the longest in its pass, and the first takes in what is missing.
+        ahead = max([num_nodes, *(count for count in missing if count <= FIRST_PASS)])
+        # One row alone is padded to none, and its draft is cut to what there is room for.
+        most = self._model.most_tokens
+        wanted = {key: min(tokens + ahead, most) for key, tokens in seen.items()}
         admitted, in_the_way = shared_out(self._model, wanted, held)
         for key in in_the_way:
             self._free(key)

@@ -39,7 +39,7 @@ class Scorer(Protocol):
         ...
 
     def admit(self, requests: Sequence[Request], num_nodes: int) -> Sequence[Request]:
-        """The requests that it has memory to draft so many nodes each for."""
+        """The requests for which it has memory to score so many drafted nodes each."""
         ...
 
     def pending(self, request: Request) -> list[int]:
@@ -166,13 +166,20 @@ class ModelDrafter(Drafter):
             return {}
         limits: dict[int, Budget] = {}
         for request, budget in zip(batch, budgets, strict=True):
-            # The drafting model's own context may be shorter than the target's.
-            budget = replace(budget, depth=min(budget.depth, self._scorer.room(request)))
+            budget = self._fitted(budget, self._scorer.room(request))
             if budget.chain >= 1:
                 limits[request.key] = budget
         wanted = [request for request in batch if request.key in limits]
-        nodes = max((budget.nodes for budget in limits.values()), default=0)
+        # Rows are padded to the longest in their pass: each needs room for the largest tree.
+        nodes = max((self._shape.positions(budget) for budget in limits.values()), default=0)
         return {r.key: limits[r.key] for r in self._scorer.admit(wanted, nodes)}
+
+    def _fitted(self, budget: Budget, room: int) -> Budget:
+        """The budget as far as the drafting model's context and memory go for one request."""
+        budget = replace(budget, nodes=min(budget.nodes, room), depth=min(budget.depth, room))
+        while budget.chain and self._shape.positions(budget) > room:
+            budget = replace(budget, depth=budget.depth - 1)
+        return budget
 
     def _expand(self, growth: _Growth, logits: Tensor) -> None:
         """Give the frontier its children; the best of them are the next frontier.

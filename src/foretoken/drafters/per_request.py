@@ -7,10 +7,11 @@ fail a request, let alone its neighbours: the request goes on without drafts (la
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from foretoken.cache import OverBudget
+from foretoken.cache import SlabFull
 from foretoken.control import Budget
 from foretoken.drafters.base import Drafter
 from foretoken.request import Request
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PerRequest"]
 
-_NOT_FAULTS = (AssertionError, OverBudget)
+_NOT_FAULTS = (AssertionError, SlabFull)
 """Our own mistakes must come to light; and where drafting fills the slab, the engine makes room."""
 
 
@@ -36,6 +37,7 @@ class PerRequest(Drafter):
         self._default = default
         self._assigned: dict[int, Drafter] = {}
         self._failed: set[int] = set()
+        self._seconds: dict[int, float] = {}
 
     def assign(self, request: Request, drafter: Drafter) -> None:
         """Let this drafter serve the request until it is released."""
@@ -46,9 +48,17 @@ class PerRequest(Drafter):
         """Each drafter proposes for its requests together; failed ones draft nothing."""
         drafts = {request.key: Draft.empty(request.root) for request in batch}
         limits = {r.key: budget for r, budget in zip(batch, budgets, strict=True)}
+        self._seconds.clear()
         for drafter, requests in self._parts(batch):
+            began = time.perf_counter()
             drafts.update(self._propose(drafter, requests, limits))
+            each = (time.perf_counter() - began) / len(requests)
+            self._seconds.update((request.key, each) for request in requests)
         return [drafts[request.key] for request in batch]
+
+    def seconds(self, requests: Sequence[Request]) -> float:
+        """How long the last drafts of these took; requests of one drafter share its time."""
+        return sum(self._seconds.get(request.key, 0.0) for request in requests)
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
         """Each drafter sees what came of its requests."""

@@ -1,9 +1,9 @@
 """Whom a draft model has memory for, where it is limited (`kv_cache_memory`).
 
 What does not fit is found out before any work: the oldest requests are drafted for, and the others
-go without drafts, which changes their speed and nothing else (law 3). Should a tree need more than
-was reckoned with, the slab says so (`OverBudget`), and the engine has everyone go without for that
-step.
+go without drafts, which changes their speed and nothing else (law 3), as does one that is too long
+to fit all by itself. Should more be needed than was reckoned with, the slab says so (`OverBudget`),
+and the engine has everyone go without for that step.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def shared_out(
         The keys to draft for, and rows to be freed for them: their tokens are computed again when
         their turn comes.
     """
+    wanted = {key: tokens for key, tokens in wanted.items() if model.has_room(1, tokens)}
     tokens = list(wanted.values())
     count = len(tokens)
     while count and not model.has_room(count, max(tokens[:count])):

@@ -15,6 +15,7 @@ from annotated_types import Ge, Le, Len
 from pydantic import field_validator, model_validator
 
 from foretoken.config import GREEDY_BELOW
+from foretoken.control import Budget
 from foretoken.drafters.base import DrafterOptions
 from foretoken.law import Law
 from foretoken.tree_file import MAX_NODES, TreeFile, is_tree_file
@@ -65,6 +66,10 @@ class Shape(ABC):
         """At most `limit` nodes for the draft, parents first; with a node its ancestors."""
         return list(nodes[:limit])
 
+    def positions(self, budget: Budget) -> int:
+        """Most nodes that are scored, and so take positions of KV, while a tree grows."""
+        return max(0, budget.nodes)
+
     def level_sizes(self, limit: int) -> list[int]:
         """How many nodes each level of a full tree has, `limit` in all."""
         sizes: list[int] = []
@@ -88,6 +93,10 @@ class Chain(Shape):
     def width(self, ranks: tuple[int, ...]) -> int:
         """See `Shape.width`."""
         return 1
+
+    def positions(self, budget: Budget) -> int:
+        """See `Shape.positions`."""
+        return budget.chain
 
     @property
     def branches(self) -> bool:
@@ -171,6 +180,10 @@ class Dynamic(Shape):
     def width(self, ranks: tuple[int, ...]) -> int:
         """See `Shape.width`."""
         return self._top_k if len(ranks) < self._depth else 0
+
+    def positions(self, budget: Budget) -> int:
+        """See `Shape.positions`: of every level but the last those that are expanded."""
+        return self._top_k * max(0, min(budget.depth, self._depth) - 1)
 
     def level_sizes(self, limit: int) -> list[int]:
         """See `Shape.level_sizes`: as if of too many nodes the shallower ones were kept."""

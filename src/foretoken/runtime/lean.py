@@ -81,6 +81,7 @@ class LeanDecoder:
         self._head: Linear = linear(weights.head.weight, weights.head.bias).forward
 
     name = "lean"
+    exact_trees = False
 
     @property
     def least_nodes(self) -> int:
@@ -165,7 +166,7 @@ class LeanDecoder:
 
     def _tables(self, size: int) -> tuple[Tensor, Tensor]:
         """[size, D] each, from the module's own frequencies and scaling."""
-        cos, sin = self._rotary.angles(size, self._embedding.dtype)
+        cos, sin = self._rotary.angles(0, size, self._embedding.dtype)
         signs = torch.ones_like(sin)
         signs[:, : self._width // 2] = -1
         return cos, sin * signs

@@ -1,6 +1,6 @@
 """The weights of the Llama family as its networks want them: Llama, Mistral, Qwen2, Qwen3.
 
-Query, key and value are one linear layer, and so are gate and up. `lean.py` and `native.py` compute
+Query, key and value are one linear layer, and so are gate and up. `lean.py` and `native/` compute
 with these; every other architecture runs through its Transformers module (`module.py`).
 """
 
@@ -45,6 +45,9 @@ class LinearWeights:
     @classmethod
     def of(cls, *parts: Any) -> LinearWeights:
         """Several `nn.Linear` of the same input as one."""
+        if len(parts) == 1:
+            (part,) = parts
+            return cls(part.weight.detach(), None if part.bias is None else part.bias.detach())
         weight = torch.cat([part.weight.detach() for part in parts])
         if all(part.bias is None for part in parts):
             return cls(weight, None)
@@ -99,9 +102,7 @@ class LlamaWeights:
         self.embedding: Tensor = body.embed_tokens.weight.detach()  # [V, E]
         self.norm: Tensor = body.norm.weight.detach()  # [E]
         head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        self.head = LinearWeights(
-            head.weight.detach(), None if head.bias is None else head.bias.detach()
-        )
+        self.head = LinearWeights.of(head)
         self.num_layers = len(body.layers)
         self._layers = body.layers
         self.rotary = Rotary(body.rotary_emb, self.embedding.device)
@@ -134,9 +135,9 @@ class Rotary:
         self._module = module
         self._device = device
 
-    def angles(self, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [size, D] of positions 0 to size - 1."""
-        everywhere = torch.arange(size, device=self._device)[None]
+    def angles(self, first: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [size, D] of positions from `first` on."""
+        everywhere = torch.arange(first, first + size, device=self._device)[None]
         like = torch.empty(0, dtype=dtype, device=self._device)
         cos, sin = self._module(like, everywhere)
         return cos[0], sin[0]

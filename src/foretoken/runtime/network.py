@@ -1,9 +1,9 @@
 """The seam between the target and whatever computes a pass.
 
 A network is given the nodes of a pass and the slab, writes the new KV there and returns
-logits. There are three: `native/`, the Llama family in C++; `lean.py`, the same in as few of
-PyTorch's operations as it takes; and `module.py`, which runs any Transformers module. `network_for`
-chooses.
+logits. On a GPU there are CUDA graphs (`cuda/`). On a CPU there are three: `native/`, the Llama
+family in C++; `lean.py`, the same in as few of PyTorch's operations as it takes; and `module.py`,
+which runs any Transformers module. `network_for` chooses.
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ class Network(Protocol):
     @property
     def name(self) -> str:
         """What users are told is running."""
+        ...
+
+    @property
+    def exact_trees(self) -> bool:
+        """Whether a node of a tree has the bits of the same tokens in a row (law 7)."""
         ...
 
     @property
@@ -79,7 +84,8 @@ def network_for(
             layers.
         runtime: "native" is this library's C++, compiled at its first use, "torch" PyTorch's
             operations, "cuda" these in CUDA graphs, "compiled" the same after `torch.compile`;
-            "auto" takes "cuda" on a GPU, and on a CPU "native" where it can be had.
+            "auto" takes "cuda" on a GPU, without graphs where they cannot be captured, and on a
+            CPU "native" where it can be had.
 
     Raises:
         ConfigError: no such quantization or runtime, or none for this model on this machine.
@@ -94,7 +100,8 @@ def network_for(
             f"runtime: {runtime} needs a CUDA device, and the model is on {model.device.type}."
         )
     if on_gpu and runtime in ("auto", "cuda", "compiled"):
-        return cuda_network(model, compiler="inductor" if runtime == "compiled" else None)
+        compiler = "inductor" if runtime == "compiled" else None
+        return cuda_network(model, compiler=compiler, required=runtime != "auto")
     reason = "torch was asked for" if runtime == "torch" else why_not_native(model)
     if reason is None:
         return NativeDecoder(model, quantization)

@@ -19,14 +19,18 @@ from foretoken.runtime.cuda.slab import StaticSlab
 if TYPE_CHECKING:
     from foretoken.runtime.network import Network
 
-__all__ = ["cuda_network", "slab_for"]
+__all__ = ["cuda_network", "eager_network", "slab_for"]
 
 _POSITIONS = 2048
 """Of every row to begin with: more than most requests take, since growing costs the graphs."""
 
 
 def cuda_network(
-    model: PreTrainedModel, capture: Capture | None = None, *, compiler: str | None = None
+    model: PreTrainedModel,
+    capture: Capture | None = None,
+    *,
+    compiler: str | None = None,
+    required: bool = False,
 ) -> CudaNetwork:
     """The network of a model on a GPU; the model is left as it is.
 
@@ -34,9 +38,18 @@ def cuda_network(
         model: the Transformers module.
         capture: makes graphs; None makes CUDA graphs on the model's device.
         compiler: a backend of `torch.compile` for what is captured, such as "inductor".
+        required: see `CudaNetwork`: True where the user asked for graphs.
     """
     capture = CudaGraphs(model.device) if capture is None else capture
-    return CudaNetwork(decoder_for(model), model.device, capture, compiler)
+    return CudaNetwork(decoder_for(model), model.device, capture, compiler, required=required)
+
+
+def eager_network(network: Network) -> Network:
+    """The network that computes passes one by one, of whatever nodes on whatever slab.
+
+    Graphs take their own slab only, and nodes that see all of what is committed there.
+    """
+    return network.inner if isinstance(network, CudaNetwork) else network
 
 
 def slab_for(network: Network, max_model_len: int) -> KVSlab:

@@ -8,7 +8,6 @@ host to fetch once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,12 +17,10 @@ from foretoken.runtime.attention import padded_rows
 from foretoken.runtime.cuda.graphs import Staging
 from foretoken.runtime.cuda.inputs import additive_mask, device_pass
 from foretoken.runtime.cuda.lookup import look_up
+from foretoken.runtime.cuda.network import CudaNetwork
 from foretoken.runtime.cuda.philox import block_numbers, gumbel
 from foretoken.runtime.cuda.rows import DeviceRows
 from foretoken.runtime.cuda.slab import StaticSlab
-
-if TYPE_CHECKING:
-    from foretoken.runtime.network import Network
 
 __all__ = ["ChainStep", "Drafting", "Report"]
 
@@ -61,7 +58,7 @@ class ChainStep:
     """A step over the first rows of the slab.
 
     Args:
-        inner: computes a pass, without a look at the host.
+        network: computes a pass, and keeps the logits of whichever graph ran last.
         slab: its KV.
         rows: the requests.
         num_rows: B.
@@ -69,12 +66,11 @@ class ChainStep:
         drafting: how to draft.
         sampled: whether any request is not greedy.
         dtype: of the model.
-        device: where it runs.
     """
 
     def __init__(
         self,
-        inner: Network,
+        network: CudaNetwork,
         slab: StaticSlab,
         rows: DeviceRows,
         num_rows: int,
@@ -83,13 +79,12 @@ class ChainStep:
         *,
         sampled: bool,
         dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
-        self._inner, self._slab, self._rows = inner, slab, rows
+        self._network, self._slab, self._rows = network, slab, rows
         self._num_rows, self._span = num_rows, span
         self._drafting, self._sampled, self._dtype = drafting, sampled, dtype
         self._nodes = drafting.length + 1  # N
-        self._device = device
+        self._device = network.device
         self._logits: Tensor | None = None
         self._blocks: Tensor | None = None
         self._width = 2 + drafting.length + self._nodes
@@ -97,7 +92,7 @@ class ChainStep:
 
     @property
     def logits(self) -> Tensor:
-        """[B, N, V] after every node of the last run."""
+        """[B, N, V] after every node of the last run, until another graph runs."""
         assert self._logits is not None, "there was a run"
         return self._logits
 
@@ -152,11 +147,11 @@ class ChainStep:
         mask = additive_mask(cached, below, self._span, self._dtype)
         tokens = torch.cat([roots, drafted], dim=1)
         inputs = device_pass(tokens, behind.masked_fill(padding, 0), mask)
-        logits = self._inner.forward(inputs, self._slab, scored=True)
+        logits = self._network.inner.forward(inputs, self._slab, scored=True)
         assert logits is not None
         shape = (self._num_rows, self._nodes, -1)
         if self._logits is None:  # the first run is neither captured nor compiled
-            self._logits = torch.empty_like(logits).view(shape)
+            self._logits = self._network.output(logits).view(shape)
             self._blocks = block_numbers(logits.shape[1], self._device)
         return self._logits.copy_(logits.view(shape))
 

@@ -7,15 +7,25 @@ operations with their addresses and numbers, and replays just those.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["Capture", "CudaGraphs", "Staging", "Uncaptured"]
+__all__ = ["Capture", "Captures", "CudaGraphs", "Staging", "Uncaptured"]
 
 WARM_UPS = 2
 """Runs before a capture: libraries make their handles and choose their kernels in them."""
+
+
+class Captures:
+    """What captures have taken in this process, by whichever network.
+
+    Each takes several passes' time, or that of a compiler: who learns from seconds has to leave
+    them out, a draft model's as well as the target's.
+    """
+
+    seconds: ClassVar[float] = 0.0
 
 
 class Capture(Protocol):
@@ -54,8 +64,11 @@ class CudaGraphs:
                 for _ in range(WARM_UPS):
                     function()
             caller.wait_stream(self._stream)
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-                function()
+            try:
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                    function()
+            finally:
+                torch.cuda.set_stream(caller)  # a capture that fails leaves its own in place
         replay: Callable[[], None] = graph.replay
         return replay
 

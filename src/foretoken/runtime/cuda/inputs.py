@@ -91,6 +91,7 @@ class StaticInputs:
         size, host = len(nodes), self._host
         if not size:
             return
+        assert min(nodes.prefixes) >= length, "all nodes see what is committed"
         host["tokens"][row, :size] = torch.tensor(nodes.tokens)
         host["positions"][row, :size] = torch.tensor(nodes.positions)
         host["slots"][row, :size] = torch.arange(nodes.start, nodes.start + size)

@@ -3,10 +3,16 @@
 Small passes on a GPU take as long as the host needs to launch their kernels, and speculation makes
 passes of a few nodes its business. A captured pass is launched at once. Prompts, and passes of more
 than `Buckets.most_places` nodes, keep the device busy anyway.
+
+Not every module can be captured: one that looks at the device in the middle of a pass, as some
+routing among experts does, cannot, and memory may be short. A network that was chosen for the user
+then runs its passes as they are from that time on; one that was asked for says what happened.
 """
 
 from __future__ import annotations
 
+import time
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,8 +21,9 @@ import torch
 from torch import Tensor
 
 from foretoken.cache import KVSlab
+from foretoken.errors import CompatibilityError, ForetokenError
 from foretoken.runtime.cuda.buckets import Bucket, Buckets
-from foretoken.runtime.cuda.graphs import Capture
+from foretoken.runtime.cuda.graphs import Capture, Captures
 from foretoken.runtime.cuda.inputs import StaticInputs
 from foretoken.runtime.cuda.slab import StaticSlab
 from foretoken.runtime.inputs import PassInputs
@@ -24,7 +31,7 @@ from foretoken.runtime.inputs import PassInputs
 if TYPE_CHECKING:
     from foretoken.runtime.network import Network
 
-__all__ = ["CudaNetwork", "compiled"]
+__all__ = ["CudaNetwork"]
 
 T = TypeVar("T")
 
@@ -47,7 +54,17 @@ class CudaNetwork:
         compiler: a backend of `torch.compile` for what is captured, such as "inductor"; None
             leaves it as it is.
         buckets: the sizes of graphs.
+        required: whether a capture that fails is an error; else passes run as they are from then
+            on, and steps with them.
+
+    Attributes:
+        capture: as given; None once a capture has failed.
+        failure: why it did, in one line.
+        capture_seconds: what captures have taken so far, those of parts not included.
     """
+
+    exact_trees = False
+    """See `Network.exact_trees`: kernels are chosen by shape."""
 
     def __init__(
         self,
@@ -56,12 +73,16 @@ class CudaNetwork:
         capture: Capture | None,
         compiler: str | None = None,
         buckets: Buckets | None = None,
+        *,
+        required: bool = False,
     ) -> None:
         assert capture is not None or compiler is None, "only what is captured is compiled"
         self.inner = inner
         self.device = device
         self.capture = capture
-        self.compiler = compiler
+        self.failure: str | None = None
+        self.capture_seconds = 0.0
+        self._compiler, self._required = compiler, required
         self._buckets = Buckets() if buckets is None else buckets
         self._graphs: dict[Bucket, _Graph] = {}
         self._owner: tuple[StaticSlab, int] | None = None
@@ -69,10 +90,10 @@ class CudaNetwork:
 
     @property
     def name(self) -> str:
-        """See `Network.name`."""
-        way = "as it is" if self.capture is None else "in graphs"
-        compiled = "" if self.compiler is None else f", compiled by {self.compiler}"
-        return f"{self.inner.name} {way}{compiled}"
+        """See `Network.name`: "cuda", "compiled", or the name of `inner` without graphs."""
+        if self.capture is None:
+            return self.inner.name
+        return "cuda" if self._compiler is None else "compiled"
 
     @property
     def least_nodes(self) -> int:
@@ -98,22 +119,60 @@ class CudaNetwork:
         return self._around(self.inner.without(attention, mlp))
 
     def _around(self, inner: Network) -> CudaNetwork:
-        return CudaNetwork(inner, self.device, self.capture, self.compiler, self._buckets)
+        compiler = None if self.capture is None else self._compiler
+        return CudaNetwork(
+            inner, self.device, self.capture, compiler, self._buckets, required=self._required
+        )
 
     def forward(self, inputs: PassInputs, slab: KVSlab, *, scored: bool) -> Tensor | None:
         """See `Network.forward`."""
         assert isinstance(slab, StaticSlab), "graphs need buffers that stay where they are"
         lengths = slab.lengths[inputs.first : inputs.first + len(inputs.rows)]
         bucket = self._bucket(inputs, slab, lengths) if scored else None
-        if bucket is None:
+        graph = None if bucket is None else self._graph(bucket, slab, inputs)
+        if graph is None:
             return self.inner.forward(inputs, slab, scored=scored)
-        graph = self._graph(bucket, slab, inputs.dtype)
         graph.inputs.load(inputs, lengths)
         graph.replay()
         assert self._output is not None
         nodes = sum(len(row) for row in inputs.rows)
         # A copy: the next replay writes over the output.
         return self._output.index_select(0, graph.inputs.places[:nodes])
+
+    def attempt(self, prepare: Callable[[], T]) -> T | None:
+        """What `prepare` makes by capturing; None if that fails and need not succeed.
+
+        Whatever has been captured is then given up with its memory: passes and steps are to run
+        one way or the other.
+
+        Raises:
+            CompatibilityError: it fails, and graphs were asked for.
+        """
+        began = time.perf_counter()
+        try:
+            return prepare()
+        except (AssertionError, ForetokenError):  # our own mistakes; what the module refuses itself
+            raise
+        except Exception as error:
+            self.failure = _in_one_line(error)
+            if self._required:
+                raise CompatibilityError(
+                    f"runtime: {self.name} needs passes that can be captured in CUDA graphs, and "
+                    f"here that failed ({self.failure}): take 'auto' or 'torch'."
+                ) from error
+        finally:
+            spent = time.perf_counter() - began
+            self.capture_seconds += spent
+            Captures.seconds += spent
+        self.capture = self._output = None
+        self._graphs.clear()
+        warnings.warn(
+            f"passes cannot be captured in CUDA graphs here ({self.failure}): they are launched "
+            "operation by operation, which is slower.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
 
     def _bucket(
         self, inputs: PassInputs, slab: StaticSlab, lengths: Sequence[int]
@@ -125,12 +184,18 @@ class CudaNetwork:
         needed = Bucket(rows, nodes, known + nodes, inputs.span)
         return self._buckets.fit(needed, replace(needed, rows=slab.rows, span=slab.positions))
 
-    def _graph(self, bucket: Bucket, slab: StaticSlab, dtype: torch.dtype) -> _Graph:
+    def _graph(self, bucket: Bucket, slab: StaticSlab, inputs: PassInputs) -> _Graph | None:
+        """The graph for a pass that has begun; None where it cannot be captured."""
         if self._owner != (slab, slab.version):  # graphs of buffers that are gone
             self._graphs.clear()
             self._owner = (slab, slab.version)
         if bucket not in self._graphs:
-            self._graphs[bucket] = self._captured(bucket, slab, dtype)
+            graph = self.attempt(lambda: self._captured(bucket, slab, inputs.dtype))
+            if graph is None:  # the slab was told of another pass in between
+                starts, counts = [r.start for r in inputs.rows], [len(r) for r in inputs.rows]
+                slab.begin(inputs.first, starts, counts, inputs.nodes)
+                return None
+            self._graphs[bucket] = graph
         return self._graphs[bucket]
 
     def _captured(self, bucket: Bucket, slab: StaticSlab, dtype: torch.dtype) -> _Graph:
@@ -144,25 +209,31 @@ class CudaNetwork:
             assert logits is not None
             return logits
 
-        scores = compiled(scores, self.compiler)
-        output = self._output_like(scores())[: bucket.places]
+        scores = self.compiled(scores)
+        output = self.output(scores())
 
         def run() -> None:
             output.copy_(scores())
 
         return _Graph(inputs, self.capture.capture(run))
 
-    def _output_like(self, logits: Tensor) -> Tensor:
+    def output(self, logits: Tensor) -> Tensor:
+        """[B N, V] for logits like these: of one buffer, for whichever graph runs last."""
         if self._output is None:
             self._output = logits.new_zeros(self._buckets.most_places, logits.shape[1])
-        return self._output
+        assert len(logits) <= len(self._output)
+        return self._output[: len(logits)]
+
+    def compiled(self, function: Callable[[], T]) -> Callable[[], T]:
+        """The function under `torch.compile` with the backend, if there is one."""
+        if self._compiler is None:
+            return function
+        # Every bucket is a function of its own, although all of them have one source.
+        options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "isolate_recompiles": True}
+        faster: Callable[[], T] = torch.compile(function, backend=self._compiler, **options)
+        return faster
 
 
-def compiled(function: Callable[[], T], compiler: str | None) -> Callable[[], T]:
-    """The function under `torch.compile` with this backend; None leaves it as it is."""
-    if compiler is None:
-        return function
-    # Every bucket is a function of its own, although all of them have one source.
-    options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "isolate_recompiles": True}
-    faster: Callable[[], T] = torch.compile(function, backend=compiler, **options)
-    return faster
+def _in_one_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__

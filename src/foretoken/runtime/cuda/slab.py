@@ -103,6 +103,7 @@ class StaticSlab(KVSlab):
 
     def _new_buffer(self, states: Tensor) -> Tensor:
         _, heads, _, width = states.shape
+        self._addresses = None
         return states.new_zeros(self._rows, heads, self._positions + 1, width)
 
     def _fit(self, rows: int, positions: int) -> None:

@@ -3,7 +3,8 @@
 Which of the two runs is decided before the step, from what does not change while the requests do:
 `obstacle` says what stands in the way of a request. Where nothing does, for no request of the
 batch, the step is one graph (`chain.py`) and one transfer; text, stop strings and traces are made
-of its report. Otherwise the whole batch takes the general path. Tokens are the same on both.
+of its report. Otherwise the whole batch takes the general path. Tokens are the same on both, but
+for rounding: passes of another shape have other kernels, and near ties may fall the other way.
 """
 
 from __future__ import annotations
@@ -18,27 +19,29 @@ from torch import Tensor
 from foretoken.acceptance.base import AcceptanceRule
 from foretoken.acceptance.coupled import Coupled
 from foretoken.control import Controller
-from foretoken.decode import Outcome, StepTimes, step
+from foretoken.decode import Outcome, StepTimes, keep, step, tell
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.none import NoDrafter
 from foretoken.drafters.per_request import PerRequest
-from foretoken.law import Law
 from foretoken.request import Request
 from foretoken.runtime.cuda.buckets import Buckets, doubled
 from foretoken.runtime.cuda.chain import ChainStep, Drafting, Report
-from foretoken.runtime.cuda.graphs import Uncaptured
-from foretoken.runtime.cuda.network import CudaNetwork, compiled
+from foretoken.runtime.cuda.drawn import DeviceLaws, Drawn
+from foretoken.runtime.cuda.network import CudaNetwork
 from foretoken.runtime.cuda.rows import DeviceRows
 from foretoken.runtime.cuda.slab import StaticSlab
-from foretoken.sampling import Laws, Sampler
+from foretoken.runtime.cuda.without_captures import WithoutCaptures
 from foretoken.target import Target
-from foretoken.trace import record
-from foretoken.tree import Draft, TokenTree, chain
+from foretoken.tree import Draft, chain
 
 __all__ = ["DeviceStep", "drafting_of", "obstacle", "step_for"]
 
 _LONGEST_DRAFT = 63
+
+_MOST_SAMPLED = 128
+"""Places of a step in which a request is sampled: its noise takes 34 bytes for each of them and
+each token of the vocabulary, 0.6 GiB for a vocabulary of 150 000."""
 
 _SIZES = Buckets(nodes=(1, 2, 4, 8, 16, 32, 64))
 """Few, so that a draft that is cut short at the end of an output seldom needs another graph."""
@@ -97,13 +100,22 @@ class _Shape:
     sampled: bool
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """A step that the device can do now: what it reports to, its graph, what each row may draft."""
+
+    chain_step: ChainStep
+    replay: Callable[[], None]
+    limits: Sequence[int]
+
+
 class DeviceStep:
     """A drop-in for `decode.step` on a target with the GPU runtime.
 
     Args:
-        target: the only target it will be called with, on a `CudaNetwork` and a `StaticSlab`; as
-            its network captures passes, steps are captured.
-        buckets: the numbers of rows that steps are captured for.
+        target: the only target it will be called with, on a `CudaNetwork` that captures and a
+            `StaticSlab`.
+        buckets: the numbers of rows and nodes that steps are captured for.
 
     Attributes:
         num_steps: steps that ran on the device.
@@ -114,7 +126,6 @@ class DeviceStep:
         assert isinstance(network, CudaNetwork)
         assert isinstance(slab, StaticSlab)
         self._target, self._network, self._slab = target, network, slab
-        self._capture = Uncaptured() if network.capture is None else network.capture
         self._buckets = _SIZES if buckets is None else buckets
         self._rows = DeviceRows(slab.rows, slab.positions, target.device)
         self._version = slab.version
@@ -132,30 +143,53 @@ class DeviceStep:
     ) -> list[Outcome]:
         """See `decode.step`."""
         assert target is self._target
-        began = time.perf_counter()
-        drafting = drafting_of(drafter, rule, batch)
-        most = 0 if any(obstacle(request) for request in batch) else self._most_nodes(batch)
-        if drafting is None or not most:
-            return step(target, drafter, rule, controller, batch)
-        longest = min(drafting.length, most - 1)
-        limits = [min(budget.chain, longest) for budget in controller.budgets(batch)]
-        shape = self._shape(drafting, batch, limits)
-        outcomes, done = self._step(shape, rule, batch, limits)
+        plan = self._plan(drafter, rule, controller, batch)
+        if plan is None:
+            watching = WithoutCaptures(controller, self._network)
+            return step(target, drafter, rule, watching, batch)
+        began = time.perf_counter()  # what was captured for it took no part of its time
+        reports = self._run(plan, batch)
+        done = time.perf_counter()
+        outcomes = self._outcomes(plan, rule, batch, reports)
         # Draft, verification and acceptance are one piece of work and cannot be told apart.
         times = StepTimes(0.0, done - began, time.perf_counter() - done)
-        drafter.observe(outcomes, times)
-        controller.observe(outcomes, times)
-        for request in batch:
-            request.record_times(times.draft, times.verify, times.accept)
+        tell(drafter, controller, outcomes, times)
         return outcomes
+
+    # Before a step
+
+    def _plan(
+        self,
+        drafter: Drafter,
+        rule: AcceptanceRule,
+        controller: Controller,
+        batch: Sequence[Request],
+    ) -> _Plan | None:
+        """What the device is to do; None where it cannot.
+
+        Raises:
+            SlabFull: the drafts find no room. Nothing has been done.
+        """
+        drafting = drafting_of(drafter, rule, batch)
+        if drafting is None or any(obstacle(request) for request in batch):
+            return None
+        most = self._most_nodes(batch)
+        if not most:
+            return None
+        longest = min(drafting.length, most - 1)
+        limits = [min(budget.chain, longest) for budget in controller.budgets(batch)]
+        captured = self._captured(self._shape(drafting, batch, limits))
+        return None if captured is None else _Plan(*captured, limits)
 
     def _most_nodes(self, batch: Sequence[Request]) -> int:
         """Most nodes of each row in a step on the device; 0 if there is no such step."""
         rows = self._num_rows(batch)
-        if rows is None or not self._slab.allocated:
+        if rows is None or self._network.capture is None or not self._slab.allocated:
             return 0
-        fitting = [n for n in self._buckets.nodes if n * rows <= self._buckets.most_places]
-        return max(fitting, default=0)
+        most = self._buckets.most_places
+        if _sampled(batch):
+            most = min(most, _MOST_SAMPLED)
+        return max((n for n in self._buckets.nodes if n * rows <= most), default=0)
 
     def _num_rows(self, batch: Sequence[Request]) -> int | None:
         last = max(self._row(request) for request in batch)
@@ -174,106 +208,84 @@ class DeviceStep:
         rows = self._num_rows(batch)
         assert rows is not None, "making room takes no rows"
         span = min(doubled(needed), self._slab.positions)
-        drafting = replace(drafting, length=nodes - 1)
-        return _Shape(rows, span, drafting, not all(r.params.greedy for r in batch))
+        return _Shape(rows, span, replace(drafting, length=nodes - 1), _sampled(batch))
 
-    def _step(
-        self, shape: _Shape, rule: AcceptanceRule, batch: Sequence[Request], limits: Sequence[int]
-    ) -> tuple[list[Outcome], float]:
-        """What came of it, and when the device had done its part."""
+    def _captured(self, shape: _Shape) -> tuple[ChainStep, Callable[[], None]] | None:
+        """A step and its graph; None where it cannot be captured, and no other from then on."""
         if self._version != self._slab.version:  # the buffers have moved
             self._steps.clear()
             self._rows = DeviceRows(self._slab.rows, self._slab.positions, self._target.device)
             self._version = self._slab.version
-        chain_step, replay = self._captured(shape)
-        rows = {self._row(request): request for request in batch}
-        for row, request in rows.items():
+        if shape not in self._steps:
+            captured = self._network.attempt(lambda: self._capture(shape))
+            if captured is None:
+                self._steps.clear()
+                return None
+            self._steps[shape] = captured
+        return self._steps[shape]
+
+    def _capture(self, shape: _Shape) -> tuple[ChainStep, Callable[[], None]]:
+        chain_step = ChainStep(
+            self._network,
+            self._slab,
+            self._rows,
+            shape.rows,
+            shape.span,
+            shape.drafting,
+            sampled=shape.sampled,
+            dtype=self._target.dtype,
+        )
+        assert self._network.capture is not None
+        with self._rows.idle():
+            chain_step.run()
+            run = self._network.compiled(chain_step.run)
+            return chain_step, self._network.capture.capture(run)
+
+    # A step
+
+    def _run(self, plan: _Plan, batch: Sequence[Request]) -> list[Report]:
+        """What the device has done to each row, once it has."""
+        rows = [self._row(request) for request in batch]
+        for row, request in zip(rows, batch, strict=True):
             assert self._slab.lengths[row] == len(request.token_ids) - 1, "law 1"
-        self._rows.show(dict(zip(rows, zip(batch, limits, strict=True), strict=True)))
-        replay()
+        self._rows.show(dict(zip(rows, zip(batch, plan.limits, strict=True), strict=True)))
+        plan.replay()
         self._target.num_passes += 1
         self.num_steps += 1
-        reports = chain_step.fetch()
-        done = time.perf_counter()
+        return plan.chain_step.fetch()
+
+    def _outcomes(
+        self,
+        plan: _Plan,
+        rule: AcceptanceRule,
+        batch: Sequence[Request],
+        reports: Sequence[Report],
+    ) -> list[Outcome]:
+        rows = [self._row(request) for request in batch]
+        logits = plan.chain_step.logits
         outcomes = [
-            self._outcome(rule, request, reports[row], chain_step.logits[row])
-            for row, request in rows.items()
+            self._outcome(rule, request, reports[row], logits[row])
+            for row, request in zip(rows, batch, strict=True)
         ]
-        for row, request in rows.items():
+        for row, request in zip(rows, batch, strict=True):
             self._rows.extended(row, request)
-        return outcomes, done
-
-    def _row(self, request: Request) -> int:
-        return self._target._keys.index(request.key)
-
-    def _captured(self, shape: _Shape) -> tuple[ChainStep, Callable[[], None]]:
-        if shape not in self._steps:
-            chain_step = ChainStep(
-                self._network.inner,
-                self._slab,
-                self._rows,
-                shape.rows,
-                shape.span,
-                shape.drafting,
-                sampled=shape.sampled,
-                dtype=self._target.dtype,
-                device=self._target.device,
-            )
-            with self._rows.idle():
-                chain_step.run()
-                replay = self._capture.capture(compiled(chain_step.run, self._network.compiler))
-            self._steps[shape] = chain_step, replay
-        return self._steps[shape]
+        return outcomes
 
     def _outcome(
         self, rule: AcceptanceRule, request: Request, report: Report, logits: Tensor
     ) -> Outcome:
-        """As the end of `decode.step`, with what the device has drawn in place of p and noise."""
+        """With what the device has drawn in place of p and noise."""
         draft = Draft.deterministic(chain([request.root, *report.drafted]))
         noise = request.noise.at(len(request.token_ids))
-        accepted = rule.accept(draft, _Drawn(report.drawn), noise)
+        accepted = rule.accept(draft, Drawn(report.drawn), noise)
         assert len(accepted.path) == report.accepted, "host and device accept alike"
         logits = logits[: len(draft.tree)]
-        p = _DeviceLaws(logits, draft.tree, request.sampler, request.output_ids, report.drawn)
-        self._target.commit(request.key, (0, *accepted.path))
-        trace = record(draft, p, accepted, everything=False)
-        committed = request.extend(draft, p, accepted, trace)
-        return Outcome(request, draft, accepted, tuple(committed), logits, p)
+        p = DeviceLaws(logits, draft.tree, request.sampler, request.output_ids, report.drawn)
+        return keep(self._target, request, draft, accepted, logits, p)
+
+    def _row(self, request: Request) -> int:
+        return self._target._keys.index(request.key)
 
 
-class _Drawn:
-    """Laws of which only the tokens drawn from them are known: one-hot at those."""
-
-    greedy = False
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self._tokens = tokens
-
-    def __getitem__(self, node: int) -> Law:
-        """The outcome of a chain's node as a law."""
-        return Law.one_hot(self._tokens[node])
-
-    def untempered(self, node: int) -> Law:
-        """Asked for by lossy rules, which the device does not run."""
-        raise AssertionError(f"the law of node {node} is not known")
-
-
-class _DeviceLaws(Laws):
-    """The target's laws, computed from the logits on the device if anyone looks.
-
-    Those of greedy requests are known without. A trace says of the others that nobody looked.
-    """
-
-    def __init__(
-        self,
-        logits: Tensor,
-        tree: TokenTree,
-        sampler: Sampler,
-        output_ids: Sequence[int],
-        drawn: Sequence[int],
-    ) -> None:
-        # Not the parent's, which fetches the tokens of greedy laws from the device.
-        self._logits, self._tree = logits, tree
-        self._sampler, self._output_ids = sampler, output_ids
-        known = enumerate(drawn) if sampler.plain_greedy else ()
-        self._laws = {node: Law.one_hot(token) for node, token in known}
+def _sampled(batch: Sequence[Request]) -> bool:
+    return not all(request.params.greedy for request in batch)

@@ -28,12 +28,14 @@ _FLAGS = (
     "-std=c++17",
     "-O3",
     "-march=native",
-    "-mprefer-vector-width=512",
+    *(("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()),
     "-ffp-contract=off",  # the same rounding wherever an expression is inlined (law 7)
-    "-fopenmp",  # PyTorch has loaded its library already, so that both share the threads
+    "-fno-strict-aliasing",  # numbers are read in pairs and fours
+    "-fopenmp",  # of g++: PyTorch has loaded its library already, so that both share the threads
     "-fPIC",
     "-shared",
 )
+_SUFFIXES = (".cpp", ".h")
 _TIMEOUT = 300.0
 
 
@@ -41,7 +43,6 @@ class NativeLibraryError(Exception):
     """The library cannot be had here; the message says why."""
 
 
-@cache
 def library(*flags: str) -> ctypes.CDLL:
     """The compiled library.
 
@@ -51,20 +52,43 @@ def library(*flags: str) -> ctypes.CDLL:
     Raises:
         NativeLibraryError: no compiler, or it failed.
     """
-    if platform.machine() not in ("x86_64", "AMD64", "aarch64", "arm64"):
-        raise NativeLibraryError(f"not written for processors of type {platform.machine()}")
-    compiler = _compiler()
+    made = _library(*flags)
+    if isinstance(made, NativeLibraryError):
+        raise made
+    return made
+
+
+@cache
+def _library(*flags: str) -> ctypes.CDLL | NativeLibraryError:
+    """What there is, or why there is none: a compiler that fails is not asked again."""
+    if os.name != "posix" or platform.machine() not in ("x86_64", "aarch64", "arm64"):
+        return NativeLibraryError(f"not written for {platform.system()} on {platform.machine()}")
+    try:
+        return _load(_compiled(_compiler(), flags))
+    except NativeLibraryError as error:
+        return error
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
+        return NativeLibraryError(str(error))
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    """Load what this user, and nobody else, may have written: it is going to be run."""
+    for place in (path.parent, path):
+        state = place.stat()
+        if state.st_uid != os.getuid() or state.st_mode & 0o022:
+            raise NativeLibraryError(f"{place} may be written by others: remove it, or chmod go-w")
+    return ctypes.CDLL(str(path))
+
+
+def _compiled(compiler: str, flags: tuple[str, ...]) -> Path:
     folder = cache_dir() / "native"
     path = folder / f"{_key(compiler, flags)}.so"
-    try:
-        if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            with FileLock(folder / ".lock"):
-                if not path.exists():
-                    _compile(compiler, flags, path)
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise NativeLibraryError(str(error)) from error
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with FileLock(folder / ".lock"):
+            if not path.exists():
+                _compile(compiler, flags, path)
+    return path
 
 
 def _compiler() -> str:
@@ -78,9 +102,6 @@ def _key(compiler: str, flags: tuple[str, ...]) -> str:
     parts = [*_FLAGS, *flags, _run([compiler, "--version"]), _processor()]
     parts += [file.read_text() for file in sorted(_SOURCES.iterdir()) if file.suffix in _SUFFIXES]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-
-
-_SUFFIXES = (".cpp", ".h")
 
 
 def _processor() -> str:
@@ -98,6 +119,7 @@ def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
         _run([compiler, *_FLAGS, *flags, str(_SOURCES / "decoder.cpp"), "-o", str(made)])
+        made.chmod(0o700)
         made.replace(path)
 
 

@@ -2,7 +2,7 @@
 //
 // The same computation as lean.py, which says what it is; here it is one parallel region for all
 // layers, whose threads meet at a barrier after each part of a layer. Between linear layers numbers
-// stay in float32. Called through ctypes (`native.py`): the structures below are known there.
+// stay in float32. Called through ctypes (`decoder.py`): the structures below are known there.
 
 #include <omp.h>
 #include <sched.h>
@@ -55,7 +55,7 @@ struct Pass {
 // busy machine.
 class Barrier {
 public:
-    explicit Barrier(int threads) : threads_(threads) {}
+    void expect(int threads) { threads_ = threads; }
 
     void wait() {
         if (threads_ == 1) return;
@@ -76,15 +76,23 @@ public:
 private:
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<int> phase_{0};
-    int threads_;
+    int threads_ = 1;
 };
 
 inline size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
+constexpr int MOST_HIDDEN = 16384;
+
 class Run {
 public:
-    Run(const Decoder& decoder, const Pass& pass) : d_(decoder), p_(pass), barrier_(pass.threads) {
+    Run(const Decoder& decoder, const Pass& pass) : d_(decoder), p_(pass) {
         layout(pass.workspace);
+    }
+
+    // OpenMP may give fewer threads than were asked for.
+    void begin(int threads) {
+        threads_ = threads;
+        barrier_.expect(threads);
     }
 
     // Bytes of workspace; the buffers lie one behind the other from `base` on.
@@ -99,8 +107,6 @@ public:
         stream_ = (float*)take(nodes * d_.hidden * sizeof(float));
         qkv_ = (float*)take(nodes * heads() * d_.width * sizeof(float));
         hidden_ = take(nodes * row_bytes(format, d_.hidden));
-        if (row_bytes(d_.head.format, d_.hidden) > row_bytes(format, d_.hidden))
-            take(nodes * (row_bytes(d_.head.format, d_.hidden) - row_bytes(format, d_.hidden)));
         mixed_ = take(nodes * row_bytes(format, d_.heads * d_.width));
         inner_ = take(nodes * row_bytes(format, d_.intermediate));
         stride_ = (p_.most_seen + LANES - 1) / LANES * LANES;
@@ -119,7 +125,7 @@ public:
         if (!p_.scored) return;
         normalise(d_.norm, d_.head.format, id);
         long vocabulary = d_.head.outputs;
-        multiply<1>(d_.head, hidden_, p_.nodes, id, p_.threads, [&](long node, long panel, const float* sums) {
+        multiply<1>(d_.head, hidden_, p_.nodes, id, threads_, [&](long node, long panel, const float* sums) {
             long first = panel * PANEL, count = vocabulary - first < PANEL ? vocabulary - first : PANEL;
             std::memcpy(p_.logits + node * vocabulary + first, sums, count * sizeof(float));
         });
@@ -130,7 +136,7 @@ private:
 
     template <class Work>
     void share(long count, int id, Work work) {
-        for (long i = count * id / p_.threads; i < count * (id + 1) / p_.threads; i++) work((int)i);
+        for (long i = count * id / threads_; i < count * (id + 1) / threads_; i++) work((int)i);
     }
 
     void embed(int node) {
@@ -154,7 +160,7 @@ private:
     // The stream, normalised, as inputs of a linear layer.
     void normalise(const float* weight, Format format, int id) {
         share(p_.nodes, id, [&](int node) {
-            float normal[16384];
+            float normal[MOST_HIDDEN];
             rms_norm(stream_ + (long)node * d_.hidden, weight, d_.epsilon, d_.hidden, normal);
             encode(format, normal, hidden_ + node * row_bytes(format, d_.hidden), d_.hidden, 0, d_.hidden);
         });
@@ -162,7 +168,7 @@ private:
     }
 
     void add_product(const Linear& layer, const uint8_t* inputs, int id) {
-        multiply<1>(layer, inputs, p_.nodes, id, p_.threads, [&](long node, long panel, const float* sums) {
+        multiply<1>(layer, inputs, p_.nodes, id, threads_, [&](long node, long panel, const float* sums) {
             float* to = stream_ + node * d_.hidden + panel * PANEL;
             for (int i = 0; i < PANEL; i += LANES) store(to + i, load<f32x16>(to + i) + load<f32x16>(sums + i));
         });
@@ -172,7 +178,7 @@ private:
     void mlp(const Layer& layer, int id) {
         Format format = layer.down.format;
         normalise(layer.mlp_norm, layer.gate_up.format, id);
-        multiply<2>(layer.gate_up, hidden_, p_.nodes, id, p_.threads, [&](long node, long pair, float* sums) {
+        multiply<2>(layer.gate_up, hidden_, p_.nodes, id, threads_, [&](long node, long pair, float* sums) {
             for (int i = 0; i < PANEL; i += LANES) {
                 f32x16 gate = load<f32x16>(sums + i), up = load<f32x16>(sums + PANEL + i);
                 store(sums + i, gate / (1.0f + exp(-gate)) * up);
@@ -186,7 +192,7 @@ private:
     void attention(const Layer& layer, int id) {
         normalise(layer.attention_norm, layer.qkv.format, id);
         long size = heads() * d_.width;
-        multiply<1>(layer.qkv, hidden_, p_.nodes, id, p_.threads, [&](long node, long panel, const float* sums) {
+        multiply<1>(layer.qkv, hidden_, p_.nodes, id, threads_, [&](long node, long panel, const float* sums) {
             std::memcpy(qkv_ + node * size + panel * PANEL, sums, PANEL * sizeof(float));
         });
         barrier_.wait();
@@ -245,12 +251,12 @@ private:
     template <class Cache, int D>
     void attend(const Layer& layer, int id) {
         int group = d_.heads / d_.key_heads, most = QUERIES / group > 0 ? QUERIES / group : 1;
-        int wanted = (p_.nodes * d_.key_heads + 4 * p_.threads - 1) / (4 * p_.threads);  // four tasks a thread
+        int wanted = (p_.nodes * d_.key_heads + 4 * threads_ - 1) / (4 * threads_);  // four tasks a thread
         int nodes = wanted < most ? wanted : most, task = 0;
         for (int first = 0, last; first < p_.nodes; first = last) {
             for (last = first + 1; last < p_.nodes && last < first + nodes && p_.rows[last] == p_.rows[first];) last++;
             for (int key_head = 0; key_head < d_.key_heads; key_head++)
-                if (task++ % p_.threads == id)
+                if (task++ % threads_ == id)
                     for (int head = 0; head < group; head += QUERIES)  // all of them, but for huge groups
                         attend<Cache, D>(layer, id, first, last, key_head, key_head * group + head,
                                          group - head < QUERIES ? group - head : QUERIES);
@@ -293,6 +299,7 @@ private:
     const Decoder& d_;
     const Pass& p_;
     Barrier barrier_;
+    int threads_ = 1;
     float *stream_, *qkv_, *scores_;      // [T, E], [T, H + 2 G, D], [threads, QUERIES, stride_]
     uint8_t *hidden_, *mixed_, *inner_;   // inputs of linear layers: [T, E], [T, H D], [T, I]
     long stride_;
@@ -309,6 +316,21 @@ size_t foretoken_workspace(const foretoken::Decoder* decoder, const foretoken::P
 void foretoken_forward(const foretoken::Decoder* decoder, const foretoken::Pass* pass) {
     foretoken::Run run(*decoder, *pass);
 #pragma omp parallel num_threads(pass->threads)
-    run.thread(omp_get_thread_num());
+    {
+#pragma omp single
+        run.begin(omp_get_num_threads());
+        run.thread(omp_get_thread_num());
+    }
+}
+
+// Of the structures that the caller knows, too, and of the largest hidden size.
+void foretoken_sizes(int32_t* sizes) {
+    using namespace foretoken;
+    sizes[0] = sizeof(Linear);
+    sizes[1] = sizeof(Layer);
+    sizes[2] = sizeof(Decoder);
+    sizes[3] = sizeof(Buffers);
+    sizes[4] = sizeof(Pass);
+    sizes[5] = MOST_HIDDEN;
 }
 }

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Collection, Sequence
 from copy import copy
 from ctypes import (
+    CDLL,
     POINTER,
     Array,
     Structure,
@@ -21,8 +22,10 @@ from ctypes import (
     c_int64,
     c_size_t,
     c_void_p,
+    sizeof,
 )
 from itertools import chain, repeat
+from threading import Lock
 from typing import Any
 
 import torch
@@ -40,6 +43,8 @@ __all__ = ["NativeDecoder", "why_not_native"]
 _WIDTHS = (32, 64, 96, 128)
 _MOST_HIDDEN = 16384
 """`Run::normalise` has room for so many numbers."""
+_ANGLES = 256
+"""Positions whose rotary angles are computed at once."""
 
 _FORMATS = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16}
 _QUANTIZED = {"int8": Format.INT8, "int4": Format.INT4}
@@ -117,18 +122,32 @@ def why_not_native(model: PreTrainedModel) -> str | None:
         return "it is written for Llama, Mistral, Qwen2 and Qwen3 only"
     if model.device.type != "cpu" or model.dtype not in _FORMATS:
         return f"it runs float32 and bfloat16 on CPUs, not {model.dtype} on {model.device.type}"
-    config: Any = model.config
-    body: Any = model.model
-    width = body.layers[0].self_attn.head_dim
-    sizes = (config.hidden_size, config.intermediate_size)
-    if width not in _WIDTHS:
-        return f"heads are to be {', '.join(map(str, _WIDTHS))} wide, and these are {width}"
-    if config.hidden_size > _MOST_HIDDEN or any(size % GROUP for size in sizes):
-        return f"hidden sizes are to be multiples of {GROUP}, and these are {sizes}"
+    if (reason := _wrong_sizes(model)) is not None:
+        return reason
     try:
         library()
     except NativeLibraryError as error:
         return str(error)
+    return None
+
+
+def _wrong_sizes(model: PreTrainedModel) -> str | None:
+    """What the kernels are not written for."""
+    config: Any = model.config
+    body: Any = model.model
+    embedding, head = body.embed_tokens.weight, model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    width = body.layers[0].self_attn.head_dim
+    sizes = (config.hidden_size, config.intermediate_size)
+    if width not in _WIDTHS:
+        return f"heads are to be {', '.join(map(str, _WIDTHS))} wide, and these are {width}"
+    if any(size % GROUP for size in sizes):
+        return f"hidden sizes are to be multiples of {GROUP}, and these are {sizes}"
+    if config.hidden_size > _MOST_HIDDEN:
+        return f"the hidden size is to be at most {_MOST_HIDDEN}, and this is {config.hidden_size}"
+    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+        return "some of its weights are not in the CPU's memory"
+    if len(embedding) < len(head.weight):
+        return "it can draw tokens that it has no embedding for"
     return None
 
 
@@ -147,12 +166,13 @@ class NativeDecoder:
 
     least_nodes = 1
     name = "native"
+    exact_trees = True
 
     def __init__(
         self, model: PreTrainedModel, quantization: str | None = None, *flags: str
     ) -> None:
-        self._library = library(*flags)
-        self._library.foretoken_workspace.restype = c_size_t
+        self._library = _checked(library(*flags))
+        self._lock = Lock()  # of the workspace: it may be another thread's turn
         form = _FORMATS[model.dtype] if quantization is None else _QUANTIZED[quantization]
         weights = LlamaWeights(model)
         self._kept: list[Tensor | PackedWeights] = []
@@ -161,16 +181,16 @@ class NativeDecoder:
         ]
         self._vocab_size = len(weights.head.weight)
         self._rotary = weights.rotary
-        self._cos, self._sin = torch.empty(0, 0), torch.empty(0, 0)
-        self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._cos, self._sin = _empty(0, weights.width // 2), _empty(0, weights.width // 2)
+        self._workspace = _empty(0, dtype=torch.uint8)
         self._seen_addresses: list[tuple[int, int, int, int]] = []
         self._buffers = (_CBuffers * 0)()
-        self._like = torch.empty(1, weights.key_heads, 1, weights.width, dtype=model.dtype)
+        self._like = _empty(1, weights.key_heads, 1, weights.width, dtype=model.dtype)
         self._decoder = _CDecoder(
             # A head chooses among all tokens: in int4 it would lose more than the layers do.
             head=self._linear(weights.head, Format.INT8 if form is Format.INT4 else form),
             norm=self._float(weights.norm),
-            embedding=self._keep(weights.embedding.contiguous()).data_ptr(),
+            embedding=self._keep(weights.embedding.to(model.dtype).contiguous()).data_ptr(),
             hidden=weights.hidden_size,
             heads=weights.heads,
             key_heads=weights.key_heads,
@@ -242,27 +262,31 @@ class NativeDecoder:
 
     def forward(self, inputs: PassInputs, slab: KVSlab, *, scored: bool) -> Tensor | None:
         """See `Network.forward`; padding is not computed."""
-        slab.reserve([layer.index for layer in self._layers], self._like)
         nodes = _Nodes(inputs)
-        self._reach(inputs.span)
-        logits = torch.empty(len(nodes) if scored else 0, self._vocab_size)
+        logits = _empty(len(nodes) if scored else 0, self._vocab_size)
+        with self._lock:
+            slab.reserve([layer.index for layer in self._layers], self._like)
+            self._reach(inputs.span)
+            self._run(inputs, nodes, slab, logits if scored else None)
+        return logits if scored else None
+
+    def _run(self, inputs: PassInputs, nodes: _Nodes, slab: KVSlab, logits: Tensor | None) -> None:
         arguments = _CPass(
             nodes=len(nodes),
-            scored=scored,
+            scored=logits is not None,
             threads=torch.get_num_threads(),
             most_seen=inputs.span,
             buffers=addressof(self._buffers_of(slab)),
             cos=self._cos.data_ptr(),
             sin=self._sin.data_ptr(),
-            logits=logits.data_ptr(),
+            logits=None if logits is None else logits.data_ptr(),
             **nodes.addresses(),
         )
         needed = self._library.foretoken_workspace(byref(self._decoder), byref(arguments))
         if len(self._workspace) < needed:
-            self._workspace = torch.empty(needed, dtype=torch.uint8)
+            self._workspace = _empty(needed, dtype=torch.uint8)
         arguments.workspace = self._workspace.data_ptr()
         self._library.foretoken_forward(byref(self._decoder), byref(arguments))
-        return logits if scored else None
 
     def _buffers_of(self, slab: KVSlab) -> Array[_CBuffers]:
         """As `Pass` takes them, made anew when the slab has moved."""
@@ -273,11 +297,33 @@ class NativeDecoder:
         return self._buffers
 
     def _reach(self, positions: int) -> None:
-        """Rotary angles of at least so many positions."""
-        if len(self._cos) < positions:
-            half = self._like.shape[-1] // 2
-            cos, sin = self._rotary.angles(2 * positions, torch.float32)
-            self._cos, self._sin = cos[:, :half].contiguous(), sin[:, :half].contiguous()
+        """Rotary angles of at least so many positions.
+
+        In pieces of one size: how PyTorch computes them may depend on their number (law 7).
+        """
+        known, half = self._cos.shape
+        pieces = [
+            self._rotary.angles(first, _ANGLES, torch.float32)
+            for first in range(known, positions, _ANGLES)
+        ]
+        if pieces:
+            cos, sin = (torch.cat(parts)[:, :half] for parts in zip(*pieces, strict=True))
+            self._cos, self._sin = torch.cat([self._cos, cos]), torch.cat([self._sin, sin])
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Memory for the C++, whatever PyTorch's default dtype and device are."""
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def _checked(loaded: CDLL) -> CDLL:
+    """The library, if its structures are those of this file."""
+    loaded.foretoken_workspace.restype = c_size_t
+    sizes = (c_int32 * 6)()
+    loaded.foretoken_sizes(sizes)
+    ours = [sizeof(each) for each in (CLinear, _CLayer, _CDecoder, _CBuffers, _CPass)]
+    assert list(sizes) == [*ours, _MOST_HIDDEN]
+    return loaded
 
 
 class _Nodes:

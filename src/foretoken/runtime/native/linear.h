@@ -59,15 +59,17 @@ inline size_t row_bytes(Format format, int inputs) {
 inline void quantize(const float* from, uint8_t* row, int inputs, int offset) {
     f32x16 low = load<f32x16>(from), high = load<f32x16>(from + LANES);
     float largest = max(max(max(low, -low), max(high, -high)));
-    float scale = largest / 127.0f, steps = largest > 0 ? 127.0f / largest : 0.0f;
+    float steps = largest > 1e-30f ? 127.0f / largest : 0.0f;
+    i32x16 first = nearest(low * steps), second = nearest(high * steps);
+    store_bytes((int8_t*)row + offset, first);
+    store_bytes((int8_t*)row + offset + LANES, second);
+    i32x16 both = first + second;
     int32_t total = 0;
-    int8_t* bytes = (int8_t*)row + offset;
-    for (int i = 0; i < GROUP; i++) {
-        bytes[i] = (int8_t)__builtin_rintf(from[i] * steps);
-        total += bytes[i];
-    }
+    for (int i = 0; i < LANES; i++) total += both[i];
     int groups = inputs / GROUP, group = offset / GROUP;
     float* scales = (float*)(row + inputs);
+    // A model that made a NaN or an infinity is to show it: integers cannot.
+    float scale = largest / 127.0f + 0.0f * sum(low + high);
     scales[group] = scale;
     scales[groups + group] = scale * total;
     ((int32_t*)scales)[2 * groups + group] = -128 * total;
@@ -89,17 +91,17 @@ inline void encode(Format format, const float* from, uint8_t* row, int inputs, i
 
 // Kernels: a panel times M rows, [M][PANEL] out.
 //
-// While they compute they fetch a later panel: with several rows computing takes as long as reading,
-// and the processor does not look far enough ahead by itself to do both at once.
+// While they compute they fetch a panel that comes later: with several rows computing takes as long
+// as reading, and the processor does not look far enough ahead by itself to do both at once.
 
-class Ahead {
+class Prefetch {
 public:
-    Ahead(const uint8_t* from, size_t bytes) : from_(from), end_(from + bytes) {}
+    Prefetch(const uint8_t* from, size_t bytes) : from_(from), end_(from + bytes) {}
 
-    // To be asked for `parts` times.
-    void in_parts(int parts) { step_ = ((end_ - from_) / 64 + parts - 1) / parts * 64; }
+    // How often `some` will be called.
+    void split_into(int parts) { step_ = ((end_ - from_) / 64 + parts - 1) / parts * 64; }
 
-    void fetch() {
+    void some() {
         for (const uint8_t* stop = from_ + step_; from_ < stop; from_ += 64) __builtin_prefetch(from_);
     }
 
@@ -108,7 +110,7 @@ private:
     long step_ = 0;
 };
 
-using Kernel = void (*)(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Ahead ahead, float* out);
+using Kernel = void (*)(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Prefetch later, float* out);
 
 template <int M>
 inline void put(const f32x16 (&sums)[M][2], float* out) {
@@ -120,11 +122,11 @@ struct FloatKernel {
     static constexpr int ROWS = 12;
 
     template <int M>
-    static void run(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Ahead ahead, float* out) {
+    static void run(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Prefetch later, float* out) {
         f32x16 sums[M][2] = {};
-        ahead.in_parts(inputs / 8);
+        later.split_into(inputs / 8);
         for (int k = 0; k < inputs; k++) {
-            if (k % 8 == 0) ahead.fetch();
+            if (k % 8 == 0) later.some();
             const float* w = (const float*)panel + k * PANEL;
             f32x16 w0 = load<f32x16>(w), w1 = load<f32x16>(w + LANES);
 #pragma GCC unroll 12
@@ -142,11 +144,11 @@ struct Bf16Kernel {
     static constexpr int ROWS = 12;
 
     template <int M>
-    static void run(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Ahead ahead, float* out) {
+    static void run(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Prefetch later, float* out) {
         f32x16 sums[M][2] = {};
-        ahead.in_parts(inputs / 16);
+        later.split_into(inputs / 16);
         for (int k = 0; k < inputs / 2; k++) {
-            if (k % 8 == 0) ahead.fetch();
+            if (k % 8 == 0) later.some();
             const uint32_t* w = (const uint32_t*)panel + k * PANEL;
             u32x16 w0 = load<u32x16>(w), w1 = load<u32x16>(w + LANES);
 #pragma GCC unroll 12
@@ -166,12 +168,12 @@ struct ByteKernel {
     static constexpr int ROWS = 6;
 
     template <int M>
-    static void run(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Ahead ahead, float* out) {
+    static void run(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Prefetch later, float* out) {
         f32x16 sums[M][2] = {};
         int groups = inputs / GROUP;
-        ahead.in_parts(groups);
+        later.split_into(groups);
         for (int g = 0; g < groups; g++, panel += group_bytes(FORMAT)) {
-            ahead.fetch();
+            later.some();
             i32x16 products[M][2];
             if constexpr (FORMAT == Format::INT8)
                 multiply_bytes<M>(panel, rows, stride, inputs, g, products);
@@ -222,14 +224,14 @@ struct ByteKernel {
 #pragma GCC unroll 6
         for (int m = 0; m < M; m++) products[m][0] = products[m][1] = i32x16{};
 #pragma GCC unroll 8
-        for (int half_quad = 0; half_quad < GROUP / 4; half_quad++) {
-            int quad = half_quad % 4, shift = half_quad < 4 ? 0 : 4;
-            const uint32_t* w = (const uint32_t*)panel + quad * PANEL;
+        for (int quad = 0; quad < GROUP / 4; quad++) {
+            int place = quad % 4, shift = quad < 4 ? 0 : 4;
+            const uint32_t* w = (const uint32_t*)panel + place * PANEL;
             u32x16 w0 = (load<u32x16>(w) >> shift) & 0x0f0f0f0fu;
             u32x16 w1 = (load<u32x16>(w + LANES) >> shift) & 0x0f0f0f0fu;
 #pragma GCC unroll 6
             for (int m = 0; m < M; m++) {
-                uint32_t x = ((const uint32_t*)(rows + m * stride + g * GROUP))[half_quad];
+                uint32_t x = ((const uint32_t*)(rows + m * stride + g * GROUP))[quad];
                 products[m][0] = dot4(products[m][0], w0, x);
                 products[m][1] = dot4(products[m][1], w1, x);
             }
@@ -263,6 +265,8 @@ inline Kernel kernel_for(Format format, int rows) {
 template <int UNIT, class Finish>
 inline void multiply(const Linear& layer, const uint8_t* inputs, int rows, int thread, int threads, Finish finish) {
     constexpr int MOST = 12;
+    static_assert(FloatKernel::ROWS <= MOST && Bf16Kernel::ROWS <= MOST);
+    static_assert(FloatKernel::ROWS == Bf16Kernel::ROWS);  // see most_rows
     float sums[UNIT][MOST * PANEL];
     size_t stride = row_bytes(layer.format, layer.inputs), size = panel_bytes(layer.format, layer.inputs);
     int blocks = (rows + most_rows(layer.format) - 1) / most_rows(layer.format);
@@ -274,8 +278,8 @@ inline void multiply(const Linear& layer, const uint8_t* inputs, int rows, int t
             for (int part = 0; part < UNIT; part++) {
                 const uint8_t* panel = layer.weight + (unit * UNIT + part) * size;
                 size_t share = size / blocks;
-                Ahead ahead(panel + UNIT * size + block * share, share);
-                kernel(panel, inputs + first * stride, stride, layer.inputs, ahead, sums[part]);
+                Prefetch later(panel + UNIT * size + block * share, share);
+                kernel(panel, inputs + first * stride, stride, layer.inputs, later, sums[part]);
             }
             for (int row = first; row < last; row++) {
                 float out[UNIT * PANEL];

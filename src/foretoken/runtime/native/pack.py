@@ -71,8 +71,8 @@ class PackedWeights:
 def pack(layer: LinearWeights, form: Format) -> PackedWeights:
     """Pack a layer; a number of outputs that is no multiple of `PANEL` is filled up with zeros.
 
-    int8 is symmetric, int4 has a least value per group (the form of GGUF's Q8_0 and Q4_1, whose
-    weights are therefore kept as they were); both round to the nearest.
+    int8 is symmetric, int4 has a least value per group; both round to the nearest. These are the
+    forms of GGUF's Q8_0 and Q4_1: weights that come from such a file in float32 stay as they were.
 
     Args:
         layer: [N, K]; K even, and a multiple of `GROUP` for integers.
@@ -85,9 +85,9 @@ def pack(layer: LinearWeights, form: Format) -> PackedWeights:
     panels = weight.view(-1, PANEL, inputs)  # [P, 32, K]
     match form:
         case Format.FLOAT32:
-            packed = panels.transpose(1, 2)
+            packed = panels.float().transpose(1, 2)
         case Format.BFLOAT16:
-            packed = panels.view(-1, PANEL, inputs // 2, 2).transpose(1, 2)
+            packed = panels.bfloat16().view(-1, PANEL, inputs // 2, 2).transpose(1, 2)
         case Format.INT8:
             packed = _int8(panels.view(-1, PANEL, inputs // GROUP, GROUP))
         case Format.INT4:
@@ -109,7 +109,7 @@ def in_turns(gate_up: LinearWeights) -> LinearWeights:
 def _int8(groups: Tensor) -> Tensor:
     """[P, 32, G, 32] -> [P, G, bytes]."""
     groups = groups.float()
-    scales = _kept(groups.abs().amax(dim=-1) / 127)  # [P, 32, G]
+    scales = _as_float16(groups.abs().amax(dim=-1) / 127)  # [P, 32, G]
     steps = (groups / scales.float()[..., None]).round_().clamp_(-127, 127)
     return torch.cat([_quads((steps + 128).to(torch.uint8)), _bytes(scales)], dim=-1)
 
@@ -117,14 +117,14 @@ def _int8(groups: Tensor) -> Tensor:
 def _int4(groups: Tensor) -> Tensor:
     groups = groups.float()
     least = groups.amin(dim=-1).half()
-    scales = _kept((groups.amax(dim=-1) - least.float()) / 15)
+    scales = _as_float16((groups.amax(dim=-1) - least.float()) / 15)
     steps = (groups - least.float()[..., None]) / scales.float()[..., None]
     quads = _quads(steps.round_().clamp_(0, 15).to(torch.uint8))  # [P, G, 32 * 32]
     low, high = quads.chunk(2, dim=-1)
     return torch.cat([low | (high << 4), _bytes(scales), _bytes(least)], dim=-1)
 
 
-def _kept(scales: Tensor) -> Tensor:
+def _as_float16(scales: Tensor) -> Tensor:
     """As it is kept: what is rounded with it must know of its own rounding."""
     return scales.clamp(min=_SMALLEST_SCALE).half()
 

@@ -1,8 +1,8 @@
 // Vectors of sixteen, and the few operations on them that the kernels need.
 //
 // Written with the compiler's portable vectors, so that the same source serves AVX-512, AVX2 and
-// NEON; where a processor has an instruction for a dot product it is used. FORETOKEN_PORTABLE
-// leaves those out, which is how the tests reach the other half.
+// NEON; AVX-512's instructions for dot products are used where they are. FORETOKEN_PORTABLE leaves
+// them out, which is how the tests reach the other half.
 
 #pragma once
 
@@ -57,13 +57,10 @@ inline f32x16 widen_half(const half* from) {
 #ifdef FORETOKEN_AVX512
     return (f32x16)_mm512_cvtph_ps((__m256i)load<u16x16>(from));
 #else
-    f32x16 wide;
-    for (int i = 0; i < LANES; i++) {
-        _Float16 narrow;
-        std::memcpy(&narrow, from + i, sizeof narrow);
-        wide[i] = narrow;
-    }
-    return wide;
+    // Exponent and mantissa as those of a float that is too small by 2^112; subnormal ones, too.
+    u32x16 bits = __builtin_convertvector(load<u16x16>(from), u32x16);
+    f32x16 magnitude = (f32x16)((bits & 0x7fff) << 13) * 0x1p112f;
+    return (f32x16)((u32x16)magnitude | (bits & 0x8000) << 16);
 #endif
 }
 
@@ -73,6 +70,14 @@ inline u16x16 narrow(f32x16 x) {
     u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     i32x16 is_nan = x != x;
     return __builtin_convertvector(is_nan ? (bits >> 16) | 0x40 : rounded, u16x16);
+}
+
+// To the nearest integer, ties to even, of numbers below 2^22; of others some integer.
+inline i32x16 nearest(f32x16 x) { return (i32x16)(x + 12582912.0f) - 0x4b400000; }
+
+inline void store_bytes(int8_t* to, i32x16 x) {
+    using i8x16 = int8_t __attribute__((vector_size(16)));
+    store(to, __builtin_convertvector(x, i8x16));
 }
 
 // acc + a.lo * b.lo + a.hi * b.hi in every lane, for pairs of bfloat16.

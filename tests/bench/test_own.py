@@ -1,0 +1,42 @@
+"""This library as a contestant: what is left for a prompt, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from foretoken import ConfigError
+from foretoken.bench.contestants import BASELINE, Setting
+from foretoken.bench.own import OwnRunner
+from tests.tiny import tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder: Path = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_prompt_leaves_room_for_the_output(folder: str) -> None:
+    runner = OwnRunner(BASELINE, Setting(folder, max_tokens=20, max_prompt_tokens=16))
+    long = "abcdefgh" * 10
+    whole = runner._llm.encode(long)
+    assert len(whole) > 40
+    assert runner.encode(long, 256) == [*whole[:8], *whole[-8:]]
+    assert runner.encode(long, 30) == [*whole[:5], *whole[-5:]]
+    assert runner.encode(long, 22) == [whole[0], whole[-1]]
+    assert runner.encode("ab", 256) == runner._llm.encode("ab")
+
+
+@pytest.mark.parametrize("context", [21, 20, 10])
+def test_an_output_that_leaves_no_room_for_a_prompt(folder: str, context: int) -> None:
+    runner = OwnRunner(BASELINE, Setting(folder, max_model_len=context, max_tokens=20))
+    with pytest.raises(ConfigError) as caught:
+        runner.encode("abc", context)
+    assert str(caught.value) == (
+        f"max_tokens 20 leaves no room for a prompt in a context of {context}: lower it, or raise "
+        "max_model_len."
+    )
