@@ -164,7 +164,7 @@ def answers(*requests: dict[str, Any]) -> list[dict[str, Any]]:
 def test_a_worker_answers_line_by_line(setting: Setting) -> None:
     loaded, encoded, generated, streamed, memory = answers(
         {"contestant": {"label": "none", "kind": OWN, "config": {}}, "setting": vars(setting)},
-        {"command": "encode", "texts": ["hello", "x" * 500]},
+        {"command": "encode", "texts": ["hello", "x" * 500], "max_model_len": 8192},
         {"command": "generate", "prompts": [[1, 2, 3]], "max_tokens": 4},
         {"command": "stream", "size": 4_000_000},
         {"command": "memory"},
