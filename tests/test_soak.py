@@ -17,7 +17,6 @@ from foretoken.prefix_cache import BLOCK
 from foretoken.request import Request
 from foretoken.runtime.attention import KEY_BLOCK
 from foretoken.target import Target
-from foretoken.tree import _causal_mask
 from tests.matrix import METHOD_FIELDS
 from tests.tiny import VOCAB_SIZE, tiny_model
 
@@ -65,7 +64,6 @@ def params_of(dice: random.Random) -> SamplingParams:
 def live_tensors() -> int:
     """Without those of caches that belong to no request and have a limit."""
     Law.one_hot.cache_clear()
-    _causal_mask.cache_clear()
     gc.collect()
     return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
 

@@ -348,8 +348,8 @@ def whole_blocks(tokens: int) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: on a CPU PyTorch says so only in words."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+    """Whether there was no room: on a CPU PyTorch says so only in words."""
+    if isinstance(error, SlabFull | MemoryError | torch.OutOfMemoryError):
         return True
     words = ("can't allocate memory", "not enough memory")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)

@@ -181,7 +181,7 @@ class Engine:
             try:
                 left -= self._prefill_some(request, left)
             except (SlabFull, MemoryError, RuntimeError) as error:
-                if not isinstance(error, SlabFull) and not is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 self._make_room(error)
 

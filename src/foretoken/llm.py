@@ -121,7 +121,7 @@ class LLM:
         self.vocabulary_overlap: VocabularyOverlap | None = None
         self._costs = CostCurve()
         self._others: list[tuple[SpeculativeConfig, Speculation]] = []
-        drafter = self._own_drafter()
+        drafter = self._drafter_of(self.speculative_config)
         controller = self._controller(self.speculative_config, drafter)
         self._kv_budget.share()
         self._engine = Engine(
@@ -284,7 +284,7 @@ class LLM:
         try:
             self._costs.start_from(self._target.measure_costs(self._max_num_seqs))
         except (SlabFull, MemoryError, RuntimeError) as error:
-            if not isinstance(error, SlabFull) and not is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             # Costs are then learnt from the steps.
 
@@ -297,8 +297,7 @@ class LLM:
         for known, speculation in self._others:
             if known == config:
                 return speculation
-        couples = rule_class(self.speculative_config.rule_name).couples_draft
-        drafter = self._drafter(config, self._target, couples)
+        drafter = self._drafter_of(config)
         controller = self._controller(config, drafter)
         self._measure_costs(controller)
         self._others.append((config, Speculation(drafter, controller)))
@@ -313,9 +312,10 @@ class LLM:
                 "there; leave it out of a request's speculative_config."
             )
 
-    def _own_drafter(self) -> Drafter:
+    def _drafter_of(self, config: SpeculativeConfig) -> Drafter:
+        """For the target, under the `LLM`'s rule."""
         couples = rule_class(self.speculative_config.rule_name).couples_draft
-        return self._drafter(self.speculative_config, self._target, couples)
+        return self._drafter(config, self._target, couples)
 
     def _drafter(self, config: SpeculativeConfig, target: Target, coupled: bool) -> Drafter:
         parts = DrafterParts(

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-
-import torch
-from torch import Tensor
+from functools import cached_property
 
 from foretoken.law import Law
 
@@ -88,21 +85,6 @@ class TokenTree:
             seen, others = sights[parent] if node else (0, ())
             sights.append((seen, (*others, node)) if others or node > seen else (node + 1, ()))
         return tuple(sights)
-
-    @cached_property
-    def ancestor_mask(self) -> Tensor:
-        """Who sees whom: [n+1, n+1] bool, row i true at node i itself and at its ancestors."""
-        if self.is_chain:
-            return _causal_mask(len(self))
-        mask = torch.eye(len(self), dtype=torch.bool)
-        for node, parent in enumerate(self.parents[1:], 1):
-            mask[node] |= mask[parent]
-        return mask
-
-
-@lru_cache(maxsize=512)
-def _causal_mask(size: int) -> Tensor:
-    return torch.ones(size, size, dtype=torch.bool).tril()
 
 
 def chain(tokens: Sequence[int]) -> TokenTree:

@@ -233,7 +233,7 @@ class Laboratory(LLM):
 
     def _fresh_drafter(self, gamma: int) -> Drafter:
         """A drafter of its own for every run: none learns from the runs of another length."""
-        return self._own_drafter()
+        return self._drafter_of(self.speculative_config)
 
     def _load_draft_model(self, model: Any) -> DraftModel:
         key = str(model) if isinstance(model, str | Path) else str(id(model))

@@ -32,16 +32,10 @@ Linear: TypeAlias = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class _Layer:
-    """The weights of one decoder layer; E hidden size, H heads, G key heads, D their width.
+    """One decoder layer: the fields of `LayerWeights`, and what of it computes.
 
     Args:
         index: place of its KV in the slab.
-        attention_norm, mlp_norm: [E].
-        qkv: E -> (H + 2 G) D.
-        query_norm, key_norm: [D] of architectures that normalise heads, or None.
-        output: H D -> E.
-        gate_up: E -> 2 I.
-        down: I -> E.
         attends, computes: whether the sublayers are there.
     """
 

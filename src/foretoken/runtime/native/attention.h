@@ -25,25 +25,17 @@ struct Sight {
     int slot(int rank) const { return rank < prefix ? rank : tail[rank - prefix]; }
 };
 
-struct FloatCache {
+struct FloatCache : FloatWords {
     using Element = float;
-    static constexpr int PER_WORD = 1;
 
     static f32x16 values(const Element* from) { return load<f32x16>(from); }
-    static f32x16 dot(f32x16 sum, u32x16 keys, uint32_t query) {
-        float q;
-        std::memcpy(&q, &query, sizeof q);
-        return fma((f32x16)keys, splat(q), sum);
-    }
     static void write(const float* from, Element* to) { store(to, load<f32x16>(from)); }
 };
 
-struct Bf16Cache {
+struct Bf16Cache : Bf16Words {
     using Element = bf16;
-    static constexpr int PER_WORD = 2;
 
     static f32x16 values(const Element* from) { return widen(from); }
-    static f32x16 dot(f32x16 sum, u32x16 keys, uint32_t query) { return dot2(sum, keys, query); }
     static void write(const float* from, Element* to) { store(to, narrow(load<f32x16>(from))); }
 };
 

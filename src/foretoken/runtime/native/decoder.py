@@ -176,7 +176,7 @@ class NativeDecoder:
         form = _FORMATS[model.dtype] if quantization is None else _QUANTIZED[quantization]
         weights = LlamaWeights(model)
         self._kept: list[Tensor | PackedWeights] = []
-        self._layers = [
+        layers = [
             self._layer(index, weights.layer(index), form) for index in range(weights.num_layers)
         ]
         self._vocab_size = len(weights.head.weight)
@@ -200,13 +200,12 @@ class NativeDecoder:
             epsilon=weights.epsilon,
             scaling=weights.scaling,
         )
-        self._use(self._layers)
+        self._use(layers)
 
     def _use(self, layers: Sequence[_CLayer]) -> None:
-        self._layers = list(layers)
-        self._array = (_CLayer * len(self._layers))(*self._layers)
-        self._decoder.layers = self._array
-        self._decoder.num_layers = len(self._layers)
+        self._layers = (_CLayer * len(layers))(*layers)
+        self._decoder.layers = self._layers
+        self._decoder.num_layers = len(layers)
 
     def _layer(self, index: int, weights: LayerWeights, form: Format) -> _CLayer:
         return _CLayer(
@@ -265,7 +264,6 @@ class NativeDecoder:
         nodes = _Nodes(inputs)
         logits = _empty(len(nodes) if scored else 0, self._vocab_size)
         with self._lock:
-            slab.reserve([layer.index for layer in self._layers], self._like)
             self._reach(inputs.span)
             self._run(inputs, nodes, slab, logits if scored else None)
         return logits if scored else None
@@ -290,9 +288,9 @@ class NativeDecoder:
 
     def _buffers_of(self, slab: KVSlab) -> Array[_CBuffers]:
         """As `Pass` takes them, made anew when the slab has moved."""
-        addresses = slab.addresses
-        if self._seen_addresses is not addresses:
-            self._seen_addresses = addresses
+        if self._seen_addresses is not slab.addresses:
+            slab.reserve([layer.index for layer in self._layers], self._like)
+            addresses = self._seen_addresses = slab.addresses
             self._buffers = (_CBuffers * len(addresses))(*(_CBuffers(*at) for at in addresses))
         return self._buffers
 

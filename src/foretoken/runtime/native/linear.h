@@ -118,44 +118,41 @@ inline void put(const f32x16 (&sums)[M][2], float* out) {
         for (int v = 0; v < 2; v++) store(out + m * PANEL + v * LANES, sums[m][v]);
 }
 
-struct FloatKernel {
-    static constexpr int ROWS = 12;
+// What 32 bits hold, and how products of them are added up.
+struct FloatWords {
+    static constexpr int PER_WORD = 1;
 
-    template <int M>
-    static void run(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Prefetch later, float* out) {
-        f32x16 sums[M][2] = {};
-        later.split_into(inputs / 8);
-        for (int k = 0; k < inputs; k++) {
-            if (k % 8 == 0) later.some();
-            const float* w = (const float*)panel + k * PANEL;
-            f32x16 w0 = load<f32x16>(w), w1 = load<f32x16>(w + LANES);
-#pragma GCC unroll 12
-            for (int m = 0; m < M; m++) {
-                f32x16 x = splat(((const float*)(rows + m * stride))[k]);
-                sums[m][0] = fma(w0, x, sums[m][0]);
-                sums[m][1] = fma(w1, x, sums[m][1]);
-            }
-        }
-        put<M>(sums, out);
+    static f32x16 dot(f32x16 sum, u32x16 words, uint32_t word) {
+        float x;
+        std::memcpy(&x, &word, sizeof x);
+        return fma((f32x16)words, splat(x), sum);
     }
 };
 
-struct Bf16Kernel {
+struct Bf16Words {
+    static constexpr int PER_WORD = 2;
+
+    static f32x16 dot(f32x16 sum, u32x16 words, uint32_t word) { return dot2(sum, words, word); }
+};
+
+template <class Words>
+struct WordKernel {
     static constexpr int ROWS = 12;
 
     template <int M>
     static void run(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Prefetch later, float* out) {
         f32x16 sums[M][2] = {};
-        later.split_into(inputs / 16);
-        for (int k = 0; k < inputs / 2; k++) {
+        int words = inputs / Words::PER_WORD;
+        later.split_into(words / 8);
+        for (int k = 0; k < words; k++) {
             if (k % 8 == 0) later.some();
             const uint32_t* w = (const uint32_t*)panel + k * PANEL;
             u32x16 w0 = load<u32x16>(w), w1 = load<u32x16>(w + LANES);
 #pragma GCC unroll 12
             for (int m = 0; m < M; m++) {
                 uint32_t x = ((const uint32_t*)(rows + m * stride))[k];
-                sums[m][0] = dot2(sums[m][0], w0, x);
-                sums[m][1] = dot2(sums[m][1], w1, x);
+                sums[m][0] = Words::dot(sums[m][0], w0, x);
+                sums[m][1] = Words::dot(sums[m][1], w1, x);
             }
         }
         put<M>(sums, out);
@@ -247,13 +244,14 @@ inline Kernel kernel_for(int rows) {
 }
 
 inline int most_rows(Format format) {
-    return format == Format::F32 || format == Format::BF16 ? Bf16Kernel::ROWS : ByteKernel<Format::INT8>::ROWS;
+    return format == Format::F32 || format == Format::BF16 ? WordKernel<Bf16Words>::ROWS
+                                                           : ByteKernel<Format::INT8>::ROWS;
 }
 
 inline Kernel kernel_for(Format format, int rows) {
     switch (format) {
-        case Format::F32: return kernel_for<FloatKernel>(rows);
-        case Format::BF16: return kernel_for<Bf16Kernel>(rows);
+        case Format::F32: return kernel_for<WordKernel<FloatWords>>(rows);
+        case Format::BF16: return kernel_for<WordKernel<Bf16Words>>(rows);
         case Format::INT8: return kernel_for<ByteKernel<Format::INT8>>(rows);
         default: return kernel_for<ByteKernel<Format::INT4>>(rows);
     }
@@ -264,9 +262,8 @@ inline Kernel kernel_for(Format format, int rows) {
 // `finish(row, unit, sums)` takes [UNIT * PANEL] sums of one row, bias included.
 template <int UNIT, class Finish>
 inline void multiply(const Linear& layer, const uint8_t* inputs, int rows, int thread, int threads, Finish finish) {
-    constexpr int MOST = 12;
-    static_assert(FloatKernel::ROWS <= MOST && Bf16Kernel::ROWS <= MOST);
-    static_assert(FloatKernel::ROWS == Bf16Kernel::ROWS);  // see most_rows
+    constexpr int MOST = WordKernel<Bf16Words>::ROWS;
+    static_assert(ByteKernel<Format::INT8>::ROWS <= MOST);
     float sums[UNIT][MOST * PANEL];
     size_t stride = row_bytes(layer.format, layer.inputs), size = panel_bytes(layer.format, layer.inputs);
     int blocks = (rows + most_rows(layer.format) - 1) / most_rows(layer.format);
