@@ -129,6 +129,11 @@ class Timed:
         self.name, self.num_layers = network.name, network.num_layers
         self.seconds = 0.0
 
+    @property
+    def likeliest(self) -> Sequence[int] | None:
+        """See `Network.likeliest`."""
+        return self._network.likeliest
+
     def forward(self, inputs: PassInputs, slab: KVSlab, *, scored: bool) -> Tensor | None:
         """See `Network.forward`."""
         began = time.perf_counter()

@@ -59,8 +59,8 @@ def test_parse() -> None:
     assert SpeculativeConfig.parse(None).method == "none"
     config = SpeculativeConfig.parse({"method": "ngram", "prompt_lookup_max": 6})
     assert SpeculativeConfig.parse(config) is config
-    assert config.gamma == 5
-    assert config.options.model_dump() == {"prompt_lookup_max": 6, "prompt_lookup_min": 2}
+    assert config.gamma == 16
+    assert config.options.model_dump() == {"prompt_lookup_max": 6, "prompt_lookup_min": 1}
 
 
 def test_a_model_implies_the_method() -> None:

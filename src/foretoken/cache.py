@@ -95,7 +95,6 @@ class KVSlab(Cache):
                 buffer[row, :, :length] = buffer[source, :, :length]
         self.lengths[row] = length
 
-    @torch.inference_mode()
     def commit(self, row: int, nodes: Sequence[int]) -> None:
         """Keep these nodes of the last pass, in this order; the others are discarded.
 
@@ -104,13 +103,17 @@ class KVSlab(Cache):
             nodes: indices into the row's tree, ascending, the root (0) first.
         """
         start = self.lengths[row]
-        if list(nodes) != list(range(len(nodes))):  # a chain already lies in order
-            source = torch.tensor(nodes) + start
-            for buffers in (self._keys, self._values):
-                for buffer in buffers.values():
-                    kept = buffer[row, :, source.to(buffer.device)]
-                    buffer[row, :, start : start + len(nodes)] = kept
+        if nodes[-1] != len(nodes) - 1:  # a chain already lies in order
+            self._move_together(row, start, nodes)
         self.lengths[row] = start + len(nodes)
+
+    @torch.inference_mode()
+    def _move_together(self, row: int, start: int, nodes: Sequence[int]) -> None:
+        source = torch.tensor(nodes) + start
+        for buffers in (self._keys, self._values):
+            for buffer in buffers.values():
+                kept = buffer[row, :, source.to(buffer.device)]
+                buffer[row, :, start : start + len(nodes)] = kept
 
     def rollback(self, row: int, length: int) -> None:
         """Forget everything behind the first `length` tokens."""

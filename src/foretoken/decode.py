@@ -29,6 +29,10 @@ class Verifier(Protocol):
         """Logits [n+1, V] after every node of each tree, in one forward pass."""
         ...
 
+    def likeliest(self, key: int) -> Sequence[int] | None:
+        """After every node of the row's last tree the token of the largest logit, where known."""
+        ...
+
     def commit(self, key: int, nodes: Sequence[int]) -> None:
         """Keep the KV of these nodes, root included; discard the rest."""
         ...
@@ -87,7 +91,7 @@ def step(
         batch: requests that have not finished.
     """
     began = time.perf_counter()
-    drafts = drafter.propose(batch, controller.budgets(batch))
+    drafts = controller.trim(batch, drafter.propose(batch, controller.budgets(batch)))
     drafted = time.perf_counter()
     scores = target.verify([r.key for r in batch], [draft.tree for draft in drafts])
     verified = time.perf_counter()
@@ -103,7 +107,8 @@ def step(
 def _accept(
     target: Verifier, rule: AcceptanceRule, request: Request, draft: Draft, logits: Tensor
 ) -> Outcome:
-    p = Laws(logits, draft.tree, request.sampler, request.output_ids)
+    best = target.likeliest(request.key)
+    p = Laws(logits, draft.tree, request.sampler, request.output_ids, best)
     noise = request.noise.at(len(request.token_ids))
     return keep(target, request, draft, rule.accept(draft, p, noise), logits, p)
 

@@ -3,12 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
+from weakref import WeakKeyDictionary
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 __all__ = ["Detokenizer"]
 
 _INCOMPLETE = "\ufffd"
+
+Pieces = dict[int, str]
+_PIECES: WeakKeyDictionary[PreTrainedTokenizerBase, dict[bool, Pieces]] = WeakKeyDictionary()
+"""Text of single tokens, by tokenizer and whether special ones are skipped: filled as they come."""
+
+
+def _pieces_of(tokenizer: PreTrainedTokenizerBase | None, skip_special_tokens: bool) -> Pieces:
+    if tokenizer is None:
+        return {}
+    return _PIECES.setdefault(tokenizer, {}).setdefault(skip_special_tokens, {})
+
+
+class Decode(Protocol):
+    """Turns tokens into text."""
+
+    def __call__(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        """The text."""
+        ...
+
+
+def _decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
+    """The tokenizer's `decode` without cleaning up: every token goes through it."""
+    kind = type(tokenizer)
+    wrapped = kind.decode, getattr(kind, "_decode", None)
+    if wrapped == (PreTrainedTokenizerFast.decode, PreTrainedTokenizerFast._decode):
+        # What is around it takes several times as long as itself, and does nothing here.
+        decode: Decode = tokenizer.backend_tokenizer.decode
+        return decode
+
+    def as_it_is(token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        text = tokenizer.decode(token_ids, skip_special_tokens, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    return as_it_is
 
 
 class Detokenizer:
@@ -33,6 +70,7 @@ class Detokenizer:
         skip_special_tokens: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
+        self._decode_ids = None if tokenizer is None else _decoder(tokenizer)
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._skip_special_tokens = skip_special_tokens
@@ -40,7 +78,7 @@ class Detokenizer:
         self._start = 0  # tokens before this one no longer influence what follows
         self._read = 0  # tokens before this one have been turned into text
         self._before = ""  # the tokens in between, decoded
-        self._pieces: dict[int, str] = {}
+        self._pieces = _pieces_of(tokenizer, skip_special_tokens)
         self._text = ""  # everything decoded so far
         self._given = 0  # how much of it has been given out
         self._searched = 0  # stop strings are looked for from here on
@@ -87,14 +125,8 @@ class Detokenizer:
         return self._pieces[token]
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        assert self._tokenizer is not None
-        text = self._tokenizer.decode(
-            list(token_ids),
-            skip_special_tokens=self._skip_special_tokens,
-            clean_up_tokenization_spaces=False,
-        )
-        assert isinstance(text, str)
-        return text
+        assert self._decode_ids is not None
+        return self._decode_ids(list(token_ids), skip_special_tokens=self._skip_special_tokens)
 
     def _extend(self, piece: str, may_stop: bool) -> None:
         fresh = len(self._text)

@@ -32,7 +32,9 @@ class Law:
     @lru_cache(maxsize=4096)  # making two tensors takes longer than everything else about it
     def one_hot(token: int) -> Law:
         """All mass on one token: a greedy target, or a drafter that does not sample."""
-        return Law(torch.ones(1), torch.tensor([token]))
+        law = Law(torch.ones(1), torch.tensor([token]))
+        law.__dict__["certain"] = token  # known, so that nobody need read it from the tensor
+        return law
 
     @staticmethod
     def of(probs: Tensor) -> Law:

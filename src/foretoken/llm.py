@@ -121,6 +121,7 @@ class LLM:
         self.vocabulary_overlap: VocabularyOverlap | None = None
         self._costs = CostCurve()
         self._others: list[tuple[SpeculativeConfig, Speculation]] = []
+        self._step = step_for(self._target) or step
         drafter = self._drafter_of(self.speculative_config)
         controller = self._controller(self.speculative_config, drafter)
         self._kv_budget.share()
@@ -132,7 +133,7 @@ class LLM:
             max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             prefix_cache=PrefixCache(self._target, prefix_bytes) if enable_prefix_caching else None,
-            step=step_for(self._target) or step,
+            step=self._step,
         )
         self.engine = LLMEngine(self._engine, self._requests, self._speculation)
         self._max_num_seqs = max_num_seqs
@@ -270,7 +271,8 @@ class LLM:
         exact = self._target.exact_trees if drafter.makes_branches else self._target.bit_exact
         if config.controller is None and not exact:
             name = Fixed.name  # draft lengths go by the clock, and here they would show
-        kind = controller_class(name)
+        # A step on the device drafts and verifies in one, so that nothing can be cut in between.
+        kind = controller_class(name, looks_up=drafter.looks_up and self._step is step)
         options = None if config.controller is None else config.controller_options
         # What passes cost is the target's affair: one curve for all controllers.
         return kind(config.gamma, options, self._costs, drafter.level_sizes(config.gamma))

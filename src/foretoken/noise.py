@@ -72,7 +72,7 @@ class Noise:
 
     def at(self, position: int) -> Noise:
         """The same noise, with depths counted from `position`."""
-        return replace(self, position=position)
+        return Noise(self.seed, position, self.token_stream, self.lane)
 
     def drafting(self, *, coupled: bool) -> Noise:
         """The drafter's noise: the target's own stream if `coupled`, else an independent one."""

@@ -215,10 +215,16 @@ class Laws:
         tree: the verified tree.
         sampler: the request's sampler.
         output_ids: tokens generated so far, the root included if it was generated.
+        likeliest: of each node the token of the largest logit, the first of equals, if known.
     """
 
     def __init__(
-        self, logits: Tensor, tree: TokenTree, sampler: Sampler, output_ids: Sequence[int]
+        self,
+        logits: Tensor,
+        tree: TokenTree,
+        sampler: Sampler,
+        output_ids: Sequence[int],
+        likeliest: Sequence[int] | None = None,
     ) -> None:
         assert len(logits) == len(tree)
         self._logits = logits
@@ -227,7 +233,7 @@ class Laws:
         self._output_ids = output_ids
         self._laws: dict[int, Law] = {}
         if sampler.plain_greedy:
-            tokens = _likeliest(logits)
+            tokens = _likeliest(logits) if likeliest is None else likeliest
             self._laws = {node: Law.one_hot(token) for node, token in enumerate(tokens)}
 
     @property

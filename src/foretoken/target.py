@@ -83,6 +83,7 @@ class Target:
         self.network = network_for(model, quantization, runtime)
         self._slab = slab_for(self.network, self.max_model_len)
         self._keys: list[int] = []  # key of each slab row
+        self._scored: dict[int, slice] = {}  # where each row's logits were among the last
         self.num_passes = 0
         self.bit_exact = self._probe(model, rounded=quantization is not None)
         self.exact_trees = self.bit_exact and self.network.exact_trees
@@ -197,13 +198,23 @@ class Target:
         """
         known = known or [0] * len(trees)
         logits, starts = self._forward(keys, trees, known, scored=True)
+        self._scored = {
+            key: slice(starts[key], starts[key] + len(tree) - skip)
+            for key, tree, skip in zip(keys, trees, known, strict=True)
+        }
         assert logits is not None
         if self.device.type == "cuda":  # what is timed as verification is to be verification
             torch.cuda.synchronize(self.device)
-        return [
-            logits[starts[key] : starts[key] + len(tree) - skip]
-            for key, tree, skip in zip(keys, trees, known, strict=True)
-        ]
+        return [logits[self._scored[key]] for key in keys]
+
+    def likeliest(self, key: int) -> Sequence[int] | None:
+        """Of every node computed for a row in the last pass that gave logits the best token.
+
+        That is the token of the largest logit, the first of equals; None where the network did not
+        see it on the way.
+        """
+        tokens = self.network.likeliest
+        return None if tokens is None else tokens[self._scored[key]]
 
     def commit(self, key: int, nodes: Sequence[int]) -> None:
         """Keep the KV of these nodes of the last pass, root included, in this order."""

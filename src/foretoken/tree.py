@@ -101,10 +101,12 @@ class Draft:
         q: the law each drafted node was drawn from, given its ancestors and its earlier
             siblings (law 2): `q[i - 1]` belongs to node `i`. A node that was not drawn at random
             has a one-hot law.
+        match: of a guess that was looked up, how many of the last tokens it was found by; else 0.
     """
 
     tree: TokenTree
     q: tuple[Law, ...]
+    match: int = 0
 
     def __post_init__(self) -> None:
         assert len(self.q) == self.tree.num_drafted, "every drafted node has a law"
@@ -115,9 +117,16 @@ class Draft:
         return Draft(chain([root]), ())
 
     @staticmethod
-    def deterministic(tree: TokenTree) -> Draft:
+    def deterministic(tree: TokenTree, match: int = 0) -> Draft:
         """A draft that was not sampled: every law is one-hot at its token."""
-        return Draft(tree, tuple(Law.one_hot(token) for token in tree.tokens[1:]))
+        return Draft(tree, tuple(Law.one_hot(token) for token in tree.tokens[1:]), match)
+
+    def cut(self, depth: int) -> Draft:
+        """The first tokens of a chain, at most so many."""
+        if depth >= self.tree.num_drafted:
+            return self
+        assert self.tree.is_chain
+        return Draft(chain(self.tree.tokens[: depth + 1]), self.q[:depth], self.match)
 
     def law(self, node: int) -> Law:
         """The law drafted node `node` (1 to n) was drawn from."""

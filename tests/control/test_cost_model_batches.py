@@ -20,7 +20,7 @@ def after(model: CostModel, good: int, bad: int, steps: int = 60) -> list[int]:
     for _ in range(steps):
         outcomes = [outcome(requests[0], [1] * 4, good), outcome(requests[1], [1] * 4, bad)]
         model.observe(outcomes, StepTimes(0.0, model.costs(10, 2), 0))
-    model._drafting_steps = 0
+    model._plain_steps._drafting = 0
     return [budget.chain for budget in model.budgets(requests)]
 
 
@@ -42,7 +42,7 @@ def test_it_is_near_the_best_rate_of_all_lengths_of_two_requests() -> None:
         for request, passed in zip(batch, (accepted, accepted // 2), strict=True):
             model.observe([outcome(request, [1] * 4, passed)], StepTimes(0, model.costs(5), 0))
     model._drafting.level.add(0.0005)
-    model._drafting_steps = 0
+    model._plain_steps._drafting = 0
     alphas = [model.odds(request)[0] for request in batch]
     drafts = [model.drafts(request) for request in batch]
 
@@ -68,7 +68,7 @@ def test_trees_of_several_requests_keep_their_levels_in_order() -> None:
     for step in range(60):
         outcomes = [outcome(batch[0], (6, 1, 2), 3), outcome(batch[1], (6, 1, 2), step % 2)]
         model.observe(outcomes, StepTimes(0, model.costs(20, 2), 0))
-    model._drafting_steps = 0
+    model._plain_steps._drafting = 0
     sizes = (0, 6, 7, 9)
     odds = [model.odds(request) for request in batch]
 
@@ -95,7 +95,7 @@ def test_it_probes_each_request_by_itself() -> None:
     for _ in range(60):
         outcomes = [outcome(requests[0], [1] * 4, 4), outcome(requests[1], [1] * 4, 0)]
         model.observe(outcomes, StepTimes(0.0, model.costs(10, 2), 0))
-    model._drafting_steps = 0
+    model._plain_steps._drafting = 0
     lengths = [model.budgets(requests)[1].chain for _ in range(50)]
     assert lengths.count(1) == 5
     assert lengths.count(0) == 45
@@ -136,7 +136,7 @@ def test_what_others_compute_counts() -> None:
     request = request_of()
     for _ in range(40):
         model.observe([outcome(request, [1] * 4, 3)], StepTimes(0, model.costs(5), 0))
-    model._drafting_steps = 0
+    model._plain_steps._drafting = 0
     alone = model.budgets([request])[0].chain
     model.others = 15
     assert model.budgets([request])[0].chain < alone

@@ -26,7 +26,8 @@ from tests.tiny import ARCHITECTURES, tiny_model
 
 
 def options(**fields: Any) -> SuffixOptions:
-    """Options without the prefix of their names."""
+    """Options without the prefix of their names; a token of a draft per token of its match."""
+    fields = {"max_spec_factor": 1.0, **fields}
     known = SuffixOptions.field_names()
     prefixed = {f"suffix_decoding_{name}": value for name, value in fields.items()}
     return SuffixOptions(**{n if n in known else n[16:]: v for n, v in prefixed.items()})

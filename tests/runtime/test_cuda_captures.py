@@ -31,7 +31,7 @@ from tests.runtime.test_cuda_network import TREE, both
 from tests.tiny import tiny_model
 
 CPU = torch.device("cpu")
-NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "controller": "fixed"}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "controller": "fixed"}
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [5], [7, 8, 9, 7, 8]]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),

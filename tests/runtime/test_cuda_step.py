@@ -26,7 +26,7 @@ from foretoken.trace import StepTrace
 from tests.runtime.on_device import use_cuda_runtime
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model, tiny_tokenizer
 
-NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "controller": "fixed"}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "controller": "fixed"}
 
 
 def on_device(

@@ -77,6 +77,9 @@ class RowsVerifier:
             for key, tree in zip(keys, trees, strict=True)
         ]
 
+    def likeliest(self, key: int) -> None:
+        """See `Target.likeliest`: not known, as a node may be on several paths."""
+
     def commit(self, key: int, nodes: Sequence[int]) -> None:
         """Keep the KV of these nodes, root included; `key` takes over the row that has them."""
         kept = tuple(nodes)

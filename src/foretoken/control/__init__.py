@@ -10,6 +10,7 @@ from foretoken.control.cost_model import CostModel
 from foretoken.control.costs import CostCurve
 from foretoken.control.fixed import Fixed
 from foretoken.control.heuristic import Heuristic
+from foretoken.control.lookup_model import LookupModel
 from foretoken.errors import ConfigError
 
 __all__ = ["CONTROLLERS", "Budget", "Controller", "CostCurve", "Fixed", "controller_class"]
@@ -20,12 +21,20 @@ CONTROLLERS: dict[str, type[Controller]] = {
 }
 
 
-def controller_class(name: str) -> type[Controller]:
+FOR_LOOKUPS: dict[str, type[Controller]] = {LookupModel.name: LookupModel}
+"""Those which do better where guesses are looked up (`Drafter.looks_up`)."""
+
+
+def controller_class(name: str, *, looks_up: bool = False) -> type[Controller]:
     """The controller of this name.
+
+    Args:
+        name: of the controller.
+        looks_up: whether it is for a drafter that looks its guesses up, and for `decode.step`.
 
     Raises:
         ConfigError: no controller has this name.
     """
     if name not in CONTROLLERS:
         raise ConfigError(f"unknown controller '{name}': {nearest(name, list(CONTROLLERS))}")
-    return CONTROLLERS[name]
+    return FOR_LOOKUPS.get(name, CONTROLLERS[name]) if looks_up else CONTROLLERS[name]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 from foretoken.config import Config
 from foretoken.control.costs import CostCurve
 from foretoken.request import Request
+from foretoken.tree import Draft
 
 if TYPE_CHECKING:
     from foretoken.decode import Outcome, StepTimes
@@ -92,6 +93,14 @@ class Controller(ABC):
     @abstractmethod
     def budgets(self, batch: Sequence[Request]) -> list[Budget]:
         """One budget per request, never deeper than the request may still use."""
+
+    def trim(self, batch: Sequence[Request], drafts: Sequence[Draft]) -> list[Draft]:
+        """What is verified of the drafts; most controllers have said beforehand how much they want.
+
+        Only of tokens that are certain, or under a rule to which q is nothing, may any be cut: what
+        was drawn and is dropped for its value would change the law (law 2).
+        """
+        return list(drafts)
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:  # noqa: B027
         """See what the step brought and how long its parts took; some learn nothing."""

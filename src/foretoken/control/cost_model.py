@@ -45,18 +45,13 @@ from foretoken.control.evidence import (
     Odds,
     TreeOdds,
 )
+from foretoken.control.plain_steps import PRICE, SOONEST, PlainSteps
 from foretoken.request import Request
 
 if TYPE_CHECKING:
     from foretoken.decode import Outcome, StepTimes
 
 __all__ = ["CostModel"]
-
-_PRICE = 0.01
-"""What may be spent on finding out, as a share of the time."""
-
-_SOONEST = 8
-"""Steps between such spendings at least."""
 
 _PLAN_STEPS = 4
 """For so many steps a batch's depths stay as they are: estimates do not move much faster."""
@@ -118,7 +113,7 @@ class CostModel(Controller):
         self._plan: list[int] = []  # depths of a batch, the requests, and steps since it was made
         self._plan_keys: list[int] = []
         self._plan_age = 0
-        self._drafting_steps = 0  # since one without any draft
+        self._plain_steps = PlainSteps()
 
     def _nothing_known(self, memory: float) -> _Known:
         kind = TreeOdds if self._branches else ChainOdds
@@ -148,8 +143,7 @@ class CostModel(Controller):
 
     def _without_drafts(self) -> bool:
         """Whether it is time for a plain step, to know what that costs."""
-        spent_by_now = _PRICE * self._drafting_steps >= self._gain - 1
-        return not self.costs or (spent_by_now and self._drafting_steps >= _SOONEST)
+        return not self.costs or self._plain_steps.due(self._gain)
 
     def _budget(self, request: Request, known: _Known, depth: int) -> Budget:
         budget = within(request, depth)
@@ -178,7 +172,7 @@ class CostModel(Controller):
             return self._probe_every
         plain, nodes = self.costs(rows, rows), own * self._sizes.nodes[0]
         price = (start + self.costs(rows + nodes, rows) - plain) / plain
-        return min(self._probe_every, max(_SOONEST, price / _PRICE))
+        return min(self._probe_every, max(SOONEST, price / PRICE))
 
     def _best_depth(self, known: _Known) -> int:
         """Of one request alone, which has a draft or has none: all depths compared."""
@@ -265,7 +259,7 @@ class CostModel(Controller):
         rows = times.rows or len(outcomes)
         if not times.noted:
             self.costs.observe(times.positions or positions, times.verify, rows)
-        self._drafting_steps = self._drafting_steps + 1 if deepest else 0
+        self._plain_steps.count(drafted=deepest > 0)
         if asked:
             self._drafting.add(times.draft, deepest, caught_up=caught_up)
 

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["OF_ALL", "OF_ONE", "Answers", "ChainOdds", "DraftSizes", "Odds", "TreeOdds"]
+__all__ = [
+    "OF_ALL",
+    "OF_ONE",
+    "Answers",
+    "ChainOdds",
+    "DraftSizes",
+    "MatchOdds",
+    "Odds",
+    "TreeOdds",
+]
 
 OF_ONE, OF_ALL = 0.9, 0.98
 """Weight of the past after each draft, for one request and for all."""
@@ -96,6 +105,68 @@ class TreeOdds:
 
 
 Odds = ChainOdds | TreeOdds
+
+
+_LONGEST_MATCH = 16
+"""Longer ones are not told apart."""
+
+_UNLIKELY = 0.01
+"""Nobody pays a position for a token of less probability."""
+
+
+_AT_FIRST = [0.0, *(1 - 0.8 / length**0.7 for length in range(1, _LONGEST_MATCH + 1))]
+"""Odds by length of match where nothing is known: 0.2 after one token, 0.9 after sixteen."""
+
+_PRIOR_OF_ALL, _PRIOR_OF_ONE = 3.0, 4.0
+"""Weight, in tokens, of those; and for one request of what is known of all."""
+
+_MEMORY_OF_ALL, _MEMORY_OF_ONE = 0.99, 0.93
+
+
+class MatchOdds:
+    """Of guesses that were looked up: how often the next token is right, by length of match.
+
+    Args:
+        overall: those of all requests, which those of one begin with; None for these themselves.
+    """
+
+    __slots__ = ("_memory", "_odds", "_overall", "_prior", "_reached", "_right")
+
+    def __init__(self, overall: MatchOdds | None = None) -> None:
+        self._overall = overall
+        self._memory = _MEMORY_OF_ALL if overall is None else _MEMORY_OF_ONE
+        self._prior = _PRIOR_OF_ALL if overall is None else _PRIOR_OF_ONE
+        self._odds: list[float | None] = [None] * len(_AT_FIRST)
+        self._right, self._reached = [0.0] * len(_AT_FIRST), [0.0] * len(_AT_FIRST)
+
+    def of(self, match: int) -> float:
+        """How likely the token is right that follows so many others."""
+        odds = self._odds[min(match, _LONGEST_MATCH)]
+        return self._expected(match) if odds is None else odds
+
+    def _expected(self, match: int) -> float:
+        """The same as far as others tell."""
+        at = min(match, _LONGEST_MATCH)
+        return _AT_FIRST[at] if self._overall is None else self._overall.of(at)
+
+    def passed(self, match: int, length: int) -> list[float]:
+        """Of each token of a guess that it is right, and all before it; the unlikely left out."""
+        found: list[float] = []
+        probability = 1.0
+        for reached in range(match, match + length):
+            probability *= self.of(reached)
+            if probability < _UNLIKELY:
+                break
+            found.append(probability)
+        return found
+
+    def add(self, match: int, *, right: bool) -> None:
+        """One more token whose predecessors were right."""
+        at = min(match, _LONGEST_MATCH)
+        self._right[at] = self._memory * self._right[at] + right
+        self._reached[at] = self._memory * self._reached[at] + 1
+        known = self._right[at] + self._prior * self._expected(match)
+        self._odds[at] = known / (self._reached[at] + self._prior)
 
 
 class DraftSizes:

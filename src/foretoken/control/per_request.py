@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from foretoken.control.base import Budget, Controller
 from foretoken.request import Request
+from foretoken.tree import Draft
 
 if TYPE_CHECKING:
     from foretoken.decode import Outcome, StepTimes
@@ -50,6 +51,16 @@ class PerRequestController(Controller):
             own = controller.budgets(requests)
             budgets.update((r.key, budget) for r, budget in zip(requests, own, strict=True))
         return [budgets[request.key] for request in batch]
+
+    def trim(self, batch: Sequence[Request], drafts: Sequence[Draft]) -> list[Draft]:
+        """See `Controller.trim`."""
+        if not self._assigned:
+            return self._default.trim(batch, drafts)
+        by_key = {request.key: draft for request, draft in zip(batch, drafts, strict=True)}
+        for controller, requests in self._parts(batch):
+            own = controller.trim(requests, [by_key[request.key] for request in requests])
+            by_key.update((r.key, draft) for r, draft in zip(requests, own, strict=True))
+        return [by_key[request.key] for request in batch]
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
         """Each controller sees what came of its requests."""

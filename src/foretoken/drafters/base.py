@@ -41,6 +41,10 @@ class Drafter(ABC):
     """Whether several children of a node are independent draws from one law, and share its object;
     an instance may say so of itself."""
 
+    looks_up: bool = False
+    """Whether its drafts are chains of certain tokens, found by a match (`Draft.match`) in no time;
+    an instance may say so of itself."""
+
     reads_target_kv: bool = False
     """Whether it drafts on the target's own KV, and so only what follows the committed tokens."""
 

@@ -68,6 +68,8 @@ class Alignment:
         self.input = list(options.region(prompt))
         self.position: int | None = None
         """Index in the input of the token to come next, or None while there is no alignment."""
+        self.match = 1
+        """How many of the last tokens are those before the position, as far as was looked."""
         self._last = 0  # where the last alignment ended
         self._min_match = options.copy_min_match
         self._array = np.array(self.input, dtype=np.int64)
@@ -88,19 +90,20 @@ class Alignment:
         position = self.position
         if position is not None and self.input[position : position + 1] == [tokens[end - 1]]:
             self.position = self._last = position + 1
+            self.match += 1
         else:
             self._realign(tokens[max(0, end - LONGEST_MATCH) : end])
 
     def _realign(self, suffix: Sequence[int]) -> None:
         """Go where the longest suffix ends in the input, the next one after the last alignment."""
         self.position = None
-        ends = self._longest(suffix)
+        ends, self.match = self._longest(suffix)
         if len(ends):
             later = int(np.searchsorted(ends, self._last))
             self.position = self._last = int(ends[min(later, len(ends) - 1)])
 
-    def _longest(self, suffix: Sequence[int]) -> Positions:
-        """Ascending ends in the input of the longest suffix that is found and long enough."""
+    def _longest(self, suffix: Sequence[int]) -> tuple[Positions, int]:
+        """Ascending ends in the input of the longest suffix that is long enough, and its length."""
         ends = self._ends.get(suffix[-1], _NOWHERE)
         length = 1
         while len(ends) and length < min(len(suffix), LONGEST_MATCH):
@@ -109,7 +112,7 @@ class Alignment:
             if not len(longer):
                 break
             ends, length = longer, length + 1
-        return ends if length >= self._min_match else _NOWHERE
+        return (ends if length >= self._min_match else _NOWHERE), length
 
     def rest(self, length: int) -> list[int]:
         """At most `length` tokens of the input from the aligned position on."""
@@ -131,6 +134,8 @@ def occurrences(tokens: NDArray[Any]) -> dict[int, Positions]:
 class CopyDrafter(Drafter):
     """Deterministic: q is one-hot. Proposes nothing while text and input are not aligned."""
 
+    looks_up = True
+
     def __init__(self, options: CopyOptions) -> None:
         self._options = options
         self._alignments: dict[int, Alignment] = {}
@@ -149,7 +154,7 @@ class CopyDrafter(Drafter):
             self._alignments[request.key] = alignment
         alignment.catch_up(request.token_ids)
         drafted = alignment.rest(length)
-        return Draft.deterministic(chain([request.root, *drafted]))
+        return Draft.deterministic(chain([request.root, *drafted]), alignment.match)
 
     def release(self, request: Request) -> None:
         """Drop the request's alignment."""

@@ -20,12 +20,15 @@ from foretoken.tree import Draft, chain
 
 __all__ = ["NgramDrafter", "NgramOptions"]
 
+LONGEST_MATCH = 16
+"""Longer suffixes are not told apart when it is asked how good a guess is."""
+
 
 class NgramOptions(DrafterOptions):
     """Options of `ngram`: longest and shortest suffix to look up, in tokens."""
 
     prompt_lookup_max: Annotated[int, Ge(1), Le(64)] = 4
-    prompt_lookup_min: Annotated[int, Ge(1), Le(64)] = 2
+    prompt_lookup_min: Annotated[int, Ge(1), Le(64)] = 1
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -53,17 +56,29 @@ class NgramIndex:
                     self._next[tuple(tokens[end - order : end])] = end
         self._indexed = len(tokens)
 
-    def find(self, tokens: Sequence[int]) -> int | None:
-        """Position after the latest earlier occurrence of the longest known suffix, or None."""
+    def find(self, tokens: Sequence[int]) -> tuple[int, int] | None:
+        """Where the longest known suffix last occurred before: the position after it, its length.
+
+        Longer suffixes than are known may have occurred there: the length is that of the whole.
+        """
         for order in self._orders:
             position = self._next.get(tuple(tokens[len(tokens) - order :]))
             if position is not None and order <= len(tokens):
-                return position
+                return position, order + self._further(tokens, position, order)
         return None
+
+    def _further(self, tokens: Sequence[int], position: int, order: int) -> int:
+        """How many more tokens are the same before the suffix and its occurrence."""
+        for more in range(min(LONGEST_MATCH, position) - order):
+            if tokens[position - order - more - 1] != tokens[-order - more - 1]:
+                return more
+        return max(0, min(LONGEST_MATCH, position) - order)
 
 
 class NgramDrafter(Drafter):
     """Deterministic: q is one-hot. Proposes nothing where no suffix has occurred before."""
+
+    looks_up = True
 
     def __init__(self, options: NgramOptions) -> None:
         self.options = options
@@ -84,10 +99,12 @@ class NgramDrafter(Drafter):
             self._indices[request.key] = index
         tokens = request.token_ids
         index.catch_up(tokens)
-        position = index.find(tokens) if length > 0 else None
-        if position is None:
+        found = index.find(tokens) if length > 0 else None
+        if found is None:
             return Draft.empty(request.root)
-        return Draft.deterministic(chain([request.root, *copy_from(tokens, position, length)]))
+        position, match = found
+        copied = copy_from(tokens, position, length)
+        return Draft.deterministic(chain([request.root, *copied]), match)
 
     def release(self, request: Request) -> None:
         """Drop the request's index."""

@@ -37,7 +37,8 @@ class PerRequest(Drafter):
         self._default = default
         self._assigned: dict[int, Drafter] = {}
         self._failed: set[int] = set()
-        self._seconds: dict[int, float] = {}
+        self._seconds: dict[int, float] = {}  # of each draft; where there are several drafters
+        self._each = 0.0  # the same where there is one
 
     def assign(self, request: Request, drafter: Drafter) -> None:
         """Let this drafter serve the request until it is released."""
@@ -46,22 +47,32 @@ class PerRequest(Drafter):
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         """Each drafter proposes for its requests together; failed ones draft nothing."""
+        began = time.perf_counter()
+        self._seconds.clear()
+        if not self._assigned and not self._failed:  # as a rule, and soon done
+            found = self._propose(self._default, batch, budgets)
+            self._each = (time.perf_counter() - began) / max(1, len(batch))
+            return found
         drafts = {request.key: Draft.empty(request.root) for request in batch}
         limits = {r.key: budget for r, budget in zip(batch, budgets, strict=True)}
-        self._seconds.clear()
         for drafter, requests in self._parts(batch):
             began = time.perf_counter()
-            drafts.update(self._propose(drafter, requests, limits))
+            own = self._propose(drafter, requests, [limits[r.key] for r in requests])
+            drafts.update((r.key, draft) for r, draft in zip(requests, own, strict=True))
             each = (time.perf_counter() - began) / len(requests)
             self._seconds.update((request.key, each) for request in requests)
+        self._each = 0.0
         return [drafts[request.key] for request in batch]
 
     def seconds(self, requests: Sequence[Request]) -> float:
         """How long the last drafts of these took; requests of one drafter share its time."""
-        return sum(self._seconds.get(request.key, 0.0) for request in requests)
+        return sum(self._seconds.get(request.key, self._each) for request in requests)
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
         """Each drafter sees what came of its requests."""
+        if not self._assigned and not self._failed:
+            self._observe(self._default, outcomes, times)
+            return
         by_key = {outcome.request.key: outcome for outcome in outcomes}
         for drafter, requests in self._parts([outcome.request for outcome in outcomes]):
             self._observe(drafter, [by_key[request.key] for request in requests], times)
@@ -96,22 +107,23 @@ class PerRequest(Drafter):
         return list(parts.values())
 
     def _propose(
-        self, drafter: Drafter, requests: Sequence[Request], limits: dict[int, Budget]
-    ) -> dict[int, Draft]:
-        """Drafts by key; after a failure one by one, to find whose it was."""
-        keys = [request.key for request in requests]
+        self, drafter: Drafter, requests: Sequence[Request], budgets: Sequence[Budget]
+    ) -> list[Draft]:
+        """Their drafts; after a failure one by one, to find whose it was: that one has none."""
         try:
-            drafts = drafter.propose(requests, [limits[key] for key in keys])
-            return dict(zip(keys, drafts, strict=True))
+            drafts = drafter.propose(requests, budgets)
+            if len(drafts) != len(requests):
+                raise ValueError(f"{len(drafts)} drafts for {len(requests)} requests")
+            return drafts
         except _NOT_FAULTS:
             raise
         except Exception as error:
             if len(requests) == 1:
                 self._fail(drafter, requests[0], error)
-                return {}
-        found: dict[int, Draft] = {}
-        for request in requests:
-            found |= self._propose(drafter, [request], limits)
+                return [Draft.empty(requests[0].root)]
+        found: list[Draft] = []
+        for request, budget in zip(requests, budgets, strict=True):
+            found += self._propose(drafter, [request], [budget])
         return found
 
     def _observe(self, drafter: Drafter, outcomes: Sequence[Outcome], times: StepTimes) -> None:

@@ -220,7 +220,7 @@ METHODS: dict[str, DrafterSpec] = {
     "ngram": DrafterSpec(
         NgramOptions,
         lambda parts: NgramDrafter(parts.options),
-        5,
+        16,
         summary="prompt lookup: what followed the last tokens before",
     ),
     "ngram_table": DrafterSpec(

@@ -71,6 +71,7 @@ class RestDrafter(Drafter):
 
     def __init__(self, datastore: Datastore, options: RestOptions) -> None:
         self.makes_branches = options.branching
+        self.looks_up = not options.branching
         self._datastore = datastore
         self._options = options
 
@@ -85,18 +86,20 @@ class RestDrafter(Drafter):
             return Draft.empty(request.root)
         branching = self._options.branching
         follow, nodes = (successors, budget.nodes) if branching else (likeliest, budget.chain)
-        trie = self._continuations(request.token_ids, budget.chain), 0
+        match, found = self._continuations(request.token_ids, budget.chain)
+        trie = found, 0
         tokens, parents = [request.root], [-1]
         for parent, token, _, _ in best_first(trie, follow, nodes, budget):
             tokens.append(token)
             parents.append(parent + 1)
-        return Draft.deterministic(TokenTree(tuple(tokens), tuple(parents)))
+        return Draft.deterministic(TokenTree(tuple(tokens), tuple(parents)), match)
 
-    def _continuations(self, text: Sequence[int], length: int) -> list[list[int]]:
-        """What followed the longest suffix that occurs, up to `length` tokens of each."""
+    def _continuations(self, text: Sequence[int], length: int) -> tuple[int, list[list[int]]]:
+        """Length of the longest suffix that occurs, and up to `length` tokens that followed."""
         options = self._options
         match, hits = self._datastore.find_suffix(text, options.min_match, options.max_match)
-        return self._datastore.continuations(spread(hits, options.max_hits), match, length)
+        some = spread(hits, options.max_hits)
+        return match, self._datastore.continuations(some, match, length)
 
 
 def spread(hits: range, most: int) -> Sequence[int]:

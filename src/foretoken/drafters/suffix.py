@@ -37,7 +37,8 @@ class SuffixOptions(DrafterOptions):
         suffix_decoding_max_cached_requests: most earlier outputs that are kept; 0 keeps none.
         suffix_decoding_max_cached_tokens: most tokens of earlier outputs that are kept, at about
             0.4 kB each; 0 keeps none.
-        suffix_decoding_max_spec_factor: most drafted tokens per matched token (the paper's alpha).
+        suffix_decoding_max_spec_factor: most drafted tokens per matched token (the paper's alpha,
+            which is 1 there and in vLLM; the controller cuts what does not pay).
         suffix_decoding_min_token_prob: least estimated probability of a drafted token, that of
             its ancestors included.
         branching: draft trees, for rules that take branches; otherwise chains.
@@ -46,7 +47,7 @@ class SuffixOptions(DrafterOptions):
     suffix_decoding_max_tree_depth: Annotated[int, Ge(2), Le(256)] = 24
     suffix_decoding_max_cached_requests: Annotated[int, Ge(0)] = 10_000
     suffix_decoding_max_cached_tokens: Annotated[int, Ge(0)] = 100_000
-    suffix_decoding_max_spec_factor: Annotated[float, Gt(0), Le(256)] = 1.0
+    suffix_decoding_max_spec_factor: Annotated[float, Gt(0), Le(256)] = 2.0
     suffix_decoding_min_token_prob: Annotated[float, Ge(0), Le(1)] = 0.1
     branching: bool = False
 
@@ -64,18 +65,20 @@ class Candidate:
         tokens: drafted tokens, without the root.
         parents: index of each one's parent among them; -1 for the root's children.
         score: expected number of accepted tokens.
+        match: length of the suffix that was found.
         source: key of a text it came from.
     """
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     score: float = 0.0
+    match: int = 0
     source: int = -1
 
     def draft(self, root: int) -> Draft:
         """The same as a deterministic draft."""
         parents = (-1, *(parent + 1 for parent in self.parents))
-        return Draft.deterministic(TokenTree((root, *self.tokens), parents))
+        return Draft.deterministic(TokenTree((root, *self.tokens), parents), self.match)
 
 
 class EarlierOutputs:
@@ -146,6 +149,7 @@ class SuffixDrafter(Drafter):
 
     def __init__(self, options: SuffixOptions) -> None:
         self.makes_branches = options.branching
+        self.looks_up = not options.branching
         self._options = options
         self._depth = options.suffix_decoding_max_tree_depth
         lengths = [options.draft_length(match) for match in range(self._depth)]
@@ -198,7 +202,7 @@ class SuffixDrafter(Drafter):
                 break
             candidate = grow(match(length), min(most, self._lengths[length]), budget, least)
             if candidate.score > best.score:
-                best = candidate
+                best, best.match = candidate, length
         return best
 
     def rewind(self, request: Request) -> None:

@@ -76,6 +76,7 @@ class LeanDecoder:
 
     name = "lean"
     exact_trees = False
+    likeliest = None
 
     @property
     def least_nodes(self) -> int:

@@ -30,6 +30,7 @@ class ModuleNetwork:
 
     name = "module"
     exact_trees = False
+    likeliest = None
 
     def __init__(self, model: PreTrainedModel, least_nodes: int = 1) -> None:
         self.least_nodes = least_nodes

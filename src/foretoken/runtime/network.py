@@ -8,7 +8,7 @@ which runs any Transformers module. `network_for` chooses.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Protocol, Self
 
 from torch import Tensor
@@ -49,6 +49,14 @@ class Network(Protocol):
     @property
     def num_layers(self) -> int:
         """Decoder layers."""
+        ...
+
+    @property
+    def likeliest(self) -> Sequence[int] | None:
+        """Of the last pass with logits: each node's token of the largest one, the first of equals.
+
+        None where that was not seen on the way: whoever wants it has to look at the logits.
+        """
         ...
 
     def forward(self, inputs: PassInputs, slab: KVSlab, *, scored: bool) -> Tensor | None:

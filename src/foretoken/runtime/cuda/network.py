@@ -63,6 +63,7 @@ class CudaNetwork:
         capture_seconds: what captures have taken so far, those of parts not included.
     """
 
+    likeliest = None
     exact_trees = False
     """See `Network.exact_trees`: kernels are chosen by shape."""
 

@@ -14,6 +14,7 @@ from foretoken.control import Budget, Controller
 from foretoken.request import Request
 from foretoken.runtime.cuda.graphs import Captures
 from foretoken.runtime.cuda.network import CudaNetwork
+from foretoken.tree import Draft
 
 if TYPE_CHECKING:
     from foretoken.decode import Outcome, StepTimes
@@ -40,6 +41,10 @@ class WithoutCaptures(Controller):
     def budgets(self, batch: Sequence[Request]) -> list[Budget]:
         """The controller's."""
         return self._controller.budgets(batch)
+
+    def trim(self, batch: Sequence[Request], drafts: Sequence[Draft]) -> list[Draft]:
+        """The controller's."""
+        return self._controller.trim(batch, drafts)
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
         """Pass on what the step brought, and the seconds of its own work."""

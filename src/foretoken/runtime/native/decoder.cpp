@@ -8,6 +8,7 @@
 #include <sched.h>
 
 #include <atomic>
+#include <limits>
 
 #include "attention.h"
 
@@ -48,6 +49,7 @@ struct Pass {
     const Buffers* buffers;      // of each layer
     const float *cos, *sin;      // [positions, D/2]
     float* logits;               // [T, V]
+    int64_t* likeliest;          // [T] the token of the largest logit, the first of equals
     uint8_t* workspace;
 };
 
@@ -111,6 +113,7 @@ public:
         inner_ = take(nodes * row_bytes(format, d_.intermediate));
         stride_ = (p_.most_seen + LANES - 1) / LANES * LANES;
         scores_ = (float*)take((size_t)p_.threads * QUERIES * stride_ * sizeof(float));
+        best_ = (Best*)take((size_t)p_.threads * nodes * sizeof(Best));
         return used;
     }
 
@@ -125,13 +128,56 @@ public:
         if (!p_.scored) return;
         normalise(d_.norm, d_.head.format, id);
         long vocabulary = d_.head.outputs;
+        Best* best = best_ + (long)id * p_.nodes;
+        for (int node = 0; node < p_.nodes; node++) best[node] = Best{};
         multiply<1>(d_.head, hidden_, p_.nodes, id, threads_, [&](long node, long panel, const float* sums) {
             long first = panel * PANEL, count = vocabulary - first < PANEL ? vocabulary - first : PANEL;
             std::memcpy(p_.logits + node * vocabulary + first, sums, count * sizeof(float));
+            best[node].add(sums, first, vocabulary);
         });
     }
 
+    // When all threads are done: each has seen a part of the vocabulary.
+    void choose() {
+        for (int node = 0; node < p_.nodes; node++) {
+            Best best{};
+            for (int id = 0; id < threads_; id++) best.add(best_[(long)id * p_.nodes + node]);
+            p_.likeliest[node] = best.token();
+        }
+    }
+
 private:
+    // The largest logits seen so far, one in each lane, and whose they are.
+    struct Best {
+        f32x16 logits = splat(-std::numeric_limits<float>::infinity());
+        i32x16 tokens = splat(std::numeric_limits<int32_t>::max());
+
+        // Tokens come in ascending order: the first of equals stays.
+        void add(const float* others, long first, long vocabulary) {
+            const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+            for (long i = 0; i < PANEL; i += LANES) {
+                i32x16 ids = lanes + (int32_t)(first + i);
+                i32x16 better = (load<f32x16>(others + i) > logits) & (ids < (int32_t)vocabulary);
+                logits = better ? load<f32x16>(others + i) : logits;
+                tokens = better ? ids : tokens;
+            }
+        }
+
+        void add(const Best& other) {
+            i32x16 better = (other.logits > logits) | ((other.logits == logits) & (other.tokens < tokens));
+            logits = better ? other.logits : logits;
+            tokens = better ? other.tokens : tokens;
+        }
+
+        // 0 where no logit is a number.
+        int64_t token() const {
+            int best = 0;
+            for (int i = 1; i < LANES; i++)
+                if (logits[i] > logits[best] || (logits[i] == logits[best] && tokens[i] < tokens[best])) best = i;
+            return tokens[best] == std::numeric_limits<int32_t>::max() ? 0 : tokens[best];
+        }
+    };
+
     int heads() const { return d_.heads + 2 * d_.key_heads; }
 
     template <class Work>
@@ -301,6 +347,7 @@ private:
     Barrier barrier_;
     int threads_ = 1;
     float *stream_, *qkv_, *scores_;      // [T, E], [T, H + 2 G, D], [threads, QUERIES, stride_]
+    Best* best_;                          // [threads, T]
     uint8_t *hidden_, *mixed_, *inner_;   // inputs of linear layers: [T, E], [T, H D], [T, I]
     long stride_;
 };
@@ -321,6 +368,7 @@ void foretoken_forward(const foretoken::Decoder* decoder, const foretoken::Pass*
         run.begin(omp_get_num_threads());
         run.thread(omp_get_thread_num());
     }
+    if (pass->scored) run.choose();
 }
 
 // Of the structures that the caller knows, too, and of the largest hidden size.

@@ -112,6 +112,7 @@ class _CPass(Structure):
         ("cos", c_void_p),
         ("sin", c_void_p),
         ("logits", c_void_p),
+        ("likeliest", c_void_p),
         ("workspace", c_void_p),
     )
 
@@ -167,6 +168,8 @@ class NativeDecoder:
     least_nodes = 1
     name = "native"
     exact_trees = True
+    likeliest: Sequence[int] | None = None
+    """See `Network.likeliest`."""
 
     def __init__(
         self, model: PreTrainedModel, quantization: str | None = None, *flags: str
@@ -263,21 +266,33 @@ class NativeDecoder:
         """See `Network.forward`; padding is not computed."""
         nodes = _Nodes(inputs)
         logits = _empty(len(nodes) if scored else 0, self._vocab_size)
+        likeliest = array("q", bytes(8 * len(logits)))
         with self._lock:
             self._reach(inputs.span)
-            self._run(inputs, nodes, slab, logits if scored else None)
-        return logits if scored else None
+            self._run(inputs, nodes, slab, logits, likeliest)
+        if not scored:
+            return None
+        self.likeliest = likeliest
+        return logits
 
-    def _run(self, inputs: PassInputs, nodes: _Nodes, slab: KVSlab, logits: Tensor | None) -> None:
+    def _run(
+        self,
+        inputs: PassInputs,
+        nodes: _Nodes,
+        slab: KVSlab,
+        logits: Tensor,
+        likeliest: array[int],
+    ) -> None:
         arguments = _CPass(
             nodes=len(nodes),
-            scored=logits is not None,
+            scored=len(logits) > 0,
             threads=torch.get_num_threads(),
             most_seen=inputs.span,
             buffers=addressof(self._buffers_of(slab)),
             cos=self._cos.data_ptr(),
             sin=self._sin.data_ptr(),
-            logits=None if logits is None else logits.data_ptr(),
+            logits=logits.data_ptr(),
+            likeliest=likeliest.buffer_info()[0],
             **nodes.addresses(),
         )
         needed = self._library.foretoken_workspace(byref(self._decoder), byref(arguments))
