@@ -3,11 +3,13 @@
 The contract: whoever names a method and no controller (`cost_model` then decides) has at least 0.97
 of `none` everywhere, in text made to defeat the drafter as well (random tokens; sampling at
 temperature 1.5), and over 1 wherever a `fixed` draft length would be. A cell is a batch size and a
-kind of text. In a round of a cell each variant generates one batch of its prompts, in alternating
-order, which gives one ratio of tokens/s (prefill included; prompts are cut short, so that it is
-little). The next round takes other prompts, as long as there are any, so that the intervals speak
-of the kind of text. Rounds go around the cells, so that the controller meets each kind of text
-coming from another one.
+kind of text. In a round of a cell each variant generates so many tokens with so many requests in
+flight: where one ends the next prompt joins, and the last ones are broken off. Prompts are computed
+alike with speculation and without; what counts is tokens/s after that. The variants take turns
+step by step, whoever has fewest tokens next: a machine with other tenants is twice as fast in one
+second as in the next, and so all of them see the same of it. The next round takes other prompts, as
+long as there are any, so that the intervals speak of the kind of text. Rounds go around the cells,
+so that the controller meets each kind of text coming from another one.
 
 A cell is `shown` or `broken` once Student's interval over its rounds, of logarithms, lies on one
 side of 0.97, and `open` until then. It is looked at after `--rounds`, and with `--minutes`, which
@@ -86,7 +88,7 @@ def main(
     }
     with one_line_errors():
         sizes = batch_size or list(BATCH_SIZES)
-        journal = Journal(output, "foretoken contract 2", settings)
+        journal = Journal(output, "foretoken contract 3", settings)
         everything = read_prompts(prompts)
         sample = stratified(everything, len(everything), seed)
         llms = _llms(model, method, max(sizes), dtype, device)
@@ -166,8 +168,8 @@ class _Texts:
 
 
 def _rows(cell: Cell, index: int) -> range:
-    """The numbers of a round's requests among all of the cell's."""
-    return range(index * cell.batch, (index + 1) * cell.batch)
+    """The numbers of a round's requests among all of the cell's: enough if all end at once."""
+    return range(2 * index * cell.batch, 2 * (index + 1) * cell.batch)
 
 
 def _warm_up(llms: Mapping[str, LLM], texts: _Texts, most: int) -> None:
@@ -177,19 +179,86 @@ def _warm_up(llms: Mapping[str, LLM], texts: _Texts, most: int) -> None:
         llm.generate(texts.prompts(cell, 0), params)
 
 
+class _Run:
+    """A variant on its way through the prompts of a round.
+
+    Args:
+        llm: generates.
+        prompts: token ids.
+        params: of each.
+        batch: requests in flight.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        batch: int,
+    ) -> None:
+        self._engine, self._batch = llm._engine, batch
+        self._requests = [
+            request
+            for prompt, one in zip(prompts, params, strict=True)
+            for request in llm._requests(prompt, one, trace=False)
+        ]
+        self._begun = 0
+        self._step_seconds = 0.0
+
+    @property
+    def outputs(self) -> list[list[int]]:
+        """As far as they have come."""
+        return [request.output_ids for request in self._requests]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all outputs."""
+        return sum(request.metrics.generated_tokens for request in self._requests)
+
+    @property
+    def seconds(self) -> float:
+        """Of all steps, without those of computing prompts."""
+        prefill = sum(request.metrics.prefill_seconds for request in self._requests)
+        return self._step_seconds - prefill
+
+    def step(self) -> None:
+        """One more step of the engine, with requests that take the places of those that ended."""
+        running = [r for r in self._requests[: self._begun] if not r.finished]
+        for request in self._requests[self._begun :][: self._batch - len(running)]:
+            self._engine.add(request)
+            self._begun += 1
+        began = time.perf_counter()
+        self._engine.step()
+        self._step_seconds += time.perf_counter() - began
+
+    def close(self) -> None:
+        """Break off what has not ended."""
+        self._engine.abort(self._requests[: self._begun])
+
+
 def _round(llms: Mapping[str, LLM], texts: _Texts, cell: Cell, index: int) -> dict[str, Any]:
     prompts, params = texts.prompts(cell, index), texts.params(cell, index)
-    speeds: dict[str, float] = {}
-    found: dict[str, list[tuple[int, ...]]] = {}
-    for label in order(list(llms), index):
-        began = time.perf_counter()
-        outputs = llms[label].generate(prompts, params)
-        seconds = time.perf_counter() - began
-        found[label] = [output.token_ids for output in outputs]
-        speeds[label] = sum(map(len, found[label])) / seconds
-    base = found[BASELINE.label]
-    differing = sum(a != b for each in found.values() for a, b in zip(each, base, strict=True))
+    runs = {
+        label: _Run(llms[label], prompts, params, cell.batch) for label in order(list(llms), index)
+    }
+    enough = texts.max_tokens * cell.batch
+    try:
+        while unfinished := [run for run in runs.values() if run.num_tokens < enough]:
+            min(unfinished, key=lambda run: run.num_tokens).step()
+    finally:
+        for run in runs.values():
+            run.close()
+    speeds = {label: run.num_tokens / run.seconds for label, run in runs.items()}
+    base = runs[BASELINE.label].outputs
+    differing = sum(
+        _differ(*pair) for run in runs.values() for pair in zip(run.outputs, base, strict=True)
+    )
     return {"tokens_per_second": speeds, "differing": differing}
+
+
+def _differ(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether two outputs are not the same as far as both go."""
+    return any(a != b for a, b in zip(one, other, strict=False))
 
 
 def _rounds(result: Result) -> str:

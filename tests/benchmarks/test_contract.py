@@ -215,14 +215,14 @@ def test_every_round_has_prompts_of_its_own_as_long_as_there_are_any() -> None:
     def rounds(cell: Cell) -> list[list[tuple[int, ...]]]:
         return [[tuple(ids) for ids in texts.prompts(cell, index)] for index in range(3)]
 
-    first, second, third = rounds(Cell(2, "qa"))
+    first, second, third = rounds(Cell(1, "qa"))
     assert len({*first, *second}) == 4
     assert third == first  # there are four
-    hot = rounds(Cell(2, contract.HOT))
+    hot = rounds(Cell(1, contract.HOT))
     assert len({ids for each in hot for ids in each}) == len(sample)
-    noise = rounds(Cell(2, contract.RANDOM))
+    noise = rounds(Cell(1, contract.RANDOM))
     assert len({ids for each in noise for ids in each}) == 6
-    seeds = [p.seed for index in range(3) for p in texts.params(Cell(2, contract.HOT), index)]
+    seeds = [p.seed for index in range(3) for p in texts.params(Cell(1, contract.HOT), index)]
     assert seeds == [0, 1, 2, 3, 4, 5]
 
 

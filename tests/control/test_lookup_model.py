@@ -157,11 +157,15 @@ def test_a_text_that_turns_predictable_is_noticed_without_a_draft() -> None:
 def test_what_is_learnt_of_one_request_is_where_the_next_begins() -> None:
     world = WORLDS["misleading"]
     model = model_of(world)
-    (first,) = model.trim([request_of()], [guess(8)])
+    request = request_of()
+    model.budgets([request])
+    (first,) = model.trim([request], [guess(8)])
     assert first.tree.num_drafted > 0
     for _ in range(20):
         world.steps(model, 40)
-    (later,) = model.trim([request_of()], [guess(8)])
+    another = request_of()
+    model.budgets([another])
+    (later,) = model.trim([another], [guess(8)])
     assert later.tree.num_drafted == 0
 
 

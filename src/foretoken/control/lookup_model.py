@@ -40,6 +40,8 @@ _WEIGHT_OF_NEW = 0.1
 _COSTS_STEPS = 16
 """For so many steps costs are taken to be the same: compared with each other they move slowly."""
 
+_NOTHING = Budget(0, 0)
+
 _MOST_OF_KNOWN = 2.0
 """Seconds above this many times what was known are cut there, as a pass's are."""
 
@@ -52,7 +54,7 @@ class _Known:
         odds: of its guesses.
         gain: what a question saves, by estimate: a share of a plain pass.
         waited: steps since the drafter was asked, the present one included.
-        asked: whether it is asked in the present step.
+        asked: whether it is in the present step.
         begun: whether it was asked before that, and so has read the prompt.
         guess: what it had, before that was cut.
     """
@@ -65,10 +67,9 @@ class _Known:
     guess: Draft | None = None
 
     def asked_for(self, gain: float) -> None:
-        """What the question of the present step was to save, if there was one."""
-        if self.asked:
-            before = gain if self.gain == inf else self.gain
-            self.gain = before + _WEIGHT_OF_NEW * (gain - before)
+        """What the question of the present step is to save."""
+        before = gain if self.gain == inf else self.gain
+        self.gain = before + _WEIGHT_OF_NEW * (gain - before)
 
 
 class LookupModel(Controller):
@@ -88,6 +89,7 @@ class LookupModel(Controller):
         self._requests: dict[int, _Known] = {}
         self._overall = MatchOdds()
         self._question = 0.0  # seconds of one; 0 while that is not known
+        self._silence = 0.0  # seconds of drafting where nobody is asked
         self._plain_steps = PlainSteps()
         self._relative: list[float] = []  # see `_passes`
         self._passes_rows = self._passes_left = 0
@@ -102,38 +104,45 @@ class LookupModel(Controller):
 
     def budgets(self, batch: Sequence[Request]) -> list[Budget]:
         """See `Controller.budgets`: as much as a request may use, where it is worth asking."""
+        if not self.costs:  # there has to be a plain step first
+            return [_NOTHING] * len(batch)
         rows = len(batch) + self.others
-        plain = self.costs(rows, rows)
-        return [self._budget(request, self._of(request), rows, plain) for request in batch]
-
-    def _budget(self, request: Request, known: _Known, rows: int, plain: float) -> Budget:
-        known.waited += 1
-        # Where it is not known what a plain step costs, there has to be one first.
-        known.asked = bool(self.costs) and known.waited >= self._patience(known, rows, plain)
-        return within(request, self.num_speculative_tokens if known.asked else 0)
-
-    def _patience(self, known: _Known, rows: int, plain: float) -> float:
-        """Steps from question to question: so many that what they cost in vain is a percent."""
-        share = self._question / plain
-        if known.gain >= share:
-            return 1
-        return min(self._probe_every, rows * share / PRICE)
+        question = self._question / self.costs(rows, rows)
+        # Steps from question to question: so many that what they cost in vain is a percent.
+        patience = min(self._probe_every, rows * question / PRICE)
+        budgets = []
+        for request in batch:
+            known = self._of(request)
+            known.waited += 1
+            known.asked = known.gain >= question or known.waited >= patience
+            asks = self.num_speculative_tokens if known.asked else 0
+            budgets.append(within(request, asks) if asks else _NOTHING)
+        return budgets
 
     def trim(self, batch: Sequence[Request], drafts: Sequence[Draft]) -> list[Draft]:
         """See `Controller.trim`: the likeliest tokens of all guesses, as many as pay."""
-        known = [self._of(request) for request in batch]
         likely: list[tuple[float, int]] = []  # of each token: its probability, and whose it is
-        for row, (one, draft) in enumerate(zip(known, drafts, strict=True)):
-            one.guess = draft
-            if length := draft.tree.num_drafted:
-                likely += [(p, row) for p in one.odds.passed(draft.match, length)]
-        depths = self._depths(known, likely)
+        asked: list[tuple[int, _Known]] = []
+        for row, (request, draft) in enumerate(zip(batch, drafts, strict=True)):
+            known = self._of(request)
+            known.guess = draft
+            if known.asked:
+                asked.append((row, known))
+                if length := draft.tree.num_drafted:
+                    likely += [(p, row) for p in known.odds.passed(draft.match, length)]
+        if not asked:
+            return list(drafts)
+        depths, gains = self._depths(len(batch), likely)
+        for row, known in asked:
+            known.asked_for(gains[row])
         return [draft.cut(depth) for draft, depth in zip(drafts, depths, strict=True)]
 
-    def _depths(self, known: Sequence[_Known], likely: list[tuple[float, int]]) -> list[int]:
-        """How many tokens of each guess are drafted."""
-        rows = len(known) + self.others
-        if len(known) > 1:  # the sort is stable: no token comes before the one it follows
+    def _depths(self, own: int, likely: list[tuple[float, int]]) -> tuple[list[int], list[float]]:
+        """How many tokens of each guess are drafted; what a row's gain, in plain passes."""
+        depths, gains, rows = [0] * own, [0.0] * own, own + self.others
+        if not likely:
+            return depths, gains
+        if own > 1:  # the sort is stable: no token comes before the one it follows
             likely.sort(key=itemgetter(0), reverse=True)
         passes = self._passes(rows, len(likely))
         tokens, count, best = float(rows), 0, float(rows)
@@ -141,16 +150,13 @@ class LookupModel(Controller):
             tokens += p
             if tokens > best * passes[index]:
                 count, best = index, tokens / passes[index]
-        depths, gains = [0] * len(known), [0.0] * len(known)
         each = (passes[count] - 1) / max(1, count)
         for p, row in likely[:count]:
             depths[row] += 1
             gains[row] += p / rows - each
-        for one, gain in zip(known, gains, strict=True):
-            one.asked_for(gain)
         if self._plain_steps.due(best / rows):
-            return [0] * len(known)
-        return depths
+            depths = [0] * own
+        return depths, gains
 
     def _passes(self, rows: int, nodes: int) -> Sequence[float]:
         """What a pass costs with up to so many drafted nodes, in plain passes; of late."""
@@ -178,16 +184,18 @@ class LookupModel(Controller):
         if not times.noted:
             self.costs.observe(times.positions or positions, times.verify, rows)
         self._plain_steps.count(drafted=positions > len(outcomes))
-        if questions and steady and times.draft:
-            seconds = times.draft / questions
-            known_seconds = self._question or seconds
-            seconds = min(seconds, _MOST_OF_KNOWN * known_seconds)
-            self._question = known_seconds + _WEIGHT_OF_NEW * (seconds - known_seconds)
+        if not times.draft:
+            return
+        if not questions:
+            self._silence = _mean(self._silence, times.draft)
+        elif steady:
+            seconds = max(0.0, times.draft - self._silence) / questions
+            self._question = _mean(self._question, seconds)
 
     def _learn(self, known: _Known, outcome: Outcome) -> None:
         """Compare the guess with the tokens that came."""
         guess, known.guess = known.guess, None
-        if guess is None:
+        if guess is None or not guess.tree.num_drafted:
             return
         tree, accepted = outcome.draft.tree, outcome.accepted
         came = [*(tree.tokens[node] for node in accepted.path), accepted.token]
@@ -201,3 +209,10 @@ class LookupModel(Controller):
     def release(self, request: Request) -> None:
         """Forget the request's own odds; what they taught about all stays."""
         self._requests.pop(request.key, None)
+
+
+def _mean(known: float, seconds: float) -> float:
+    """With one more measurement, cut where it is far above; 0 is nothing known."""
+    if not known:
+        return seconds
+    return known + _WEIGHT_OF_NEW * (min(seconds, _MOST_OF_KNOWN * known) - known)

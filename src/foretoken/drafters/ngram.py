@@ -92,6 +92,8 @@ class NgramDrafter(Drafter):
         ]
 
     def _propose(self, request: Request, length: int) -> Draft:
+        if length <= 0:
+            return Draft.empty(request.root)
         index = self._indices.get(request.key)
         if index is None:
             options = self.options
@@ -99,7 +101,7 @@ class NgramDrafter(Drafter):
             self._indices[request.key] = index
         tokens = request.token_ids
         index.catch_up(tokens)
-        found = index.find(tokens) if length > 0 else None
+        found = index.find(tokens)
         if found is None:
             return Draft.empty(request.root)
         position, match = found
