@@ -26,7 +26,7 @@ import numpy as np
 from foretoken.control.base import Budget, Controller, within
 from foretoken.control.cost_model import CostModel
 from foretoken.control.evidence import MatchOdds
-from foretoken.control.plain_steps import PRICE, PlainSteps
+from foretoken.control.plain_steps import PlainSteps
 from foretoken.request import Request
 from foretoken.tree import Draft
 
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from foretoken.decode import Outcome, StepTimes
 
 __all__ = ["LookupModel"]
+
+_PRICE = 0.005
+"""What questions in vain may cost, as a share of the time."""
 
 _WEIGHT_OF_NEW = 0.1
 
@@ -89,6 +92,7 @@ class LookupModel(Controller):
         self._requests: dict[int, _Known] = {}
         self._overall = MatchOdds()
         self._question = 0.0  # seconds of one; 0 while that is not known
+        self._questions = 0  # in the present step
         self._silence = 0.0  # seconds of drafting where nobody is asked
         self._plain_steps = PlainSteps()
         self._relative: list[float] = []  # see `_passes`
@@ -104,34 +108,36 @@ class LookupModel(Controller):
 
     def budgets(self, batch: Sequence[Request]) -> list[Budget]:
         """See `Controller.budgets`: as much as a request may use, where it is worth asking."""
+        self._questions = 0
         if not self.costs:  # there has to be a plain step first
             return [_NOTHING] * len(batch)
         rows = len(batch) + self.others
         question = self._question / self.costs(rows, rows)
-        # Steps from question to question: so many that what they cost in vain is a percent.
-        patience = min(self._probe_every, rows * question / PRICE)
+        # Steps from question to question: so many that those in vain cost no more than that.
+        patience = min(self._probe_every, rows * question / _PRICE)
         budgets = []
         for request in batch:
             known = self._of(request)
             known.waited += 1
             known.asked = known.gain >= question or known.waited >= patience
+            self._questions += known.asked
             asks = self.num_speculative_tokens if known.asked else 0
             budgets.append(within(request, asks) if asks else _NOTHING)
         return budgets
 
     def trim(self, batch: Sequence[Request], drafts: Sequence[Draft]) -> list[Draft]:
         """See `Controller.trim`: the likeliest tokens of all guesses, as many as pay."""
+        if not self._questions:
+            return list(drafts)
         likely: list[tuple[float, int]] = []  # of each token: its probability, and whose it is
         asked: list[tuple[int, _Known]] = []
         for row, (request, draft) in enumerate(zip(batch, drafts, strict=True)):
             known = self._of(request)
-            known.guess = draft
             if known.asked:
+                known.guess = draft
                 asked.append((row, known))
                 if length := draft.tree.num_drafted:
                     likely += [(p, row) for p in known.odds.passed(draft.match, length)]
-        if not asked:
-            return list(drafts)
         depths, gains = self._depths(len(batch), likely)
         for row, known in asked:
             known.asked_for(gains[row])
@@ -172,14 +178,14 @@ class LookupModel(Controller):
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
         """Learn what guesses were worth, what asking costs, and what passes do."""
-        positions, questions, steady = 0, 0, True
+        positions, questions, steady = 0, self._questions, True
         for outcome in outcomes:
             positions += len(outcome.draft.tree)
             known = self._of(outcome.request)
-            self._learn(known, outcome)
             if known.asked:
-                questions, steady = questions + 1, steady and known.begun
+                steady = steady and known.begun
                 known.begun, known.waited = True, 0
+                self._learn(known, outcome)
         rows = times.rows or len(outcomes)
         if not times.noted:
             self.costs.observe(times.positions or positions, times.verify, rows)

@@ -40,6 +40,10 @@ class NgramOptions(DrafterOptions):
         return self
 
 
+_MANY = 16
+"""For more new tokens than this many n-grams are made in one go, which takes half as long."""
+
+
 class NgramIndex:
     """Where each n-gram of a text last occurred; one dictionary insertion per token and order."""
 
@@ -50,10 +54,19 @@ class NgramIndex:
 
     def catch_up(self, tokens: Sequence[int]) -> None:
         """Index every n-gram that has a successor among the committed tokens."""
-        for end in range(max(self._indexed, 1), len(tokens)):
+        new = range(max(self._indexed, 1), len(tokens))
+        if len(new) > _MANY:
             for order in self._orders:
-                if order <= end:
-                    self._next[tuple(tokens[end - order : end])] = end
+                ends = new[max(0, order - new.start) :]
+                columns = (
+                    tokens[ends.start - back : ends.stop - back] for back in range(order, 0, -1)
+                )
+                self._next.update(zip(zip(*columns, strict=True), ends, strict=True))
+        else:
+            for end in new:
+                for order in self._orders:
+                    if order <= end:
+                        self._next[tuple(tokens[end - order : end])] = end
         self._indexed = len(tokens)
 
     def find(self, tokens: Sequence[int]) -> tuple[int, int] | None:
