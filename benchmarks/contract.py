@@ -2,7 +2,7 @@
 
 The contract: whoever names a method and no controller (`cost_model` then decides) has at least 0.97
 of `none` everywhere, in text made to defeat the drafter as well (random tokens; sampling at
-temperature 1.5), and over 1 wherever a `fixed` draft length would be. A cell is a batch size and a
+temperature 1.5), and over 1 wherever a `fixed` draft length of 5 is. A cell is a batch size and a
 kind of text. In a round of a cell each variant generates so many tokens with so many requests in
 flight: where one ends the next prompt joins, and the last ones are broken off. Prompts are computed
 alike with speculation and without; what counts is tokens/s after that. The variants take turns
@@ -123,7 +123,7 @@ def _llms(model: str, method: str, most: int, dtype: str, device: str) -> dict[s
     variants = [
         BASELINE,
         Method(DEFAULT, {"method": method}),
-        Method(FIXED, {"method": method, "controller": "fixed"}),
+        Method(FIXED, {"method": method, "controller": "fixed", "num_speculative_tokens": 5}),
     ]
     return {variant.label: llm_for(loaded, variant, max_num_seqs=most) for variant in variants}
 

@@ -40,11 +40,9 @@ ALONE = {"suffix_decoding_max_cached_requests": 0}
 """Nothing is remembered of earlier outputs: another round of the same prompt would be no test."""
 
 SELF_CONTAINED = (
-    Method("ngram", NGRAM),
+    Method("ngram, 5 tokens", {**NGRAM, "num_speculative_tokens": 5}),
     Method("ngram, 8 tokens", {**NGRAM, "num_speculative_tokens": 8}),
-    Method(
-        "ngram, cost_model", {**NGRAM, "num_speculative_tokens": 16, "controller": "cost_model"}
-    ),
+    Method("ngram, cost_model", {**NGRAM, "controller": "cost_model"}),
     Method("suffix, cost_model", {"method": "suffix", **ALONE, "controller": "cost_model"}),
     Method("ngram_table", TABLE),
     Method("suffix", {"method": "suffix", **ALONE}),
