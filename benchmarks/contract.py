@@ -29,6 +29,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -155,28 +156,33 @@ class _Texts:
         return [encode(self.llm, chosen[row % len(chosen)], self.limit) for row in rows]
 
     def params(self, cell: Cell, index: int, max_tokens: int | None = None) -> list[SamplingParams]:
-        """Greedy, or hot where the drafter is to be defeated."""
+        """Greedy, or hot where the drafter is to be defeated.
+
+        The first ones end one after the other, as if they had begun so: requests come and go all
+        the time, whoever generates.
+        """
+        longest = max_tokens or self.max_tokens
         return [
             SamplingParams(
                 temperature=1.5 if cell.kind in (HOT, RANDOM) else 0.0,
                 seed=self.seed + row,
-                max_tokens=max_tokens or self.max_tokens,
+                max_tokens=min(longest, ceil(longest * (number + 1) / cell.batch)),
                 ignore_eos=True,
             )
-            for row in _rows(cell, index)
+            for number, row in enumerate(_rows(cell, index))
         ]
 
 
 def _rows(cell: Cell, index: int) -> range:
-    """The numbers of a round's requests among all of the cell's: enough if all end at once."""
-    return range(2 * index * cell.batch, 2 * (index + 1) * cell.batch)
+    """The numbers of a round's requests among all of the cell's: as many as may be begun."""
+    return range(3 * index * cell.batch, 3 * (index + 1) * cell.batch)
 
 
 def _warm_up(llms: Mapping[str, LLM], texts: _Texts, most: int) -> None:
     cell = Cell(most, HOT)
     for llm in llms.values():
         params = texts.params(cell, 0, max(16, WARM_UP_TOKENS // most))
-        llm.generate(texts.prompts(cell, 0), params)
+        llm.generate(texts.prompts(cell, 0)[:most], params[:most])
 
 
 class _Run:

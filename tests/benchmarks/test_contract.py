@@ -217,13 +217,20 @@ def test_every_round_has_prompts_of_its_own_as_long_as_there_are_any() -> None:
 
     first, second, third = rounds(Cell(1, "qa"))
     assert len({*first, *second}) == 4
-    assert third == first  # there are four
+    assert [*second, *third] == [second[0], *first, second[0], first[0]]  # there are four
     hot = rounds(Cell(1, contract.HOT))
     assert len({ids for each in hot for ids in each}) == len(sample)
     noise = rounds(Cell(1, contract.RANDOM))
-    assert len({ids for each in noise for ids in each}) == 6
+    assert len({ids for each in noise for ids in each}) == 9
     seeds = [p.seed for index in range(3) for p in texts.params(Cell(1, contract.HOT), index)]
-    assert seeds == [0, 1, 2, 3, 4, 5]
+    assert seeds == list(range(9))
+
+
+def test_requests_of_a_round_do_not_end_all_at_once() -> None:
+    llm = LLM(tiny_model(), tokenizer=tiny_tokenizer())
+    texts = contract._Texts(llm, [Prompt("0", "qa", "abc")], max_tokens=6, limit=12, seed=0)
+    lengths = [p.max_tokens for p in texts.params(Cell(4, "qa"), 0)]
+    assert lengths == [2, 3, 5, 6, *[6] * 8]
 
 
 def test_a_file_of_the_old_form_is_refused(tmp_path: Path) -> None:

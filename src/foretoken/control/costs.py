@@ -177,12 +177,13 @@ class CostCurve:
         """Of the nearest number of rows that is known, in proportion.
 
         What drafts add where they have not been seen yet is what they add at that number of rows.
+        They never make a pass cheaper, whatever the machine did while it was measured.
         """
         plain = _nearest(self._plain, rows)[1]
         if not drafting:
             return plain
         known, factor = _nearest(self._drafting, rows)
-        return factor if known == rows else plain * factor / _nearest(self._plain, known)[1]
+        return plain * max(1.0, factor / _nearest(self._plain, known)[1])
 
 
 def _nearest(factors: dict[int, _Mean], rows: int) -> tuple[int, float]:

@@ -38,6 +38,10 @@ __all__ = ["LookupModel"]
 _PRICE = 0.005
 """What questions in vain may cost, as a share of the time."""
 
+_WORTH_IT = 1.01
+"""What drafts must promise to yield over a plain step: less is lost in what estimates are off by,
+and the best of many estimates is off to the good side."""
+
 _WEIGHT_OF_NEW = 0.1
 
 _COSTS_STEPS = 16
@@ -151,7 +155,7 @@ class LookupModel(Controller):
         if own > 1:  # the sort is stable: no token comes before the one it follows
             likely.sort(key=itemgetter(0), reverse=True)
         passes = self._passes(rows, len(likely))
-        tokens, count, best = float(rows), 0, float(rows)
+        tokens, count, best = float(rows), 0, rows * _WORTH_IT
         for index, (p, _) in enumerate(likely, 1):
             tokens += p
             if tokens > best * passes[index]:
