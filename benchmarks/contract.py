@@ -26,6 +26,7 @@ if an output differs from that of `none`, or if the contract is broken.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -248,10 +249,14 @@ def _round(llms: Mapping[str, LLM], texts: _Texts, cell: Cell, index: int) -> di
         label: _Run(llms[label], prompts, params, cell.batch) for label in order(list(llms), index)
     }
     enough = texts.max_tokens * cell.batch
+    # A full collection stops the process for as long as ten passes, whoever's turn it is.
+    gc.collect()
+    gc.freeze()
     try:
         while unfinished := [run for run in runs.values() if run.num_tokens < enough]:
             min(unfinished, key=lambda run: run.num_tokens).step()
     finally:
+        gc.unfreeze()
         for run in runs.values():
             run.close()
     speeds = {label: run.num_tokens / run.seconds for label, run in runs.items()}

@@ -208,7 +208,7 @@ class Laws:
     """p at every node of one row's tree, computed only where an acceptance rule looks.
 
     A rule walks down one path, so most laws of a tree are never needed; each that is costs a few
-    [V] operations. Plain greedy rows are the exception: one argmax serves all nodes.
+    [V] operations. Plain greedy rows are the exception: all that matters is the largest logit.
 
     Args:
         logits: [n+1, V] after every node of the tree, root first.
@@ -232,9 +232,9 @@ class Laws:
         self._sampler = sampler
         self._output_ids = output_ids
         self._laws: dict[int, Law] = {}
+        self._certain: Sequence[int] | None = None  # the only possible token after each node
         if sampler.plain_greedy:
-            tokens = _likeliest(logits) if likeliest is None else likeliest
-            self._laws = {node: Law.one_hot(token) for node, token in enumerate(tokens)}
+            self._certain = _likeliest(logits) if likeliest is None else likeliest
 
     @property
     def greedy(self) -> bool:
@@ -242,6 +242,8 @@ class Laws:
         return self._sampler.params.greedy
 
     def __getitem__(self, node: int) -> Law:
+        if self._certain is not None:
+            return Law.one_hot(self._certain[node])
         if node not in self._laws:
             self._laws[node] = self._sampler.law(self._logits[node], self._output(node))
         return self._laws[node]
@@ -254,8 +256,14 @@ class Laws:
         return [*self._output_ids, *self._tree.path_tokens(node)]
 
     def reached(self, node: int) -> bool:
-        """Whether the law of this node was computed."""
-        return node in self._laws
+        """Whether the law of this node is known."""
+        return self._certain is not None or node in self._laws
+
+    def prob(self, node: int, token: int) -> float:
+        """Probability of a token after a node."""
+        if self._certain is not None:
+            return float(self._certain[node] == token)
+        return self[node].prob(token)
 
     def log_probs(self, node: int) -> Tensor:
         """[V] log-probabilities under the model itself, for `SamplingParams.logprobs`."""

@@ -143,7 +143,7 @@ def record(draft: Draft, p: Laws, accepted: Accepted, *, everything: bool) -> St
     def target_probability(node: int) -> float | None:
         parent = tree.parents[node]
         if everything or p.reached(parent):
-            return p[parent].prob(tree.tokens[node])
+            return p.prob(parent, tree.tokens[node])
         return None
 
     return StepTrace(

@@ -57,6 +57,8 @@ class TokenTree:
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
         """Children of each node, in the order in which they were drafted."""
+        if self.is_chain:
+            return (*((node,) for node in range(1, len(self.tokens))), ())
         lists: list[list[int]] = [[] for _ in self.tokens]
         for node, parent in enumerate(self.parents[1:], 1):
             lists[parent].append(node)

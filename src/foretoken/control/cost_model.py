@@ -1,5 +1,7 @@
 """`cost_model`: draft where it buys most expected tokens per second, nothing included; the default.
 
+Drafters that look their guesses up are asked first: for those see `lookup_model.py`.
+
 Leviathan et al., theorem 3.8, with refinements: the cost of a pass is a measured curve over its
 positions and not a constant, and alpha is each request's own running estimate, and so is d, how
 often its drafter has a guess at all. A request that may draft to depth l yields

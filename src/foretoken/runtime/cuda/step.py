@@ -27,11 +27,12 @@ from foretoken.drafters.per_request import PerRequest
 from foretoken.request import Request
 from foretoken.runtime.cuda.buckets import Buckets, doubled
 from foretoken.runtime.cuda.chain import ChainStep, Drafting, Report
-from foretoken.runtime.cuda.drawn import DeviceLaws, Drawn
+from foretoken.runtime.cuda.drawn import Drawn
 from foretoken.runtime.cuda.network import CudaNetwork
 from foretoken.runtime.cuda.rows import DeviceRows
 from foretoken.runtime.cuda.slab import StaticSlab
 from foretoken.runtime.cuda.without_captures import WithoutCaptures
+from foretoken.sampling import Laws
 from foretoken.target import Target
 from foretoken.tree import Draft, chain
 
@@ -280,7 +281,7 @@ class DeviceStep:
         accepted = rule.accept(draft, Drawn(report.drawn), noise)
         assert len(accepted.path) == report.accepted, "host and device accept alike"
         logits = logits[: len(draft.tree)]
-        p = DeviceLaws(logits, draft.tree, request.sampler, request.output_ids, report.drawn)
+        p = Laws(logits, draft.tree, request.sampler, request.output_ids, report.drawn)
         return keep(self._target, request, draft, accepted, logits, p)
 
     def _row(self, request: Request) -> int:
