@@ -48,7 +48,6 @@ SHAPES = {"a chain of 5": (1, 5), "a tree of 32": (4, 8)}
 """Paths below the root, and the tokens of each."""
 
 Size = TypeVar("Size")
-_ROW = 0
 
 
 def main(
@@ -91,23 +90,24 @@ def main(
 def pass_seconds(
     target: Target, sizes: Sequence[tuple[int, int]], rounds: int
 ) -> dict[tuple[int, int], float]:
-    """Medians for (tokens before, nodes), interleaved."""
-    target.add(_ROW)
-    target.prefill(_ROW, [token % target.vocab_size for token in range(max(c for c, _ in sizes))])
-    length = target.cached(_ROW)
+    """Medians for (tokens before, nodes), interleaved: each context is a row of its own."""
+    contexts = sorted({context for context, _ in sizes}, reverse=True)
+    rows = {context: row for row, context in enumerate(contexts)}
+    target.add(0)
+    target.prefill(0, [token % target.vocab_size for token in range(contexts[0])])
+    for context, row in rows.items():
+        if row:
+            target.fork(0, row)
+            target.rollback(row, context)
 
     def run(size: tuple[int, int]) -> None:
         context, nodes = size
-        target.rollback(_ROW, context)
-        target.verify([_ROW], [chain([0] * nodes)])
+        target.verify([rows[context]], [chain([0] * nodes)])
 
-    # The longest first: what is rolled back cannot be had again.
-    seconds: dict[tuple[int, int], float] = {}
-    for context in sorted({c for c, _ in sizes}, reverse=True):
-        assert context <= length
-        seconds |= _medians(run, [size for size in sizes if size[0] == context], rounds)
-    target.remove(_ROW)
-    return {size: seconds[size] for size in sizes}
+    seconds = _medians(run, sizes, rounds)
+    for row in rows.values():
+        target.remove(row)
+    return seconds
 
 
 def _medians(run: Callable[[Size], None], keys: Sequence[Size], rounds: int) -> dict[Size, float]:

@@ -60,20 +60,17 @@ class _Known:
     Attributes:
         odds: of its guesses.
         gain: what a question saves, by estimate: a share of a plain pass.
-        waited: steps since the drafter was asked, the present one included.
-        asked: whether it is in the present step.
-        begun: whether it was asked before that, and so has read the prompt.
-        guess: what it had, before that was cut.
+        asked: the step in which the drafter was asked last; 0 where it never was, and has not read
+            the prompt.
+        guess: what it had then, before that was cut.
     """
 
     odds: MatchOdds
     gain: float = inf
-    waited: int = 0
-    asked: bool = False
-    begun: bool = False
+    asked: int = 0
     guess: Draft | None = None
 
-    def asked_for(self, gain: float) -> None:
+    def expect(self, gain: float) -> None:
         """What the question of the present step is to save."""
         before = gain if self.gain == inf else self.gain
         self.gain = before + _WEIGHT_OF_NEW * (gain - before)
@@ -96,56 +93,50 @@ class LookupModel(Controller):
         self._requests: dict[int, _Known] = {}
         self._overall = MatchOdds()
         self._question = 0.0  # seconds of one; 0 while that is not known
-        self._questions = 0  # in the present step
+        self._step = 0
+        self._asked: list[tuple[int, _Known]] = []  # in the present step: rows of the batch
         self._silence = 0.0  # seconds of drafting where nobody is asked
         self._plain_steps = PlainSteps()
         self._relative: list[float] = []  # see `_passes`
         self._passes_rows = self._passes_left = 0
 
-    def _of(self, request: Request) -> _Known:
-        known = self._requests.get(request.key)
-        if known is None:
-            known = self._requests[request.key] = _Known(MatchOdds(self._overall))
-        return known
-
     # Before a step
 
     def budgets(self, batch: Sequence[Request]) -> list[Budget]:
         """See `Controller.budgets`: as much as a request may use, where it is worth asking."""
-        self._questions = 0
+        self._asked = []
         if not self.costs:  # there has to be a plain step first
             return [_NOTHING] * len(batch)
         rows = len(batch) + self.others
         question = self._question / self.costs(rows, rows)
         # Steps from question to question: so many that those in vain cost no more than that.
         patience = min(self._probe_every, rows * question / _PRICE)
-        budgets = []
-        for request in batch:
-            known = self._of(request)
-            known.waited += 1
-            known.asked = known.gain >= question or known.waited >= patience
-            self._questions += known.asked
-            asks = self.num_speculative_tokens if known.asked else 0
-            budgets.append(within(request, asks) if asks else _NOTHING)
+        budgets = [_NOTHING] * len(batch)
+        self._step += 1
+        for row, request in enumerate(batch):
+            known = self._requests.get(request.key) or self._new(request)
+            if known.gain >= question or self._step - known.asked >= patience:
+                budgets[row] = within(request, self.num_speculative_tokens)
+                self._asked.append((row, known))
         return budgets
+
+    def _new(self, request: Request) -> _Known:
+        known = self._requests[request.key] = _Known(MatchOdds(self._overall))
+        return known
 
     def trim(self, batch: Sequence[Request], drafts: Sequence[Draft]) -> list[Draft]:
         """See `Controller.trim`: the likeliest tokens of all guesses, as many as pay."""
-        if not self._questions:
-            return list(drafts)
         likely: list[tuple[float, int]] = []  # of each token: its probability, and whose it is
-        asked: list[tuple[int, _Known]] = []
-        for row, (request, draft) in enumerate(zip(batch, drafts, strict=True)):
-            known = self._of(request)
-            if known.asked:
-                known.guess = draft
-                asked.append((row, known))
-                if length := draft.tree.num_drafted:
-                    likely += [(p, row) for p in known.odds.passed(draft.match, length)]
+        for row, known in self._asked:
+            known.guess = draft = drafts[row]
+            if length := draft.tree.num_drafted:
+                likely += [(p, row) for p in known.odds.passed(draft.match, length)]
         depths, gains = self._depths(len(batch), likely)
-        for row, known in asked:
-            known.asked_for(gains[row])
-        return [draft.cut(depth) for draft, depth in zip(drafts, depths, strict=True)]
+        trimmed = list(drafts)
+        for row, known in self._asked:
+            known.expect(gains[row])
+            trimmed[row] = drafts[row].cut(depths[row])
+        return trimmed
 
     def _depths(self, own: int, likely: list[tuple[float, int]]) -> tuple[list[int], list[float]]:
         """How many tokens of each guess are drafted; what a row's gain, in plain passes."""
@@ -182,25 +173,26 @@ class LookupModel(Controller):
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
         """Learn what guesses were worth, what asking costs, and what passes do."""
-        positions, questions, steady = 0, self._questions, True
-        for outcome in outcomes:
-            positions += len(outcome.draft.tree)
-            known = self._of(outcome.request)
-            if known.asked:
-                steady = steady and known.begun
-                known.begun, known.waited = True, 0
-                self._learn(known, outcome)
-        rows = times.rows or len(outcomes)
+        drafted = 0
+        for row, known in self._asked:
+            drafted += outcomes[row].draft.tree.num_drafted
+            self._learn(known, outcomes[row])
         if not times.noted:
-            self.costs.observe(times.positions or positions, times.verify, rows)
-        self._plain_steps.count(drafted=positions > len(outcomes))
-        if not times.draft:
-            return
-        if not questions:
-            self._silence = _mean(self._silence, times.draft)
-        elif steady:
-            seconds = max(0.0, times.draft - self._silence) / questions
-            self._question = _mean(self._question, seconds)
+            rows = times.rows or len(outcomes)
+            self.costs.observe(times.positions or rows + drafted, times.verify, rows)
+        self._plain_steps.count(drafted=drafted > 0)
+        if times.draft:
+            self._time(times.draft)
+        for _, known in self._asked:
+            known.asked = self._step
+
+    def _time(self, seconds: float) -> None:
+        """Learn what asking costs; not from those who had to read the prompt first."""
+        if not self._asked:
+            self._silence = _mean(self._silence, seconds)
+        elif all(known.asked for _, known in self._asked):
+            each = max(0.0, seconds - self._silence) / len(self._asked)
+            self._question = _mean(self._question, each)
 
     def _learn(self, known: _Known, outcome: Outcome) -> None:
         """Compare the guess with the tokens that came."""
