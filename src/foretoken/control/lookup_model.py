@@ -38,7 +38,7 @@ __all__ = ["LookupModel"]
 _PRICE = 0.005
 """What questions in vain may cost, as a share of the time."""
 
-_WORTH_IT = 1.01
+_WORTH_IT = 1.03
 """What drafts must promise to yield over a plain step: less is lost in what estimates are off by,
 and the best of many estimates is off to the good side."""
 
