@@ -6,7 +6,7 @@ so that the seconds of such a step only say what those cost at most.
 
 from __future__ import annotations
 
-__all__ = ["DraftingCosts", "Seconds"]
+__all__ = ["DraftingCosts", "Seconds", "smoothed"]
 
 _WEIGHT_OF_NEW = 0.1
 
@@ -38,7 +38,7 @@ class Seconds:
         elif not self.measured:
             self.value = min(seconds, known or seconds)
         elif not at_most or seconds < known:
-            self.value = known + _WEIGHT_OF_NEW * (min(seconds, _MOST_OF_KNOWN * known) - known)
+            self.value = smoothed(known, seconds)
 
     @property
     def bounded(self) -> bool:
@@ -48,6 +48,11 @@ class Seconds:
     def believed(self, *, trying: bool = False) -> float:
         """What to reckon with; of a bound nothing while it is tried what the truth is."""
         return 0.0 if trying and self.bounded else self.value or 0.0
+
+
+def smoothed(known: float, seconds: float) -> float:
+    """An exponential mean with one more measurement, cut where it is far above what was known."""
+    return known + _WEIGHT_OF_NEW * (min(seconds, _MOST_OF_KNOWN * known) - known)
 
 
 class DraftingCosts:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 __all__ = [
+    "LONGEST_MATCH",
     "OF_ALL",
     "OF_ONE",
     "Answers",
@@ -107,14 +108,14 @@ class TreeOdds:
 Odds = ChainOdds | TreeOdds
 
 
-_LONGEST_MATCH = 16
+LONGEST_MATCH = 16
 """Longer ones are not told apart."""
 
 _UNLIKELY = 0.01
 """Nobody pays a position for a token of less probability."""
 
 
-_AT_FIRST = [0.0, *(1 - 0.8 / length**0.7 for length in range(1, _LONGEST_MATCH + 1))]
+_AT_FIRST = [0.0, *(1 - 0.8 / length**0.7 for length in range(1, LONGEST_MATCH + 1))]
 """Odds by length of match where nothing is known: 0.2 after one token, 0.9 after sixteen."""
 
 _PRIOR_OF_ALL, _PRIOR_OF_ONE = 3.0, 4.0
@@ -141,12 +142,12 @@ class MatchOdds:
 
     def of(self, match: int) -> float:
         """How likely the token is right that follows so many others."""
-        odds = self._odds[min(match, _LONGEST_MATCH)]
+        odds = self._odds[min(match, LONGEST_MATCH)]
         return self._expected(match) if odds is None else odds
 
     def _expected(self, match: int) -> float:
         """The same as far as others tell."""
-        at = min(match, _LONGEST_MATCH)
+        at = min(match, LONGEST_MATCH)
         return _AT_FIRST[at] if self._overall is None else self._overall.of(at)
 
     def passed(self, match: int, length: int) -> list[float]:
@@ -162,7 +163,7 @@ class MatchOdds:
 
     def add(self, match: int, *, right: bool) -> None:
         """One more token whose predecessors were right."""
-        at = min(match, _LONGEST_MATCH)
+        at = min(match, LONGEST_MATCH)
         self._right[at] = self._memory * self._right[at] + right
         self._reached[at] = self._memory * self._reached[at] + 1
         known = self._right[at] + self._prior * self._expected(match)

@@ -25,6 +25,7 @@ import numpy as np
 
 from foretoken.control.base import Budget, Controller, within
 from foretoken.control.cost_model import CostModel
+from foretoken.control.drafting_costs import smoothed
 from foretoken.control.evidence import MatchOdds
 from foretoken.control.plain_steps import PlainSteps
 from foretoken.request import Request
@@ -48,9 +49,6 @@ _COSTS_STEPS = 16
 """For so many steps costs are taken to be the same: compared with each other they move slowly."""
 
 _NOTHING = Budget(0, 0)
-
-_MOST_OF_KNOWN = 2.0
-"""Seconds above this many times what was known are cut there, as a pass's are."""
 
 
 @dataclass
@@ -189,10 +187,10 @@ class LookupModel(Controller):
     def _time(self, seconds: float) -> None:
         """Learn what asking costs; not from those who had to read the prompt first."""
         if not self._asked:
-            self._silence = _mean(self._silence, seconds)
+            self._silence = smoothed(self._silence or seconds, seconds)
         elif all(known.asked for _, known in self._asked):
             each = max(0.0, seconds - self._silence) / len(self._asked)
-            self._question = _mean(self._question, each)
+            self._question = smoothed(self._question or each, each)
 
     def _learn(self, known: _Known, outcome: Outcome) -> None:
         """Compare the guess with the tokens that came."""
@@ -211,10 +209,3 @@ class LookupModel(Controller):
     def release(self, request: Request) -> None:
         """Forget the request's own odds; what they taught about all stays."""
         self._requests.pop(request.key, None)
-
-
-def _mean(known: float, seconds: float) -> float:
-    """With one more measurement, cut where it is far above; 0 is nothing known."""
-    if not known:
-        return seconds
-    return known + _WEIGHT_OF_NEW * (min(seconds, _MOST_OF_KNOWN * known) - known)

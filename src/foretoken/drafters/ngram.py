@@ -14,14 +14,12 @@ from annotated_types import Ge, Le
 from pydantic import model_validator
 
 from foretoken.control import Budget
+from foretoken.control.evidence import LONGEST_MATCH
 from foretoken.drafters.base import Drafter, DrafterOptions
 from foretoken.request import Request
 from foretoken.tree import Draft, chain
 
 __all__ = ["NgramDrafter", "NgramOptions"]
-
-LONGEST_MATCH = 16
-"""Longer suffixes are not told apart when it is asked how good a guess is."""
 
 
 class NgramOptions(DrafterOptions):
