@@ -3,13 +3,14 @@
 The contract: whoever names a method and no controller (`cost_model` then decides) has at least 0.97
 of `none` everywhere, in text made to defeat the drafter as well (random tokens; sampling at
 temperature 1.5), and over 1 wherever a `fixed` draft length of 5 is. A cell is a batch size and a
-kind of text. In a round of a cell each variant generates so many tokens with so many requests in
-flight: where one ends the next prompt joins, and the last ones are broken off. Prompts are computed
-alike with speculation and without; what counts is tokens/s after that. The variants take turns
-step by step, whoever has fewest tokens next: a machine with other tenants is twice as fast in one
-second as in the next, and so all of them see the same of it. The next round takes other prompts, as
-long as there are any, so that the intervals speak of the kind of text. Rounds go around the cells,
-so that the controller meets each kind of text coming from another one.
+kind of text. In a round of a cell each variant generates the tokens of at least sixteen requests,
+as many in flight as the batch has: where one ends the next prompt joins, and the last ones are
+broken off. Prompts are computed alike with speculation and without; what counts is tokens/s after
+that. The variants take turns step by step, whoever has fewest tokens next: a machine with other
+tenants is twice as fast in one second as in the next, and so all of them see the same of it. The
+next round takes other prompts, as long as there are any, so that the intervals speak of the kind of
+text. Rounds go around the cells, so that the controller meets each kind of text coming from another
+one.
 
 A cell is `shown` or `broken` once Student's interval over its rounds, of logarithms, lies on one
 side of 0.97, and `open` until then. It is looked at after `--rounds`, and with `--minutes`, which
@@ -51,6 +52,8 @@ __all__ = ["main"]
 RANDOM, HOT = "random tokens", "temperature 1.5"
 VERDICTS = ("contract", "over 1")
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
+REQUESTS = 16
+"""A round has the tokens of so many at least: texts differ more than machines."""
 WARM_UP_TOKENS = 600
 """Generated before anything is timed, so that the controller knows what passes cost."""
 
@@ -90,7 +93,7 @@ def main(
     }
     with one_line_errors():
         sizes = batch_size or list(BATCH_SIZES)
-        journal = Journal(output, "foretoken contract 3", settings)
+        journal = Journal(output, "foretoken contract 4", settings)
         everything = read_prompts(prompts)
         sample = stratified(everything, len(everything), seed)
         llms = _llms(model, method, max(sizes), dtype, device)
@@ -176,7 +179,13 @@ class _Texts:
 
 def _rows(cell: Cell, index: int) -> range:
     """The numbers of a round's requests among all of the cell's: as many as may be begun."""
-    return range(3 * index * cell.batch, 3 * (index + 1) * cell.batch)
+    most = _requests(cell) + 2 * cell.batch
+    return range(index * most, (index + 1) * most)
+
+
+def _requests(cell: Cell) -> int:
+    """Whose tokens make a round."""
+    return max(REQUESTS, cell.batch)
 
 
 def _warm_up(llms: Mapping[str, LLM], texts: _Texts, most: int) -> None:
@@ -248,7 +257,7 @@ def _round(llms: Mapping[str, LLM], texts: _Texts, cell: Cell, index: int) -> di
     runs = {
         label: _Run(llms[label], prompts, params, cell.batch) for label in order(list(llms), index)
     }
-    enough = texts.max_tokens * cell.batch
+    enough = texts.max_tokens * _requests(cell)
     # A full collection stops the process for as long as ten passes, whoever's turn it is.
     gc.collect()
     gc.freeze()

@@ -8,7 +8,7 @@ rules, drafters and noise see nothing else.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -29,12 +29,9 @@ class Law:
     support: Tensor | None = None
 
     @staticmethod
-    @lru_cache(maxsize=4096)  # making two tensors takes longer than everything else about it
     def one_hot(token: int) -> Law:
         """All mass on one token: a greedy target, or a drafter that does not sample."""
-        law = Law(torch.ones(1), torch.tensor([token]))
-        law.__dict__["certain"] = token  # known, so that nobody need read it from the tensor
-        return law
+        return _OneHot(token)
 
     @staticmethod
     def of(probs: Tensor) -> Law:
@@ -112,3 +109,24 @@ class Law:
         """The law with these [S] probabilities on this law's support, zeros dropped."""
         keep = probs > 0
         return Law(probs[keep], self.tokens[keep])
+
+
+class _OneHot(Law):
+    """A law that is certain; making two tensors takes longer than everything else about it.
+
+    Args:
+        token: the one that is.
+    """
+
+    def __init__(self, token: int) -> None:
+        self.__dict__["certain"] = token  # known, so that nobody need read it from the tensor
+
+    @cached_property
+    def probs(self) -> Tensor:
+        """See `Law`."""
+        return torch.ones(1)
+
+    @cached_property
+    def support(self) -> Tensor:
+        """See `Law`."""
+        return torch.tensor([self.__dict__["certain"]])

@@ -172,6 +172,7 @@ def test_the_whole_on_a_tiny_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     loaded = Loaded(tiny_model(), tiny_tokenizer())
     monkeypatch.setattr(contract, "load", lambda *_: loaded)
     monkeypatch.setattr(contract, "WARM_UP_TOKENS", 16)
+    monkeypatch.setattr(contract, "REQUESTS", 3)
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "rounds.jsonl"
     lines = [
         {"question_id": f"{kind} {index}", "category": kind, "turns": ["abc abc abc"]}
@@ -206,7 +207,10 @@ def test_the_whole_on_a_tiny_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert "--kind math: not among qa, rag, temperature 1.5, random tokens" in nothing.output
 
 
-def test_every_round_has_prompts_of_its_own_as_long_as_there_are_any() -> None:
+def test_every_round_has_prompts_of_its_own_as_long_as_there_are_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(contract, "REQUESTS", 1)
     llm = LLM(tiny_model(), tokenizer=tiny_tokenizer())
     kinds = ("qa", "qa", "rag", "qa", "qa")
     sample = [Prompt(str(i), kind, "abcdefgh"[i:]) for i, kind in enumerate(kinds)]
@@ -230,7 +234,7 @@ def test_requests_of_a_round_do_not_end_all_at_once() -> None:
     llm = LLM(tiny_model(), tokenizer=tiny_tokenizer())
     texts = contract._Texts(llm, [Prompt("0", "qa", "abc")], max_tokens=6, limit=12, seed=0)
     lengths = [p.max_tokens for p in texts.params(Cell(4, "qa"), 0)]
-    assert lengths == [2, 3, 5, 6, *[6] * 8]
+    assert lengths == [2, 3, 5, 6, *[6] * (contract.REQUESTS + 2 * 4 - 4)]
 
 
 def test_a_file_of_the_old_form_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 from operator import itemgetter
 from typing import TYPE_CHECKING, ClassVar
 
@@ -36,17 +35,21 @@ if TYPE_CHECKING:
 
 __all__ = ["LookupModel"]
 
-_PRICE = 0.005
+_PRICE = 0.002
 """What questions in vain may cost, as a share of the time."""
 
 _WORTH_IT = 1.03
 """What drafts must promise to yield over a plain step: less is lost in what estimates are off by,
 and the best of many estimates is off to the good side."""
 
-_WEIGHT_OF_NEW = 0.1
+_WEIGHT_OF_NEW, _WEIGHT_OF_ONE = 0.1, 0.05
+"""How much a question says of what the next ones save: of its request, and of new ones."""
 
 _COSTS_STEPS = 16
 """For so many steps costs are taken to be the same: compared with each other they move slowly."""
+
+_SLEEPS = 4
+"""One in so many steps in which nobody was asked is looked at: they are all alike."""
 
 _NOTHING = Budget(0, 0)
 
@@ -58,20 +61,14 @@ class _Known:
     Attributes:
         odds: of its guesses.
         gain: what a question saves, by estimate: a share of a plain pass.
-        asked: the step in which the drafter was asked last; 0 where it never was, and has not read
-            the prompt.
-        guess: what it had then, before that was cut.
+        read: whether the drafter has been asked before, and so has read the prompt.
+        guess: what it had when it was asked last, before that was cut.
     """
 
     odds: MatchOdds
-    gain: float = inf
-    asked: int = 0
+    gain: float
+    read: bool = False
     guess: Draft | None = None
-
-    def expect(self, gain: float) -> None:
-        """What the question of the present step is to save."""
-        before = gain if self.gain == inf else self.gain
-        self.gain = before + _WEIGHT_OF_NEW * (gain - before)
 
 
 class LookupModel(Controller):
@@ -90,8 +87,11 @@ class LookupModel(Controller):
         self._probe_every = self.options.probe_every
         self._requests: dict[int, _Known] = {}
         self._overall = MatchOdds()
+        self._gain = 0.1  # of a new request's first question: that of late
         self._question = 0.0  # seconds of one; 0 while that is not known
         self._step = 0
+        self._due = 0.0  # the step in which all are asked, also those that were asked in vain
+        self._asleep = False  # whether that is all of them
         self._asked: list[tuple[int, _Known]] = []  # in the present step: rows of the batch
         self._silence = 0.0  # seconds of drafting where nobody is asked
         self._plain_steps = PlainSteps()
@@ -103,38 +103,51 @@ class LookupModel(Controller):
     def budgets(self, batch: Sequence[Request]) -> list[Budget]:
         """See `Controller.budgets`: as much as a request may use, where it is worth asking."""
         self._asked = []
+        budgets = [_NOTHING] * len(batch)
         if not self.costs:  # there has to be a plain step first
-            return [_NOTHING] * len(batch)
+            return budgets
+        self._step += 1
+        due = self._step >= self._due
+        if self._asleep and not due and len(batch) == len(self._requests):
+            return budgets
         rows = len(batch) + self.others
         question = self._question / self.costs(rows, rows)
-        # Steps from question to question: so many that those in vain cost no more than that.
-        patience = min(self._probe_every, rows * question / _PRICE)
-        budgets = [_NOTHING] * len(batch)
-        self._step += 1
+        if due:  # next after so many steps that questions in vain cost no more than that
+            self._due = self._step + min(self._probe_every, rows * question / _PRICE)
+        self._asleep = True
         for row, request in enumerate(batch):
             known = self._requests.get(request.key) or self._new(request)
-            if known.gain >= question or self._step - known.asked >= patience:
+            promising = known.gain >= question
+            if promising or due:
                 budgets[row] = within(request, self.num_speculative_tokens)
                 self._asked.append((row, known))
+            self._asleep &= not promising
         return budgets
 
     def _new(self, request: Request) -> _Known:
-        known = self._requests[request.key] = _Known(MatchOdds(self._overall))
+        known = self._requests[request.key] = _Known(MatchOdds(self._overall), self._gain)
         return known
 
     def trim(self, batch: Sequence[Request], drafts: Sequence[Draft]) -> list[Draft]:
         """See `Controller.trim`: the likeliest tokens of all guesses, as many as pay."""
+        trimmed = list(drafts)
+        if not self._asked:
+            return trimmed
         likely: list[tuple[float, int]] = []  # of each token: its probability, and whose it is
         for row, known in self._asked:
             known.guess = draft = drafts[row]
             if length := draft.tree.num_drafted:
                 likely += [(p, row) for p in known.odds.passed(draft.match, length)]
         depths, gains = self._depths(len(batch), likely)
-        trimmed = list(drafts)
         for row, known in self._asked:
-            known.expect(gains[row])
+            self._expect(known, gains[row])
             trimmed[row] = drafts[row].cut(depths[row])
         return trimmed
+
+    def _expect(self, known: _Known, gain: float) -> None:
+        """What the question of the present step is to save."""
+        known.gain += _WEIGHT_OF_NEW * (gain - known.gain)
+        self._gain += _WEIGHT_OF_ONE * (gain - self._gain)
 
     def _depths(self, own: int, likely: list[tuple[float, int]]) -> tuple[list[int], list[float]]:
         """How many tokens of each guess are drafted; what a row's gain, in plain passes."""
@@ -160,7 +173,7 @@ class LookupModel(Controller):
     def _passes(self, rows: int, nodes: int) -> Sequence[float]:
         """What a pass costs with up to so many drafted nodes, in plain passes; of late."""
         if rows != self._passes_rows or nodes >= len(self._relative) or not self._passes_left:
-            positions = rows + np.arange(max(nodes, self.num_speculative_tokens) + 1.0)
+            positions = rows + np.arange(max(nodes, rows * self.num_speculative_tokens) + 1.0)
             seconds = self.costs.drafting(positions, rows) / self.costs(rows, rows)
             self._relative = [1.0, *seconds[1:].tolist()]
             self._passes_rows, self._passes_left = rows, _COSTS_STEPS
@@ -171,6 +184,8 @@ class LookupModel(Controller):
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
         """Learn what guesses were worth, what asking costs, and what passes do."""
+        if not self._asked and self._step % _SLEEPS:
+            return
         drafted = 0
         for row, known in self._asked:
             drafted += outcomes[row].draft.tree.num_drafted
@@ -182,13 +197,13 @@ class LookupModel(Controller):
         if times.draft:
             self._time(times.draft)
         for _, known in self._asked:
-            known.asked = self._step
+            known.read = True
 
     def _time(self, seconds: float) -> None:
         """Learn what asking costs; not from those who had to read the prompt first."""
         if not self._asked:
             self._silence = smoothed(self._silence or seconds, seconds)
-        elif all(known.asked for _, known in self._asked):
+        elif all(known.read for _, known in self._asked):
             each = max(0.0, seconds - self._silence) / len(self._asked)
             self._question = smoothed(self._question or each, each)
 

@@ -43,7 +43,7 @@ class Drafter(ABC):
 
     looks_up: bool = False
     """Whether its drafts are chains of certain tokens, found by a match (`Draft.match`) in no time;
-    an instance may say so of itself."""
+    an instance may say so of itself. It is not asked where nobody may draft."""
 
     reads_target_kv: bool = False
     """Whether it drafts on the target's own KV, and so only what follows the committed tokens."""

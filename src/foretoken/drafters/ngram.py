@@ -38,52 +38,39 @@ class NgramOptions(DrafterOptions):
         return self
 
 
-_MANY = 16
-"""For more new tokens than this many n-grams are made in one go, which takes half as long."""
-
-
-class NgramIndex:
-    """Where each n-gram of a text last occurred; one dictionary insertion per token and order."""
+class SearchedText:
+    """A text as a string, a character a token: Python searches it faster than an index is kept."""
 
     def __init__(self, shortest: int, longest: int) -> None:
-        self._orders = range(longest, shortest - 1, -1)
-        self._next: dict[tuple[int, ...], int] = {}  # n-gram -> position after its last occurrence
-        self._indexed = 0
+        self._orders = range(shortest, longest + 1)
+        self._text = ""
 
     def catch_up(self, tokens: Sequence[int]) -> None:
-        """Index every n-gram that has a successor among the committed tokens."""
-        new = range(max(self._indexed, 1), len(tokens))
-        if len(new) > _MANY:
-            for order in self._orders:
-                ends = new[max(0, order - new.start) :]
-                columns = (
-                    tokens[ends.start - back : ends.stop - back] for back in range(order, 0, -1)
-                )
-                self._next.update(zip(zip(*columns, strict=True), ends, strict=True))
-        else:
-            for end in new:
-                for order in self._orders:
-                    if order <= end:
-                        self._next[tuple(tokens[end - order : end])] = end
-        self._indexed = len(tokens)
+        """Append the committed tokens that are new."""
+        self._text += "".join(map(chr, tokens[len(self._text) :]))
 
-    def find(self, tokens: Sequence[int]) -> tuple[int, int] | None:
+    def find(self) -> tuple[int, int] | None:
         """Where the longest known suffix last occurred before: the position after it, its length.
 
-        Longer suffixes than are known may have occurred there: the length is that of the whole.
+        Longer suffixes than are looked up may have occurred there: the length is that of the whole.
         """
-        for order in self._orders:
-            position = self._next.get(tuple(tokens[len(tokens) - order :]))
-            if position is not None and order <= len(tokens):
-                return position, order + self._further(tokens, position, order)
-        return None
+        text, position, length = self._text, 0, 0
+        end = len(text) - 1  # an occurrence has a successor
+        for order in self._orders:  # a longer one does not occur later than a shorter one
+            start = text.rfind(text[-order:], 0, end) if order <= end else -1
+            if start < 0:
+                break
+            position = end = start + order
+            length = order
+        return (position, length + self._further(position, length)) if length else None
 
-    def _further(self, tokens: Sequence[int], position: int, order: int) -> int:
+    def _further(self, position: int, length: int) -> int:
         """How many more tokens are the same before the suffix and its occurrence."""
-        for more in range(min(LONGEST_MATCH, position) - order):
-            if tokens[position - order - more - 1] != tokens[-order - more - 1]:
+        text, most = self._text, min(LONGEST_MATCH, position) - length
+        for more in range(most):
+            if text[position - length - more - 1] != text[-length - more - 1]:
                 return more
-        return max(0, min(LONGEST_MATCH, position) - order)
+        return max(0, most)
 
 
 class NgramDrafter(Drafter):
@@ -93,7 +80,7 @@ class NgramDrafter(Drafter):
 
     def __init__(self, options: NgramOptions) -> None:
         self.options = options
-        self._indices: dict[int, NgramIndex] = {}
+        self._texts: dict[int, SearchedText] = {}
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         """Chains."""
@@ -105,23 +92,22 @@ class NgramDrafter(Drafter):
     def _propose(self, request: Request, length: int) -> Draft:
         if length <= 0:
             return Draft.empty(request.root)
-        index = self._indices.get(request.key)
-        if index is None:
+        text = self._texts.get(request.key)
+        if text is None:
             options = self.options
-            index = NgramIndex(options.prompt_lookup_min, options.prompt_lookup_max)
-            self._indices[request.key] = index
-        tokens = request.token_ids
-        index.catch_up(tokens)
-        found = index.find(tokens)
+            text = SearchedText(options.prompt_lookup_min, options.prompt_lookup_max)
+            self._texts[request.key] = text
+        text.catch_up(request.token_ids)
+        found = text.find()
         if found is None:
             return Draft.empty(request.root)
         position, match = found
-        copied = copy_from(tokens, position, length)
+        copied = copy_from(request.token_ids, position, length)
         return Draft.deterministic(chain([request.root, *copied]), match)
 
     def release(self, request: Request) -> None:
-        """Drop the request's index."""
-        self._indices.pop(request.key, None)
+        """Drop the request's text."""
+        self._texts.pop(request.key, None)
 
 
 def copy_from(tokens: Sequence[int], position: int, length: int) -> list[int]:
