@@ -488,7 +488,13 @@ def test_requests_that_a_broken_step_ended_are_let_go(
 
 
 def test_a_method_for_each_prompt(model: PreTrainedModel) -> None:
-    configs: list[Any] = [None, NGRAM, {"method": "ngram_table"}, {"method": "random"}, dict(NGRAM)]
+    configs: list[Any] = [
+        None,
+        NGRAM,
+        {"method": "ngram_table"},
+        {"method": "random", "controller": "fixed"},
+        dict(NGRAM),
+    ]
     llm = LLM(model)
     outputs = llm.generate(PROMPTS, GREEDY, speculative_config=configs)
     assert [(o.token_ids, o.logprobs) for o in outputs] == [alone(model, p) for p in PROMPTS]
