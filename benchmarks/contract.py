@@ -254,9 +254,8 @@ class _Run:
 
 def _round(llms: Mapping[str, LLM], texts: _Texts, cell: Cell, index: int) -> dict[str, Any]:
     prompts, params = texts.prompts(cell, index), texts.params(cell, index)
-    runs = {
-        label: _Run(llms[label], prompts, params, cell.batch) for label in order(list(llms), index)
-    }
+    labels = order(list(llms), index)
+    runs = {label: _Run(llms[label], prompts, params, cell.batch) for label in labels}
     enough = texts.max_tokens * _requests(cell)
     # A full collection stops the process for as long as ten passes, whoever's turn it is.
     gc.collect()

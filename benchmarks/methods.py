@@ -37,7 +37,10 @@ __all__ = ["main", "roster", "table"]
 
 NGRAM, TABLE, COPY = {"method": "ngram"}, {"method": "ngram_table"}, {"method": "copy"}
 ALONE = {"suffix_decoding_max_cached_requests": 0}
-"""Nothing is remembered of earlier outputs: another round of the same prompt would be no test."""
+"""Nothing is remembered of earlier outputs: another round of the same prompt would be no test.
+
+`recycle` always remembers, and is to be measured with one round.
+"""
 
 SELF_CONTAINED = (
     Method("ngram, 5 tokens", {**NGRAM, "num_speculative_tokens": 5}),
@@ -48,6 +51,16 @@ SELF_CONTAINED = (
     Method("suffix", {"method": "suffix", **ALONE}),
     Method("suffix, trees", {"method": "suffix", "branching": True, **ALONE}),
     Method("copy", COPY),
+    Method("recycle, cost_model", {"method": "recycle", "controller": "cost_model"}),
+    Method(
+        "ensemble (ngram, recycle), cost_model",
+        {
+            "method": "ensemble",
+            "drafters": [NGRAM, {"method": "recycle"}],
+            "num_speculative_tokens": 16,
+            "controller": "cost_model",
+        },
+    ),
     Method("lookahead", {"method": "lookahead"}),
     Method("pad", {"method": "pad"}),
     Method("early_exit", {"method": "early_exit"}),

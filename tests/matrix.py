@@ -20,7 +20,7 @@ from tests.tiny import tiny_model, tiny_tokenizer
 
 SPECULATIVE = [name for name in METHODS if name != "none"]
 LOSSLESS = [name for name, rule in RULES.items() if rule.lossless]
-BRANCHING = ("ensemble", "lookahead", "pad")
+BRANCHING = ("ensemble", "lookahead", "pad", "recycle")
 """Methods whose drafts are trees whatever their options."""
 ON_CHAINS = [name for name in SPECULATIVE if name not in BRANCHING]
 """Methods that law 7 promises the very bits for: the others promise the tokens."""

@@ -98,6 +98,7 @@ DRAFTERS = [{"method": "ngram"}, {"method": "ngram_table"}]
         ({"method": "ngram", "num_speculative_tokens": 0}, "fixed"),
         ({"method": "ngram", "acceptance": "rejection"}, "fixed"),
         ({"method": "ngram", "acceptance": "typical"}, "fixed"),
+        ({"method": "recycle"}, "cost_model"),
         ({"method": "lookahead"}, "fixed"),
         ({"method": "pad"}, "fixed"),
         ({"method": "ensemble", "drafters": [*DRAFTERS, {"method": "lookahead"}]}, "fixed"),

@@ -103,15 +103,17 @@ class Draft:
         q: the law each drafted node was drawn from, given its ancestors and its earlier
             siblings (law 2): `q[i - 1]` belongs to node `i`. A node that was not drawn at random
             has a one-hot law.
-        match: of a guess that was looked up, how many of the last tokens it was found by; else 0.
+        grounds: of a guess that was looked up, what each drafted node was guessed by
+            (`control.evidence`): controllers learn how often that is right. Else none.
     """
 
     tree: TokenTree
     q: tuple[Law, ...]
-    match: int = 0
+    grounds: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.q) == self.tree.num_drafted, "every drafted node has a law"
+        assert len(self.grounds) in (0, len(self.q)), "all nodes have grounds, or none has"
 
     @staticmethod
     def empty(root: int) -> Draft:
@@ -119,16 +121,23 @@ class Draft:
         return Draft(chain([root]), ())
 
     @staticmethod
-    def deterministic(tree: TokenTree, match: int = 0) -> Draft:
+    def deterministic(tree: TokenTree, grounds: tuple[int, ...] = ()) -> Draft:
         """A draft that was not sampled: every law is one-hot at its token."""
-        return Draft(tree, tuple(Law.one_hot(token) for token in tree.tokens[1:]), match)
+        return Draft(tree, tuple(Law.one_hot(token) for token in tree.tokens[1:]), grounds)
 
-    def cut(self, depth: int) -> Draft:
-        """The first tokens of a chain, at most so many."""
-        if depth >= self.tree.num_drafted:
+    def only(self, nodes: Sequence[int]) -> Draft:
+        """The draft with these drafted nodes alone; every one comes after its parent."""
+        tree = self.tree
+        if len(nodes) == tree.num_drafted:
             return self
-        assert self.tree.is_chain
-        return Draft(chain(self.tree.tokens[: depth + 1]), self.q[:depth], self.match)
+        places = {0: 0, **{node: place for place, node in enumerate(nodes, 1)}}
+        tokens = (tree.tokens[0], *(tree.tokens[node] for node in nodes))
+        parents = (-1, *(places[tree.parents[node]] for node in nodes))
+        return Draft(
+            TokenTree(tokens, parents),
+            tuple(self.q[node - 1] for node in nodes),
+            tuple(self.grounds[node - 1] for node in nodes) if self.grounds else (),
+        )
 
     def law(self, node: int) -> Law:
         """The law drafted node `node` (1 to n) was drawn from."""

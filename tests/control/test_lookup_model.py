@@ -10,13 +10,13 @@ import torch
 from foretoken.acceptance import Accepted
 from foretoken.control import CONTROLLERS, CostCurve, controller_class
 from foretoken.control.cost_model import CostModel
-from foretoken.control.evidence import MatchOdds
+from foretoken.control.evidence import LONGEST_MATCH, GuessOdds, by_match, by_rank
 from foretoken.control.lookup_model import LookupModel
 from foretoken.control.plain_steps import PlainSteps
 from foretoken.decode import Outcome, StepTimes
 from foretoken.request import Request
 from foretoken.sampling import Laws
-from foretoken.tree import Draft, chain
+from foretoken.tree import Draft, TokenTree, chain
 from tests.control.worlds import cheap, cpu, flat, measured, request_of, stairs, steep
 
 LENGTH = 8
@@ -28,7 +28,7 @@ def guess(match: int, length: int = LENGTH) -> Draft:
     """Of tokens that are right, until one of them is not."""
     if not match:
         return Draft.empty(ROOT)
-    return Draft.deterministic(chain([ROOT, *[RIGHT] * length]), match)
+    return Draft.deterministic(chain([ROOT, *[RIGHT] * length]), by_match(match, length))
 
 
 def outcome(request: Request, draft: Draft, right: int) -> Outcome:
@@ -198,9 +198,9 @@ def test_there_is_a_plain_step_now_and_then() -> None:
     assert plain == pytest.approx(2000 * 0.01 / (gain - 1), rel=0.5)
 
 
-@pytest.mark.parametrize(("question", "most"), [(0.0, 1.0), (0.0005, 0.045), (0.01, 0.02)])
+@pytest.mark.parametrize(("question", "most"), [(0.0, 1.0), (0.0005, 0.025), (0.01, 0.02)])
 def test_dear_questions_that_bring_nothing_are_rare(question: float, most: float) -> None:
-    """In vain they cost 0.2 percent of the time; each costs 0, 5 or 100 % of a plain pass."""
+    """In vain they cost 0.1 percent of the time; each costs 0, 5 or 100 % of a plain pass."""
     world = World(cpu, bad, matches=(1, 4), question=question)
     steps = world.steps(model_of(world), 800)[200:]
     asked = sum(match > 0 for match, _ in steps) / len(steps)
@@ -261,12 +261,12 @@ def test_it_is_taken_for_lookups_under_the_same_name() -> None:
 
 
 def test_odds_rise_with_the_match_and_begin_with_those_of_all() -> None:
-    overall = MatchOdds()
-    assert [overall.of(match) for match in (1, 2, 4, 8, 16)] == sorted(
-        overall.of(match) for match in (1, 2, 4, 8, 16)
-    )
-    assert overall.of(16) == overall.of(40)  # longer ones are not told apart
-    one = MatchOdds(overall)
+    overall = GuessOdds()
+    of_all = [overall.of(match) for match in (1, 2, 4, 8, 16)]
+    assert of_all == sorted(of_all)
+    ranks = [overall.of(by_rank(rank)) for rank in range(8)]
+    assert ranks == sorted(ranks, reverse=True)
+    one = GuessOdds(overall)
     for _ in range(300):
         overall.add(2, right=False)
     assert one.of(2) == overall.of(2) < 0.05
@@ -276,20 +276,72 @@ def test_odds_rise_with_the_match_and_begin_with_those_of_all() -> None:
     assert one.of(3) == overall.of(3)
 
 
+def test_every_token_of_a_chain_makes_its_match_longer() -> None:
+    assert by_match(1, 4) == (1, 2, 3, 4)
+    assert by_match(LONGEST_MATCH - 1, 3) == (LONGEST_MATCH - 1, LONGEST_MATCH, LONGEST_MATCH)
+    assert by_match(LONGEST_MATCH + 9, 2) == (LONGEST_MATCH, LONGEST_MATCH)
+    assert by_match(3, 0) == ()
+
+
 def test_a_guess_is_followed_as_long_as_it_is_likely() -> None:
-    odds = MatchOdds()
-    passed = odds.passed(1, 16)
-    assert passed == sorted(passed, reverse=True)
-    assert passed[0] == odds.of(1)
-    assert passed[1] == pytest.approx(odds.of(1) * odds.of(2))
+    odds = GuessOdds()
+    likely = odds.likely(guess(1, 16))
+    assert likely == sorted(likely, reverse=True)
+    assert [node for _, node in likely] == list(range(1, len(likely) + 1))
+    assert likely[0][0] == odds.of(1)
+    assert likely[1][0] == pytest.approx(odds.of(1) * odds.of(2))
     for _ in range(300):
         odds.add(1, right=False)
-    assert odds.passed(1, 16) == []
+    assert odds.likely(guess(1, 16)) == []
 
 
-def test_cutting_keeps_the_first_tokens() -> None:
+def fork() -> Draft:
+    """Two tokens after the root, and one after each."""
+    tree = TokenTree((ROOT, RIGHT, WRONG, RIGHT, RIGHT), (-1, 0, 0, 1, 2))
+    return Draft.deterministic(tree, (by_rank(0), by_rank(1), by_rank(0), by_rank(1)))
+
+
+def test_a_tree_is_as_likely_as_its_paths() -> None:
+    odds = GuessOdds()
+    first, second = odds.of(by_rank(0)), odds.of(by_rank(1))
+    likely = odds.likely(fork())
+    assert [node for _, node in likely] == [1, 2, 3, 4]
+    expected = [first, second, first * first, second * second]
+    assert [p for p, _ in likely] == pytest.approx(expected)
+
+
+def test_of_a_tree_every_branch_is_learnt_from_down_to_where_the_text_left_it() -> None:
+    model, request = LookupModel(LENGTH, costs=measured(cpu)), request_of()
+    model.budgets([request])
+    model.trim([request], [fork()])
+    model.observe([outcome(request, Draft.empty(ROOT), 1)], StepTimes(0.0, 0.01, 0.0))
+    odds = model._requests[request.key].odds
+    # The text went on with RIGHT, and nobody has computed what follows.
+    assert (odds._right[by_rank(0)], odds._reached[by_rank(0)]) == (1, 1)
+    assert (odds._right[by_rank(1)], odds._reached[by_rank(1)]) == (0, 1)
+
+
+def test_trees_are_cut_to_their_likeliest_nodes() -> None:
+    """Where positions are nearly free all are drafted, where they are dear none is."""
+    best = [node for _, node in sorted(GuessOdds().likely(fork()), reverse=True)]
+    for seconds, nodes in ((flat, range(4, 5)), (cpu, range(1, 4)), (steep, range(1))):
+        model, request = LookupModel(LENGTH, costs=measured(seconds)), request_of()
+        model.budgets([request])
+        (draft,) = model.trim([request], [fork()])
+        count = draft.tree.num_drafted
+        assert count in nodes
+        expected = fork().only(best[:count])
+        assert sorted(draft.tree.tokens) == sorted(expected.tree.tokens)
+        assert sorted(draft.grounds) == sorted(expected.grounds)
+
+
+def test_cutting_keeps_nodes_with_their_laws_and_grounds() -> None:
     draft = guess(3, 5)
-    assert draft.cut(5) is draft
-    short = draft.cut(2)
-    assert (short.tree.tokens, short.match, len(short.q)) == ((ROOT, RIGHT, RIGHT), 3, 2)
-    assert draft.cut(0).tree.num_drafted == 0
+    assert draft.only([1, 2, 3, 4, 5]) is draft
+    short = draft.only([1, 2])
+    assert (short.tree, short.grounds, len(short.q)) == (chain([ROOT, RIGHT, RIGHT]), (3, 4), 2)
+    assert draft.only([]).tree.num_drafted == 0
+    branch = fork().only([2, 4])
+    assert branch.tree == chain([ROOT, WRONG, RIGHT])
+    assert [law.certain for law in branch.q] == [WRONG, RIGHT]
+    assert branch.grounds == (by_rank(1), by_rank(1))

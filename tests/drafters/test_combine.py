@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from foretoken import ConfigError, SamplingParams
 from foretoken.acceptance import RULES
 from foretoken.control import Budget
+from foretoken.control.evidence import by_match, by_rank
 from foretoken.decode import Outcome, StepTimes
-from foretoken.drafters.combine import Switch, SwitchOptions, merge
+from foretoken.drafters.combine import Ensemble, Switch, SwitchOptions, merge
+from foretoken.drafters.ngram import NgramDrafter, NgramOptions
 from foretoken.drafters.none import NoDrafter
 from foretoken.law import Law
 from foretoken.tree import Draft, TokenTree, chain
@@ -56,6 +59,27 @@ def test_merged_drafts_are_lossless(rule: str, limit: int) -> None:
     outcomes = output_law(RULES[rule](), merged(), p, length=3)
     assert sum(outcomes.values()) == pytest.approx(1)
     assert distance(outcomes, p, 3) < 1e-6
+
+
+def test_lookups_are_merged_by_their_odds() -> None:
+    """The likeliest nodes come first, and what both found has the better grounds."""
+    longest = Draft.deterministic(chain([0, 1, 2, 3]), by_match(4, 3))
+    tree = TokenTree((0, 1, 5, 2), (-1, 0, 0, 1))
+    ranked = Draft.deterministic(tree, (by_rank(0), by_rank(7), by_rank(0)))
+    merged = merge([longest, ranked], 4)
+    assert merged.tree == TokenTree((0, 1, 2, 3, 5), (-1, 0, 1, 2, 0))
+    assert merged.grounds == (*by_match(4, 3), by_rank(7))
+    assert merge([longest, ranked], 3).tree == chain([0, 1, 2, 3])
+    assert merge([ranked, longest], 4).grounds == merged.grounds
+    assert merge([longest, Draft.empty(0)], 4) == longest
+    drawn = Draft(chain([0, 4]), (Law(torch.ones(9) / 9),))
+    assert merge([longest, drawn], 4).grounds == ()
+
+
+def test_an_ensemble_of_lookups_looks_up() -> None:
+    lookup, other = NgramDrafter(NgramOptions()), NoDrafter()
+    assert Ensemble([lookup, lookup]).looks_up
+    assert not Ensemble([lookup, other]).looks_up
 
 
 def test_the_switch_settles_on_the_better_drafter() -> None:

@@ -68,6 +68,7 @@ def test_q_is_the_law_tokens_are_drawn_from(method: str) -> None:
     """
     llm = tiny_llm(tiny_model(), method, "rejection")
     prompt, samples = [1, 2, 1, 3, 1, 2, 4, 1], 2000
+    llm.generate([prompt], SamplingParams(seed=1, max_tokens=4))  # some guess what they saw before
     counts: Counter[int] = Counter()
     for seed in range(samples):
         request = request_of(prompt, SamplingParams(seed=seed, max_tokens=9))

@@ -8,16 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from foretoken.tree import Draft
+
 __all__ = [
+    "LONGEST_CONTEXT",
     "LONGEST_MATCH",
+    "NUM_RANKS",
     "OF_ALL",
     "OF_ONE",
     "Answers",
     "ChainOdds",
     "DraftSizes",
-    "MatchOdds",
+    "GuessOdds",
     "Odds",
     "TreeOdds",
+    "at_first",
+    "by_match",
+    "by_rank",
 ]
 
 OF_ONE, OF_ALL = 0.9, 0.98
@@ -111,12 +118,40 @@ Odds = ChainOdds | TreeOdds
 LONGEST_MATCH = 16
 """Longer ones are not told apart."""
 
+LONGEST_CONTEXT, NUM_RANKS = 3, 8
+"""Of tokens that were probable after a context: its length, and how many of them."""
+
 _UNLIKELY = 0.01
 """Nobody pays a position for a token of less probability."""
 
+_BY_MATCH: list[float] = [0.0, *(1 - 0.8 / length**0.7 for length in range(1, LONGEST_MATCH + 1))]
+_FIRST_RANK = [0.4, 0.5, 0.6]
+_LATER_RANKS = [0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01]
+_BY_RANK = [odds for first in _FIRST_RANK for odds in (first, *_LATER_RANKS)]
+_AT_FIRST = [*_BY_MATCH, *_BY_RANK]
+"""Odds by grounds where nothing is known: 0.2 after a match of one token, 0.9 after sixteen."""
 
-_AT_FIRST = [0.0, *(1 - 0.8 / length**0.7 for length in range(1, LONGEST_MATCH + 1))]
-"""Odds by length of match where nothing is known: 0.2 after one token, 0.9 after sixteen."""
+
+def by_match(length: int, drafted: int) -> tuple[int, ...]:
+    """Grounds of a chain that was found by the last tokens: each makes the match longer by one.
+
+    Args:
+        length: of the match before the first.
+        drafted: tokens of the chain.
+    """
+    apart = max(0, min(drafted, LONGEST_MATCH - length))
+    return (*range(length, length + apart), *(LONGEST_MATCH,) * (drafted - apart))
+
+
+def by_rank(rank: int, context: int = 1) -> int:
+    """Grounds of a token that was of this rank, from 0 on, when so many before it came before."""
+    return LONGEST_MATCH + 1 + NUM_RANKS * (context - 1) + rank
+
+
+def at_first(grounds: int) -> float:
+    """How likely a token of these grounds is right where nothing is known."""
+    return _AT_FIRST[grounds]
+
 
 _PRIOR_OF_ALL, _PRIOR_OF_ONE = 3.0, 4.0
 """Weight, in tokens, of those; and for one request of what is known of all."""
@@ -124,8 +159,8 @@ _PRIOR_OF_ALL, _PRIOR_OF_ONE = 3.0, 4.0
 _MEMORY_OF_ALL, _MEMORY_OF_ONE = 0.99, 0.93
 
 
-class MatchOdds:
-    """Of guesses that were looked up: how often the next token is right, by length of match.
+class GuessOdds:
+    """Of guesses that were looked up: how often a token is right, by its grounds.
 
     Args:
         overall: those of all requests, which those of one begin with; None for these themselves.
@@ -133,41 +168,41 @@ class MatchOdds:
 
     __slots__ = ("_memory", "_odds", "_overall", "_prior", "_reached", "_right")
 
-    def __init__(self, overall: MatchOdds | None = None) -> None:
+    def __init__(self, overall: GuessOdds | None = None) -> None:
         self._overall = overall
         self._memory = _MEMORY_OF_ALL if overall is None else _MEMORY_OF_ONE
         self._prior = _PRIOR_OF_ALL if overall is None else _PRIOR_OF_ONE
         self._odds: list[float | None] = [None] * len(_AT_FIRST)
         self._right, self._reached = [0.0] * len(_AT_FIRST), [0.0] * len(_AT_FIRST)
 
-    def of(self, match: int) -> float:
-        """How likely the token is right that follows so many others."""
-        odds = self._odds[min(match, LONGEST_MATCH)]
-        return self._expected(match) if odds is None else odds
+    def of(self, grounds: int) -> float:
+        """How likely a token is right, given that its predecessor is."""
+        odds = self._odds[grounds]
+        return self._expected(grounds) if odds is None else odds
 
-    def _expected(self, match: int) -> float:
+    def _expected(self, grounds: int) -> float:
         """The same as far as others tell."""
-        at = min(match, LONGEST_MATCH)
-        return _AT_FIRST[at] if self._overall is None else self._overall.of(at)
+        return _AT_FIRST[grounds] if self._overall is None else self._overall.of(grounds)
 
-    def passed(self, match: int, length: int) -> list[float]:
-        """Of each token of a guess that it is right, and all before it; the unlikely left out."""
-        found: list[float] = []
-        probability = 1.0
-        for reached in range(match, match + length):
-            probability *= self.of(reached)
-            if probability < _UNLIKELY:
-                break
-            found.append(probability)
+    def likely(self, guess: Draft) -> list[tuple[float, int]]:
+        """Probability and node: that it is right and all before it; the unlikely left out."""
+        found: list[tuple[float, int]] = []
+        path = [1.0]
+        for node, grounds in enumerate(guess.grounds, 1):
+            odds = self._odds[grounds]
+            share = self._expected(grounds) if odds is None else odds
+            probability = path[guess.tree.parents[node]] * share
+            path.append(probability)
+            if probability >= _UNLIKELY:
+                found.append((probability, node))
         return found
 
-    def add(self, match: int, *, right: bool) -> None:
+    def add(self, grounds: int, *, right: bool) -> None:
         """One more token whose predecessors were right."""
-        at = min(match, LONGEST_MATCH)
-        self._right[at] = self._memory * self._right[at] + right
-        self._reached[at] = self._memory * self._reached[at] + 1
-        known = self._right[at] + self._prior * self._expected(match)
-        self._odds[at] = known / (self._reached[at] + self._prior)
+        self._right[grounds] = self._memory * self._right[grounds] + right
+        self._reached[grounds] = self._memory * self._reached[grounds] + 1
+        known = self._right[grounds] + self._prior * self._expected(grounds)
+        self._odds[grounds] = known / (self._reached[grounds] + self._prior)
 
 
 class DraftSizes:

@@ -15,6 +15,7 @@ included, as many as give the batch most tokens per second: Leviathan et al.'s c
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -25,7 +26,7 @@ import numpy as np
 from foretoken.control.base import Budget, Controller, within
 from foretoken.control.cost_model import CostModel
 from foretoken.control.drafting_costs import smoothed
-from foretoken.control.evidence import MatchOdds
+from foretoken.control.evidence import GuessOdds
 from foretoken.control.plain_steps import PlainSteps
 from foretoken.request import Request
 from foretoken.tree import Draft
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LookupModel"]
 
-_PRICE = 0.002
+_PRICE = 0.001
 """What questions in vain may cost, as a share of the time."""
 
 _WORTH_IT = 1.03
@@ -65,7 +66,7 @@ class _Known:
         guess: what it had when it was asked last, before that was cut.
     """
 
-    odds: MatchOdds
+    odds: GuessOdds
     gain: float
     read: bool = False
     guess: Draft | None = None
@@ -86,14 +87,14 @@ class LookupModel(Controller):
         assert isinstance(self.options, CostModel.Options)
         self._probe_every = self.options.probe_every
         self._requests: dict[int, _Known] = {}
-        self._overall = MatchOdds()
+        self._overall = GuessOdds()
         self._gain = 0.1  # of a new request's first question: that of late
         self._question = 0.0  # seconds of one; 0 while that is not known
         self._step = 0
         self._due = 0.0  # the step in which all are asked, also those that were asked in vain
         self._asleep = False  # whether that is all of them
         self._asked: list[tuple[int, _Known]] = []  # in the present step: rows of the batch
-        self._silence = 0.0  # seconds of drafting where nobody is asked
+        self._silence = 0.0  # the same where nobody is asked
         self._plain_steps = PlainSteps()
         self._relative: list[float] = []  # see `_passes`
         self._passes_rows = self._passes_left = 0
@@ -125,7 +126,7 @@ class LookupModel(Controller):
         return budgets
 
     def _new(self, request: Request) -> _Known:
-        known = self._requests[request.key] = _Known(MatchOdds(self._overall), self._gain)
+        known = self._requests[request.key] = _Known(GuessOdds(self._overall), self._gain)
         return known
 
     def trim(self, batch: Sequence[Request], drafts: Sequence[Draft]) -> list[Draft]:
@@ -133,15 +134,15 @@ class LookupModel(Controller):
         trimmed = list(drafts)
         if not self._asked:
             return trimmed
-        likely: list[tuple[float, int]] = []  # of each token: its probability, and whose it is
+        likely: list[tuple[float, int, int]] = []  # probability, row, node
         for row, known in self._asked:
             known.guess = draft = drafts[row]
-            if length := draft.tree.num_drafted:
-                likely += [(p, row) for p in known.odds.passed(draft.match, length)]
-        depths, gains = self._depths(len(batch), likely)
+            if draft.grounds:
+                likely += [(p, row, node) for p, node in known.odds.likely(draft)]
+        nodes, gains = self._choose(len(batch), likely)
         for row, known in self._asked:
             self._expect(known, gains[row])
-            trimmed[row] = drafts[row].cut(depths[row])
+            trimmed[row] = drafts[row].only(nodes[row])
         return trimmed
 
     def _expect(self, known: _Known, gain: float) -> None:
@@ -149,26 +150,29 @@ class LookupModel(Controller):
         known.gain += _WEIGHT_OF_NEW * (gain - known.gain)
         self._gain += _WEIGHT_OF_ONE * (gain - self._gain)
 
-    def _depths(self, own: int, likely: list[tuple[float, int]]) -> tuple[list[int], list[float]]:
-        """How many tokens of each guess are drafted; what a row's gain, in plain passes."""
-        depths, gains, rows = [0] * own, [0.0] * own, own + self.others
+    def _choose(
+        self, own: int, likely: list[tuple[float, int, int]]
+    ) -> tuple[list[list[int]], list[float]]:
+        """Which nodes of each row's guess are drafted; what a row gains by it, in plain passes."""
+        nodes: list[list[int]] = [[] for _ in range(own)]
+        gains, rows = [0.0] * own, own + self.others
         if not likely:
-            return depths, gains
-        if own > 1:  # the sort is stable: no token comes before the one it follows
-            likely.sort(key=itemgetter(0), reverse=True)
+            return nodes, gains
+        # The sort is stable: no token comes before the one it follows.
+        likely.sort(key=itemgetter(0), reverse=True)
         passes = self._passes(rows, len(likely))
         tokens, count, best = float(rows), 0, rows * _WORTH_IT
-        for index, (p, _) in enumerate(likely, 1):
+        for index, (p, _, _) in enumerate(likely, 1):
             tokens += p
             if tokens > best * passes[index]:
                 count, best = index, tokens / passes[index]
         each = (passes[count] - 1) / max(1, count)
-        for p, row in likely[:count]:
-            depths[row] += 1
+        for p, row, node in likely[:count]:
+            nodes[row].append(node)
             gains[row] += p / rows - each
         if self._plain_steps.due(best / rows):
-            depths = [0] * own
-        return depths, gains
+            nodes = [[] for _ in range(own)]
+        return nodes, gains
 
     def _passes(self, rows: int, nodes: int) -> Sequence[float]:
         """What a pass costs with up to so many drafted nodes, in plain passes; of late."""
@@ -184,6 +188,7 @@ class LookupModel(Controller):
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
         """Learn what guesses were worth, what asking costs, and what passes do."""
+        began = time.perf_counter()
         if not self._asked and self._step % _SLEEPS:
             return
         drafted = 0
@@ -194,8 +199,8 @@ class LookupModel(Controller):
             rows = times.rows or len(outcomes)
             self.costs.observe(times.positions or rows + drafted, times.verify, rows)
         self._plain_steps.count(drafted=drafted > 0)
-        if times.draft:
-            self._time(times.draft)
+        if times.draft:  # to ask is also to learn from the answer
+            self._time(times.draft + time.perf_counter() - began)
         for _, known in self._asked:
             known.read = True
 
@@ -210,15 +215,19 @@ class LookupModel(Controller):
     def _learn(self, known: _Known, outcome: Outcome) -> None:
         """Compare the guess with the tokens that came."""
         guess, known.guess = known.guess, None
-        if guess is None or not guess.tree.num_drafted:
+        if guess is None or not guess.grounds:
             return
-        tree, accepted = outcome.draft.tree, outcome.accepted
-        came = [*(tree.tokens[node] for node in accepted.path), accepted.token]
-        compared = zip(guess.tree.tokens[1:], came, strict=False)
-        for match, (token, true) in enumerate(compared, guess.match):
-            for odds in (known.odds, self._overall):
-                odds.add(match, right=token == true)
-            if token != true:
+        drafted, accepted = outcome.draft.tree, outcome.accepted
+        tree, node = guess.tree, 0
+        for true in (*(drafted.tokens[node] for node in accepted.path), accepted.token):
+            reached, node = node, -1
+            for child in tree.children[reached]:
+                right = tree.tokens[child] == true
+                for odds in (known.odds, self._overall):
+                    odds.add(guess.grounds[child - 1], right=right)
+                if right:
+                    node = child
+            if node < 0:
                 break
 
     def release(self, request: Request) -> None:

@@ -42,7 +42,7 @@ class Drafter(ABC):
     an instance may say so of itself."""
 
     looks_up: bool = False
-    """Whether its drafts are chains of certain tokens, found by a match (`Draft.match`) in no time;
+    """Whether its drafts are certain tokens found in no time, with their grounds (`Draft.grounds`);
     an instance may say so of itself. It is not asked where nobody may draft."""
 
     reads_target_kv: bool = False

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from annotated_types import Ge, MinLen
 
 from foretoken.control import Budget
+from foretoken.control.evidence import at_first
 from foretoken.drafters.base import Drafter, DrafterOptions
 from foretoken.law import Law
 from foretoken.request import Request
@@ -53,6 +54,7 @@ class Ensemble(Drafter):
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         self._drafters = list(drafters)
+        self.looks_up = all(drafter.looks_up for drafter in drafters)
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         """Merged trees, cut to the budget's number of nodes."""
@@ -88,12 +90,15 @@ def merge(drafts: Sequence[Draft], limit: int) -> Draft:
     A node that was not drawn at random (one-hot q) is merged with an elder sibling of its token:
     once that one is turned down the residual leaves the token nothing, so that trying it again
     could neither succeed nor change the law. A drawn node is never merged, because its q changes
-    the residual whatever its token is (the drafting law).
+    the residual whatever its token is (the drafting law). Where all drafts were looked up a merged
+    node has the better of its grounds, and the likeliest nodes come first; else the highest ones.
     """
     tokens, parents = [drafts[0].tree.tokens[0]], [-1]
     laws: list[Law] = []
+    grounds: list[int] = []
     places: list[dict[int, int]] = [{0: 0} for _ in drafts]  # of each draft's nodes in the tree
-    for index, node in _by_depth(drafts):
+    known = all(len(draft.grounds) == draft.tree.num_drafted for draft in drafts)
+    for index, node in (_by_odds if known else _by_depth)(drafts):
         draft = drafts[index]
         parent = places[index].get(draft.tree.parents[node])
         if parent is None:
@@ -105,9 +110,13 @@ def merge(drafts: Sequence[Draft], limit: int) -> Draft:
             tokens.append(token)
             parents.append(parent)
             laws.append(law)
+            grounds += draft.grounds[node - 1 : node]
         if place is not None:
             places[index][node] = place
-    return Draft(TokenTree(tuple(tokens), tuple(parents)), tuple(laws))
+            if known:
+                grounds[place - 1] = max(grounds[place - 1], draft.grounds[node - 1], key=at_first)
+    tree = TokenTree(tuple(tokens), tuple(parents))
+    return Draft(tree, tuple(laws), tuple(grounds) if known else ())
 
 
 def _by_depth(drafts: Sequence[Draft]) -> list[tuple[int, int]]:
@@ -117,6 +126,19 @@ def _by_depth(drafts: Sequence[Draft]) -> list[tuple[int, int]]:
         for index, draft in enumerate(drafts)
         for node in range(1, len(draft.tree))
     ]
+    return [(index, node) for _, index, node in sorted(nodes)]
+
+
+def _by_odds(drafts: Sequence[Draft]) -> list[tuple[int, int]]:
+    """(draft, node) of all drafted nodes, the likeliest path first; parents before children."""
+    nodes: list[tuple[float, int, int]] = []
+    for index, draft in enumerate(drafts):
+        path = [1.0]
+        for node, (parent, grounds) in enumerate(
+            zip(draft.tree.parents[1:], draft.grounds, strict=True), 1
+        ):
+            path.append(path[parent] * at_first(grounds))
+            nodes.append((-path[node], index, node))
     return [(index, node) for _, index, node in sorted(nodes)]
 
 

@@ -20,6 +20,7 @@ from annotated_types import Ge, Le
 from numpy.typing import NDArray
 
 from foretoken.control import Budget
+from foretoken.control.evidence import by_match
 from foretoken.drafters.base import Drafter, DrafterOptions
 from foretoken.request import Request
 from foretoken.tree import Draft, chain
@@ -154,7 +155,8 @@ class CopyDrafter(Drafter):
             self._alignments[request.key] = alignment
         alignment.catch_up(request.token_ids)
         drafted = alignment.rest(length)
-        return Draft.deterministic(chain([request.root, *drafted]), alignment.match)
+        grounds = by_match(alignment.match, len(drafted))
+        return Draft.deterministic(chain([request.root, *drafted]), grounds)
 
     def release(self, request: Request) -> None:
         """Drop the request's alignment."""

@@ -14,7 +14,7 @@ from annotated_types import Ge, Le
 from pydantic import model_validator
 
 from foretoken.control import Budget
-from foretoken.control.evidence import LONGEST_MATCH
+from foretoken.control.evidence import LONGEST_MATCH, by_match
 from foretoken.drafters.base import Drafter, DrafterOptions
 from foretoken.request import Request
 from foretoken.tree import Draft, chain
@@ -103,7 +103,7 @@ class NgramDrafter(Drafter):
             return Draft.empty(request.root)
         position, match = found
         copied = copy_from(request.token_ids, position, length)
-        return Draft.deterministic(chain([request.root, *copied]), match)
+        return Draft.deterministic(chain([request.root, *copied]), by_match(match, length))
 
     def release(self, request: Request) -> None:
         """Drop the request's text."""

@@ -25,6 +25,7 @@ from foretoken.drafters.ngram_table import NgramTableDrafter, NgramTableOptions
 from foretoken.drafters.none import NoDrafter
 from foretoken.drafters.pad import PadDrafter, PadOptions
 from foretoken.drafters.random_tokens import RandomDrafter
+from foretoken.drafters.recycle import RecycleDrafter, RecycleOptions
 from foretoken.drafters.regex import RegexDrafter, RegexOptions
 from foretoken.drafters.resize import resized
 from foretoken.drafters.rest import RestDrafter, RestOptions, load_datastore
@@ -228,6 +229,12 @@ METHODS: dict[str, DrafterSpec] = {
         lambda parts: NgramTableDrafter(parts.options, coupled=parts.coupled),
         4,
         summary="successor frequencies of short contexts",
+    ),
+    "recycle": DrafterSpec(
+        RecycleOptions,
+        lambda parts: RecycleDrafter(parts.options),
+        16,
+        summary="the target's own runners-up: what was probable after the last tokens before",
     ),
     "suffix": DrafterSpec(
         SuffixOptions,

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from foretoken.config import PathText
 from foretoken.control import Budget
+from foretoken.control.evidence import by_match
 from foretoken.corpus import check_target
 from foretoken.datastore import FILE, Datastore
 from foretoken.drafters.base import Drafter, DrafterOptions
@@ -92,7 +93,9 @@ class RestDrafter(Drafter):
         for parent, token, _, _ in best_first(trie, follow, nodes, budget):
             tokens.append(token)
             parents.append(parent + 1)
-        return Draft.deterministic(TokenTree(tuple(tokens), tuple(parents)), match)
+        tree = TokenTree(tuple(tokens), tuple(parents))
+        grounds = by_match(match, tree.num_drafted) if tree.is_chain else ()
+        return Draft.deterministic(tree, grounds)
 
     def _continuations(self, text: Sequence[int], length: int) -> tuple[int, list[list[int]]]:
         """Length of the longest suffix that occurs, and up to `length` tokens that followed."""

@@ -20,6 +20,7 @@ from typing import Annotated
 from annotated_types import Ge, Gt, Le
 
 from foretoken.control import Budget
+from foretoken.control.evidence import by_match
 from foretoken.drafters.base import Drafter, DrafterOptions
 from foretoken.drafters.best_first import best_first
 from foretoken.drafters.suffix_trie import Node, Place, SuffixTrie, Text
@@ -78,7 +79,9 @@ class Candidate:
     def draft(self, root: int) -> Draft:
         """The same as a deterministic draft."""
         parents = (-1, *(parent + 1 for parent in self.parents))
-        return Draft.deterministic(TokenTree((root, *self.tokens), parents), self.match)
+        tree = TokenTree((root, *self.tokens), parents)
+        grounds = by_match(self.match, tree.num_drafted) if tree.is_chain else ()
+        return Draft.deterministic(tree, grounds)
 
 
 class EarlierOutputs:
