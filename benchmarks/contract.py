@@ -256,6 +256,8 @@ def _round(llms: Mapping[str, LLM], texts: _Texts, cell: Cell, index: int) -> di
     prompts, params = texts.prompts(cell, index), texts.params(cell, index)
     labels = order(list(llms), index)
     runs = {label: _Run(llms[label], prompts, params, cell.batch) for label in labels}
+    for llm in llms.values():  # cells share prompts: nobody is to find their outputs remembered
+        llm.reset_drafter_memory()
     enough = texts.max_tokens * _requests(cell)
     # A full collection stops the process for as long as ten passes, whoever's turn it is.
     gc.collect()

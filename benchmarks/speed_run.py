@@ -90,6 +90,7 @@ def _time_all(llms: Mapping[str, LLM], sample: Sequence[Prompt], options: Option
     longest = max((item.ids for item in work), key=len)
     for llm in llms.values():  # also makes the KV slab as long as it will be
         measure(llm, longest, SamplingParams(temperature=0, max_tokens=WARM_UP_TOKENS))
+        llm.reset_drafter_memory()
     with progress_bar() as bar:
         return [
             time_prompt(llms, item, options.rounds)

@@ -187,11 +187,13 @@ def time_prompt(llms: Mapping[str, LLM], work: Work, rounds: int) -> Timed:
     Args:
         llms: one per method, the baseline included.
         work: the prompt.
-        rounds: at least 1.
+        rounds: at least 1; drafters that remember earlier outputs do so in the first alone.
     """
     runs: dict[str, list[Run]] = {method: [] for method in llms}
     gc.collect()
     for index in range(rounds):
         for method in order(list(llms), index):
+            if index:  # nobody is to find the output remembered
+                llms[method].reset_drafter_memory()
             runs[method].append(measure(llms[method], work.ids, work.params))
     return Timed(work.prompt, work.kind, len(work.ids), runs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -43,7 +43,8 @@ class StepTimes:
     """Seconds of a step's parts, for the whole batch.
 
     Args:
-        draft: for drafting; 0 where it was not told apart from the pass, and counts as that.
+        draft: for drafting, and for what the drafter learns afterwards once it has; 0 where it was
+            not told apart from the pass, and counts as that.
         verify: of the target's pass.
         accept: for everything after it.
         rows: of that pass, where a controller is shown a part of the batch; 0 where it is all.
@@ -127,7 +128,10 @@ def tell(
     drafter: Drafter, controller: Controller, outcomes: Sequence[Outcome], times: StepTimes
 ) -> None:
     """Show a step to all who learn from it, or write it down."""
+    began = time.perf_counter()
     drafter.observe(outcomes, times)
+    if times.draft:
+        times = replace(times, draft=times.draft + time.perf_counter() - began)
     controller.observe(outcomes, times)
     for outcome in outcomes:
         outcome.request.record_times(times.draft, times.verify, times.accept)

@@ -125,6 +125,11 @@ class Engine:
             for request in [r for r in self._running if r.finished]:
                 self._release(request)
 
+    @property
+    def drafter(self) -> Drafter:
+        """That of requests which bring none of their own."""
+        return self._drafter
+
     def abort(self, requests: Iterable[Request]) -> None:
         """End these requests wherever they are; those that have ended stay as they are."""
         for request in requests:

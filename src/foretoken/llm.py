@@ -261,6 +261,15 @@ class LLM:
         """
         return token_ids(prompt, self.tokenizer)
 
+    def reset_drafter_memory(self) -> None:
+        """Let drafters forget earlier outputs: `suffix` and `recycle` guess what they learnt there.
+
+        Outputs do not depend on it, speed may: for benchmarks, and between users who are not to
+        notice each other.
+        """
+        for drafter in (self._engine.drafter, *(other.drafter for _, other in self._others)):
+            drafter.forget()
+
     # Inside
 
     def _requests(self, prompt: Prompt, params: SamplingParams, trace: bool) -> list[Request]:

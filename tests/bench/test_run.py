@@ -30,6 +30,8 @@ class FakeProcess:
     """Answers at once, and keeps who was asked for what; may break off."""
 
     calls: list[tuple[str, int, int]]
+    forgot: list[tuple[str, int]]
+    """Who was told to forget, before which call."""
     lasts: int
     context: int
     """What prompts were to fit into."""
@@ -53,6 +55,9 @@ class FakeProcess:
         type(self).calls.append((self.label, len(prompts), max_tokens))
         return {"seconds": 1.0, "outputs": [{"token_ids": [1] * max_tokens} for _ in prompts]}
 
+    def forget(self) -> None:
+        type(self).forgot.append((self.label, len(type(self).calls)))
+
     def stream(self, size: int) -> float:
         return size / 1e9
 
@@ -69,7 +74,7 @@ class FakeProcess:
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> type[FakeProcess]:
     monkeypatch.setattr(run, "Process", FakeProcess)
-    FakeProcess.calls, FakeProcess.lasts = [], 1000
+    FakeProcess.calls, FakeProcess.forgot, FakeProcess.lasts = [], [], 1000
     return FakeProcess
 
 
@@ -103,6 +108,17 @@ def test_contestants_take_turns_on_every_prompt(processes: type[FakeProcess]) ->
     kinds = {record["type"] for record in journal.records}
     assert kinds == {"contestant", "energy", "roofline", "request", "memory"}
     assert journal.records[-1]["type"] == "roofline"
+
+
+def test_who_meets_a_prompt_again_has_forgotten_it(processes: type[FakeProcess]) -> None:
+    """After the warm-up, before every further round, and before a batch of what was there alone."""
+    run.run(plan(rounds=2, batch_sizes=(3,)), Journal(None, FORMAT, {}), silent)
+    own = [number for number, call in enumerate(processes.calls) if call[0] == "none"]
+    before = {number for label, number in processes.forgot if label == "none"}
+    # Warm-up alone and in a batch; a, a again, b, b again; the batch, twice.
+    assert len(own) == 2 + 4 + 2
+    assert [number in before for number in own][3:] == [True, False, True, True, True]
+    assert any(own[1] < number <= own[2] for number in before)
 
 
 def test_batches_are_for_those_who_take_them(processes: type[FakeProcess]) -> None:

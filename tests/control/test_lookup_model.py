@@ -207,22 +207,41 @@ def test_dear_questions_that_bring_nothing_are_rare(question: float, most: float
     assert most / 2 < asked <= most
 
 
-def test_who_joins_where_nobody_is_asked_is_asked_soon() -> None:
-    """Also where one comes as another goes, so that the batch is as large as before."""
-    world = World(cpu, bad, matches=(1, 4), question=0.0005)
-    model = model_of(world)
-    gone = request_of()
-    world.steps(model, 400, request=gone)
-    model.release(gone)
-    batch = [request_of(), request_of()]
-    asked = [False, False]
-    for _ in range(64):
-        budgets = model.budgets(batch)
-        asked = [before or b.chain > 0 for before, b in zip(asked, budgets, strict=True)]
-        drafts = model.trim(batch, [guess(0), guess(0)])
-        outcomes = [outcome(r, draft, 0) for r, draft in zip(batch, drafts, strict=True)]
-        model.observe(outcomes, StepTimes(0.0, model.costs(2, 2), 0.0))
-    assert asked == [True, True]
+def plain_step(model: LookupModel, batch: list[Request]) -> list[bool]:
+    """A step in which nothing is found; who was asked."""
+    budgets = model.budgets(batch)
+    drafts = model.trim(batch, [guess(0)] * len(batch))
+    outcomes = [outcome(r, draft, 0) for r, draft in zip(batch, drafts, strict=True)]
+    asked = [budget.chain > 0 for budget in budgets]
+    seconds = 0.0005 if any(asked) else 0.0001
+    model.observe(outcomes, StepTimes(seconds, model.costs(len(batch), len(batch)), 0.0))
+    return asked
+
+
+def test_who_comes_as_another_goes_is_asked_at_once_where_questions_have_paid() -> None:
+    """The batch is as large as before, and everybody else in it is asked in vain."""
+    model, one, two = LookupModel(LENGTH, costs=measured(cpu)), request_of(), request_of()
+    asked = [plain_step(model, [one, two]) for _ in range(400)]
+    assert sum(map(any, asked[200:])) < 20
+    while any(plain_step(model, [one, two])):
+        pass
+    model._gain = 0.5
+    model.release(two)
+    assert plain_step(model, [one, request_of()]) == [False, True]
+
+
+def test_a_question_that_pays_is_followed_by_the_next() -> None:
+    """However rarely questions were asked until then."""
+    world = World(cpu, bad, matches=(1,), question=0.0005)
+    model, request = model_of(world), request_of()
+    world.steps(model, 400, request=request)
+    while not model.budgets([request])[0].chain:
+        model.trim([request], [guess(0)])
+        model.observe([outcome(request, guess(0), 0)], StepTimes(0.0, 0.01, 0.0))
+    for _ in range(3):
+        (draft,) = model.trim([request], [guess(16)])
+        model.observe([outcome(request, draft, LENGTH)], StepTimes(0.0005, 0.02, 0.0))
+        assert model.budgets([request])[0].chain > 0
 
 
 def test_questions_that_bring_more_than_they_cost_are_asked_every_time() -> None:

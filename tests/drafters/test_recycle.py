@@ -95,6 +95,13 @@ def test_contexts_that_have_not_come_for_longest_are_forgotten() -> None:
     assert known == [1, 0, 1]
 
 
+def test_everything_is_forgotten_on_demand() -> None:
+    drafter = RecycleDrafter(RecycleOptions())
+    learn(drafter, [1], 9)
+    drafter.forget()
+    assert propose(drafter, request_of(1), 1).tree.num_drafted == 0
+
+
 def learn(drafter: RecycleDrafter, text: list[int], best: int) -> None:
     """Let it see that a token was the most probable one after a text."""
     request = request_of(*text)

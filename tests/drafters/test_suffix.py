@@ -132,7 +132,7 @@ def test_candidates_against_counting(seed: int, branching: bool) -> None:
             if branching
             else grow_chain(place, 4, Budget(4, 4), least)
         )
-        tree = found.draft(tokens[-1]).tree
+        tree = found.draft(tokens[-1], with_grounds=False).tree
         paths = [tuple(tree.path_tokens(node)) for node in range(1, len(tree))]
         assert len(set(paths)) == len(paths)
 
@@ -284,6 +284,43 @@ def test_the_second_answer_to_a_question_comes_from_the_first() -> None:
 def test_wrong_options(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         options(**fields)
+
+
+@pytest.mark.parametrize(
+    "method", ["suffix", "ensemble", "switch", "horizontal_cascade", "cascade"]
+)
+def test_earlier_outputs_are_forgotten_on_demand(method: str) -> None:
+    """Those of `suffix` itself, and of one inside others."""
+    suffix = {"method": "suffix"}
+    fields: dict[str, dict[str, Any]] = {
+        "suffix": {},
+        "ensemble": {"drafters": [suffix, suffix]},
+        "switch": {"drafters": [suffix, suffix]},
+        "horizontal_cascade": {"drafters": [suffix, suffix], "tokens": [2, 2]},
+        "cascade": {"drafter": suffix, "model": tiny_model()},
+    }
+    llm = tiny_llm(tiny_model(), method, **fields[method])
+    params = SamplingParams(temperature=1, seed=1, max_tokens=24)
+
+    def remembered() -> list[int]:
+        llm.generate([[1, 2, 3]], params)
+        return [len(drafter._earlier) for drafter in suffix_drafters(llm._engine.drafter)]
+
+    first = remembered()
+    assert max(first) == 1
+    assert max(remembered()) > 1
+    llm.reset_drafter_memory()
+    assert max(len(drafter._earlier) for drafter in suffix_drafters(llm._engine.drafter)) == 0
+    assert remembered() == first
+
+
+def suffix_drafters(drafter: Any) -> list[SuffixDrafter]:
+    """Itself, or those inside."""
+    if isinstance(drafter, SuffixDrafter):
+        return [drafter]
+    inner = [*getattr(drafter, "_drafters", ()), *getattr(drafter, "_stages", ())]
+    inner += [drafter._drafter] if hasattr(drafter, "_drafter") else []
+    return [one for each in inner for one in suffix_drafters(each)]
 
 
 def test_q_is_one_hot() -> None:

@@ -94,6 +94,10 @@ class OwnRunner:
         ids = llm.encode([{"role": "user", "content": text}] if templated else text)
         return cut_middle(ids, min(self._setting.max_prompt_tokens, room))
 
+    def forget(self) -> None:
+        """Let go of what earlier outputs taught the drafter."""
+        self._llm.reset_drafter_memory()
+
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[dict[str, Any]]:
         """Tokens, and what the drafts came to."""
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)

@@ -77,6 +77,10 @@ class Process:
         """One call: `seconds`, and `outputs` with the tokens of every prompt."""
         return dict(self._ask(command="generate", prompts=prompts, max_tokens=max_tokens))
 
+    def forget(self) -> None:
+        """Let it forget earlier outputs."""
+        self._ask(command="forget")
+
     def stream(self, size: int) -> float:
         """Seconds to stream this many bytes once."""
         return float(self._ask(command="stream", size=size))

@@ -196,6 +196,7 @@ class _Session:
             if process.facts["batches"]:
                 for unit in units:
                     process.generate(self._tokens(unit), WARM_UP_TOKENS)
+            process.forget()
 
     def _roofline(self) -> None:
         """The time to stream the weights of every contestant, by the baseline's process."""
@@ -209,6 +210,8 @@ class _Session:
 
     def _call(self, job: Job) -> dict[str, Any]:
         prompts = self._tokens(job.unit)
+        if job.round or len(prompts) > 1:  # nobody is to find a prompt's output remembered
+            self._processes[job.label].forget()
         before = self._meter.read() if self._meter else []
         answer = self._processes[job.label].generate(prompts, self._plan.setting.max_tokens)
         joules = self._meter.joules(before, self._meter.read()) if self._meter else None

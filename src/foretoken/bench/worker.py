@@ -14,10 +14,13 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from foretoken.bench.contestants import Contestant, Setting
+from foretoken.bench.contestants import OWN, Contestant, Setting
 from foretoken.errors import ForetokenError
+
+if TYPE_CHECKING:
+    from foretoken.bench.own import OwnRunner
 
 __all__ = ["Worker", "serve"]
 
@@ -34,6 +37,12 @@ class Worker:
         from foretoken.bench.peers import runner
 
         self._runner = runner(contestant, setting)
+        self._own: OwnRunner | None = None
+        if contestant.kind == OWN:  # for a peer nothing of ours is imported, it would count as its
+            from foretoken.bench.own import OwnRunner
+
+            assert isinstance(self._runner, OwnRunner)
+            self._own = self._runner
 
     def facts(self) -> dict[str, Any]:
         """What it is, and how much memory it takes when it is loaded."""
@@ -41,10 +50,8 @@ class Worker:
 
     def encode(self, texts: list[str], max_model_len: int) -> list[list[int]]:
         """Prompts as tokens that leave room for the output; the baseline is asked."""
-        from foretoken.bench.own import OwnRunner
-
-        assert isinstance(self._runner, OwnRunner)
-        return [self._runner.encode(text, max_model_len) for text in texts]
+        assert self._own is not None
+        return [self._own.encode(text, max_model_len) for text in texts]
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
         """One timed call for one prompt or a batch of them."""
@@ -52,6 +59,11 @@ class Worker:
         began = time.perf_counter()
         outputs = self._runner.generate(prompts, max_tokens)
         return {"seconds": time.perf_counter() - began, "outputs": outputs}
+
+    def forget(self) -> None:
+        """Let go of earlier outputs; peers keep none."""
+        if self._own is not None:
+            self._own.forget()
 
     def stream(self, size: int) -> float:
         """Seconds to stream this many bytes."""

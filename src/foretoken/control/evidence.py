@@ -6,7 +6,7 @@ the last ten drafts, those of all requests, which a new one starts from, over ab
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from foretoken.tree import Draft
 
@@ -25,6 +25,7 @@ __all__ = [
     "at_first",
     "by_match",
     "by_rank",
+    "path_odds",
 ]
 
 OF_ONE, OF_ALL = 0.9, 0.98
@@ -153,6 +154,14 @@ def at_first(grounds: int) -> float:
     return _AT_FIRST[grounds]
 
 
+def path_odds(guess: Draft, odds: Callable[[int], float]) -> list[float]:
+    """Of each drafted node that it is right and all before it, by the odds of its grounds."""
+    path = [1.0]
+    for parent, grounds in zip(guess.tree.parents[1:], guess.grounds, strict=True):
+        path.append(path[parent] * odds(grounds))
+    return path[1:]
+
+
 _PRIOR_OF_ALL, _PRIOR_OF_ONE = 3.0, 4.0
 """Weight, in tokens, of those; and for one request of what is known of all."""
 
@@ -186,16 +195,8 @@ class GuessOdds:
 
     def likely(self, guess: Draft) -> list[tuple[float, int]]:
         """Probability and node: that it is right and all before it; the unlikely left out."""
-        found: list[tuple[float, int]] = []
-        path = [1.0]
-        for node, grounds in enumerate(guess.grounds, 1):
-            odds = self._odds[grounds]
-            share = self._expected(grounds) if odds is None else odds
-            probability = path[guess.tree.parents[node]] * share
-            path.append(probability)
-            if probability >= _UNLIKELY:
-                found.append((probability, node))
-        return found
+        paths = path_odds(guess, self.of)
+        return [(odds, node) for node, odds in enumerate(paths, 1) if odds >= _UNLIKELY]
 
     def add(self, grounds: int, *, right: bool) -> None:
         """One more token whose predecessors were right."""

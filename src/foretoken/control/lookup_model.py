@@ -1,12 +1,13 @@
 """`cost_model` for drafters that look their guesses up: the guess comes first, then it is cut.
 
-A lookup takes microseconds, and its match says how good the guess is. So the drafter is asked for
-all it has, and of that as much is drafted as pays (`trim`). Such tokens are certain (q is one-hot),
-so that any function of the text may decide which are verified.
+A lookup takes microseconds, and how it found a token says how good that is. So the drafter is asked
+for all it has, and of that as much is drafted as pays (`trim`). Such tokens are certain (q is
+one-hot), so that any function of the text may decide which are verified.
 
-How likely a token is right is learnt by the length of its match, which every token of a guess makes
-longer by one. Nothing need be drafted for that: the text that comes shows what the guess was worth,
-also where it was cut, and there are no probes.
+How likely a token is right is learnt by its grounds (`Draft.grounds`): the length of its match,
+which every token of a chain makes longer by one, or its rank after how long a context. Nothing need
+be drafted for that: the text that comes shows what the guess was worth, also where it was cut, and
+there are no probes.
 
 The tokens of all requests are taken in the order of their probabilities, of those before them
 included, as many as give the batch most tokens per second: Leviathan et al.'s choice of gamma
@@ -90,11 +91,12 @@ class LookupModel(Controller):
         self._overall = GuessOdds()
         self._gain = 0.1  # of a new request's first question: that of late
         self._question = 0.0  # seconds of one; 0 while that is not known
+        self._silence = 0.0  # seconds of drafting and learning where nobody is asked
         self._step = 0
         self._due = 0.0  # the step in which all are asked, also those that were asked in vain
         self._asleep = False  # whether that is all of them
+        self._price = 0.0  # of a question, in plain passes
         self._asked: list[tuple[int, _Known]] = []  # in the present step: rows of the batch
-        self._silence = 0.0  # the same where nobody is asked
         self._plain_steps = PlainSteps()
         self._relative: list[float] = []  # see `_passes`
         self._passes_rows = self._passes_left = 0
@@ -112,13 +114,13 @@ class LookupModel(Controller):
         if self._asleep and not due and len(batch) == len(self._requests):
             return budgets
         rows = len(batch) + self.others
-        question = self._question / self.costs(rows, rows)
+        self._price = self._question / self.costs(rows, rows)
         if due:  # next after so many steps that questions in vain cost no more than that
-            self._due = self._step + min(self._probe_every, rows * question / _PRICE)
+            self._due = self._step + min(self._probe_every, rows * self._price / _PRICE)
         self._asleep = True
         for row, request in enumerate(batch):
             known = self._requests.get(request.key) or self._new(request)
-            promising = known.gain >= question
+            promising = known.gain >= self._price
             if promising or due:
                 budgets[row] = within(request, self.num_speculative_tokens)
                 self._asked.append((row, known))
@@ -148,6 +150,7 @@ class LookupModel(Controller):
     def _expect(self, known: _Known, gain: float) -> None:
         """What the question of the present step is to save."""
         known.gain += _WEIGHT_OF_NEW * (gain - known.gain)
+        self._asleep &= known.gain < self._price
         self._gain += _WEIGHT_OF_ONE * (gain - self._gain)
 
     def _choose(
@@ -189,7 +192,8 @@ class LookupModel(Controller):
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
         """Learn what guesses were worth, what asking costs, and what passes do."""
         began = time.perf_counter()
-        if not self._asked and self._step % _SLEEPS:
+        if not self._asked and not self.others and self._step % _SLEEPS:
+            self._plain_steps.count(drafted=False)
             return
         drafted = 0
         for row, known in self._asked:
@@ -199,7 +203,7 @@ class LookupModel(Controller):
             rows = times.rows or len(outcomes)
             self.costs.observe(times.positions or rows + drafted, times.verify, rows)
         self._plain_steps.count(drafted=drafted > 0)
-        if times.draft:  # to ask is also to learn from the answer
+        if times.draft:  # to ask is also to learn from the answer, here as in the drafter
             self._time(times.draft + time.perf_counter() - began)
         for _, known in self._asked:
             known.read = True

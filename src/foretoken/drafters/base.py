@@ -77,3 +77,6 @@ class Drafter(ABC):
 
     def release(self, request: Request) -> None:  # noqa: B027 - most keep nothing
         """Forget a request that has ended."""
+
+    def forget(self) -> None:  # noqa: B027 - most keep nothing
+        """Forget what requests that have ended left for others."""

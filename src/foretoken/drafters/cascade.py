@@ -156,6 +156,10 @@ class Cascade(Drafter):
         """Free the inner request."""
         self._free(request.key)
 
+    def forget(self) -> None:
+        """The inner drafter forgets earlier requests."""
+        self._drafter.forget()
+
     def _free(self, key: int) -> None:
         inner = self._inner.pop(key, None)
         if inner is not None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from annotated_types import Ge, MinLen
 
 from foretoken.control import Budget
-from foretoken.control.evidence import at_first
+from foretoken.control.evidence import at_first, path_odds
 from foretoken.drafters.base import Drafter, DrafterOptions
 from foretoken.law import Law
 from foretoken.request import Request
@@ -48,7 +48,7 @@ class SwitchOptions(CombineOptions):
 
 
 class Ensemble(Drafter):
-    """All drafters propose; their drafts are merged into one tree, level by level."""
+    """All drafters propose; their drafts are merged into one tree (`merge`)."""
 
     makes_branches = True
 
@@ -83,6 +83,11 @@ class Ensemble(Drafter):
         for drafter in self._drafters:
             drafter.release(request)
 
+    def forget(self) -> None:
+        """Every drafter forgets earlier requests."""
+        for drafter in self._drafters:
+            drafter.forget()
+
 
 def merge(drafts: Sequence[Draft], limit: int) -> Draft:
     """One tree of all drafts with at most `limit` drafted nodes.
@@ -110,7 +115,7 @@ def merge(drafts: Sequence[Draft], limit: int) -> Draft:
             tokens.append(token)
             parents.append(parent)
             laws.append(law)
-            grounds += draft.grounds[node - 1 : node]
+            grounds.append(0)
         if place is not None:
             places[index][node] = place
             if known:
@@ -131,14 +136,11 @@ def _by_depth(drafts: Sequence[Draft]) -> list[tuple[int, int]]:
 
 def _by_odds(drafts: Sequence[Draft]) -> list[tuple[int, int]]:
     """(draft, node) of all drafted nodes, the likeliest path first; parents before children."""
-    nodes: list[tuple[float, int, int]] = []
-    for index, draft in enumerate(drafts):
-        path = [1.0]
-        for node, (parent, grounds) in enumerate(
-            zip(draft.tree.parents[1:], draft.grounds, strict=True), 1
-        ):
-            path.append(path[parent] * at_first(grounds))
-            nodes.append((-path[node], index, node))
+    nodes = [
+        (-odds, index, node)
+        for index, draft in enumerate(drafts)
+        for node, odds in enumerate(path_odds(draft, at_first), 1)
+    ]
     return [(index, node) for _, index, node in sorted(nodes)]
 
 
@@ -232,6 +234,11 @@ class Switch(Drafter):
         self._choices.pop(request.key, None)
         for drafter in self._drafters:
             drafter.release(request)
+
+    def forget(self) -> None:
+        """Every drafter forgets earlier requests."""
+        for drafter in self._drafters:
+            drafter.forget()
 
     def _choice(self, request: Request) -> _Choice:
         if request.key not in self._choices:

@@ -130,6 +130,11 @@ class HorizontalCascade(Drafter):
         for stage in self._stages:
             stage.release(request)
 
+    def forget(self) -> None:
+        """Every drafter forgets earlier requests."""
+        for stage in self._stages:
+            stage.forget()
+
 
 class _Stage:
     """One drafter of the cascade, and the tokens it has been shown."""
@@ -167,3 +172,6 @@ class _Stage:
     def release(self, request: Request) -> None:
         if self._seen.pop(request.key, None) is not None:
             self._drafter.release(request)
+
+    def forget(self) -> None:
+        self._drafter.forget()

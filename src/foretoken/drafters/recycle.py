@@ -50,7 +50,7 @@ Context: TypeAlias = tuple[int, ...]
 Place: TypeAlias = tuple[Context, int]
 """The last tokens up to a node, and the node's grounds."""
 
-_LEAST = 0.02
+_LEAST = 0.01
 """Nothing less likely is guessed."""
 
 _BLOCK = 256
@@ -93,8 +93,8 @@ class RecycleDrafter(Drafter):
 
     def __init__(self, options: RecycleOptions) -> None:
         self._options = options
-        self._memory = Memory(options.recycle_max_contexts)
         self._asked: set[int] = set()  # keys
+        self.forget()
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         """Trees."""
@@ -129,11 +129,12 @@ class RecycleDrafter(Drafter):
         """Keep what was probable along the path, of requests that were asked for."""
         for outcome in outcomes:
             if outcome.request.key in self._asked:
+                # Once: in a step without drafts nobody says that it is not asked.
+                self._asked.discard(outcome.request.key)
                 path = [0, *outcome.accepted.path]
                 for node, context in zip(path, self._contexts(outcome), strict=True):
                     best = most_probable(outcome.logits[node], self._options.recycle_top_k)
                     self._memory.keep(context, best)
-        self._asked.clear()  # in steps without drafts nobody says who is
 
     def _contexts(self, outcome: Outcome) -> Iterator[Context]:
         """The last tokens at the root and at every node of the path."""
@@ -151,6 +152,10 @@ class RecycleDrafter(Drafter):
     def release(self, request: Request) -> None:
         """What is kept is of all requests."""
         self._asked.discard(request.key)
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._memory = Memory(self._options.recycle_max_contexts)
 
 
 def most_probable(logits: Tensor, count: int) -> list[int]:

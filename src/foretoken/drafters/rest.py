@@ -94,7 +94,7 @@ class RestDrafter(Drafter):
             tokens.append(token)
             parents.append(parent + 1)
         tree = TokenTree(tuple(tokens), tuple(parents))
-        grounds = by_match(match, tree.num_drafted) if tree.is_chain else ()
+        grounds = by_match(match, tree.num_drafted) if self.looks_up else ()
         return Draft.deterministic(tree, grounds)
 
     def _continuations(self, text: Sequence[int], length: int) -> tuple[int, list[list[int]]]:

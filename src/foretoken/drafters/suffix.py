@@ -76,11 +76,11 @@ class Candidate:
     match: int = 0
     source: int = -1
 
-    def draft(self, root: int) -> Draft:
-        """The same as a deterministic draft."""
+    def draft(self, root: int, *, with_grounds: bool) -> Draft:
+        """The same as a deterministic draft; only chains can have grounds."""
         parents = (-1, *(parent + 1 for parent in self.parents))
         tree = TokenTree((root, *self.tokens), parents)
-        grounds = by_match(self.match, tree.num_drafted) if tree.is_chain else ()
+        grounds = by_match(self.match, tree.num_drafted) if with_grounds else ()
         return Draft.deterministic(tree, grounds)
 
 
@@ -161,6 +161,7 @@ class SuffixDrafter(Drafter):
         self._peak = lengths.index(self._longest[-1])  # the match with the longest draft
         self._earlier = EarlierOutputs(options)
         self._own: dict[int, OwnText] = {}
+        self._taken_back: set[int] = set()  # keys
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         """Chains, or trees with `branching`."""
@@ -172,6 +173,7 @@ class SuffixDrafter(Drafter):
         own = self._own.get(request.key)
         if own is None:
             own = self._own[request.key] = OwnText(self._depth)
+            self._taken_back.discard(request.key)
         own.catch_up(request.token_ids)
         if budget.chain <= 0:
             return Draft.empty(request.root)
@@ -181,7 +183,7 @@ class SuffixDrafter(Drafter):
         chosen = self._best(earlier.longest(recent), partial(earlier.find, recent), budget, best)
         if chosen is not best:
             self._earlier.used(chosen.source)
-        return chosen.draft(request.root)
+        return chosen.draft(request.root, with_grounds=self.looks_up)
 
     def _best(
         self, longest: int, match: Callable[[int], Place], budget: Budget, best: Candidate
@@ -211,11 +213,18 @@ class SuffixDrafter(Drafter):
     def rewind(self, request: Request) -> None:
         """Read the text afresh; what is taken back is nobody's earlier output."""
         self._own.pop(request.key, None)
+        self._taken_back.add(request.key)
 
     def release(self, request: Request) -> None:
         """Forget the request's trie; its output is kept for others."""
-        if self._own.pop(request.key, None) is not None:
+        self._own.pop(request.key, None)
+        if request.key not in self._taken_back:
             self._earlier.add(request.output_ids)
+        self._taken_back.discard(request.key)
+
+    def forget(self) -> None:
+        """Drop the outputs of earlier requests."""
+        self._earlier = EarlierOutputs(self._options)
 
 
 def grow_chain(place: Place, nodes: int, budget: Budget, least: float) -> Candidate:
