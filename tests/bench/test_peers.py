@@ -162,14 +162,16 @@ def answers(*requests: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_a_worker_answers_line_by_line(setting: Setting) -> None:
-    loaded, encoded, generated, streamed, memory = answers(
+    loaded, encoded, generated, forgotten, streamed, memory = answers(
         {"contestant": {"label": "none", "kind": OWN, "config": {}}, "setting": vars(setting)},
         {"command": "encode", "texts": ["hello", "x" * 500], "max_model_len": 8192},
         {"command": "generate", "prompts": [[1, 2, 3]], "max_tokens": 4},
+        {"command": "forget"},
         {"command": "stream", "size": 4_000_000},
         {"command": "memory"},
     )
     assert loaded["answer"]["device"] == "cpu"
+    assert forgotten == {"answer": None}
     assert [len(ids) for ids in encoded["answer"]] == [len("user: hello\nassistant: "), 64]
     assert len(generated["answer"]["outputs"][0]["token_ids"]) == 4
     assert generated["answer"]["seconds"] > 0

@@ -230,6 +230,39 @@ def test_every_round_has_prompts_of_its_own_as_long_as_there_are_any(
     assert seeds == list(range(9))
 
 
+class CountedRun:
+    """Stands for a variant's run: four tokens a step."""
+
+    def __init__(self, llm: LLM, prompts: list[Any], params: list[Any], batch: int) -> None:
+        self.begun, self.num_tokens, self.seconds = len(prompts), 0, 1.0
+        self.outputs: list[list[int]] = []
+        counted.append(self)
+
+    def step(self) -> None:
+        self.num_tokens += 4
+
+    def close(self) -> None:
+        pass
+
+
+counted: list[CountedRun] = []
+
+
+@pytest.mark.parametrize(("batch", "requests"), [(1, 16), (16, 16), (32, 32)])
+def test_a_round_has_the_tokens_of_sixteen_requests(
+    batch: int, requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or of as many as are in flight; and prompts for all that may be begun until then."""
+    llm = LLM(tiny_model(), tokenizer=tiny_tokenizer())
+    texts = contract._Texts(llm, [Prompt("0", "qa", "abc")], max_tokens=6, limit=12, seed=0)
+    monkeypatch.setattr(contract, "_Run", CountedRun)
+    counted.clear()
+    found = contract._round({"none": llm, "default": llm}, texts, Cell(batch, "qa"), 0)
+    assert [run.num_tokens for run in counted] == [6 * requests] * 2
+    assert [run.begun for run in counted] == [requests + 2 * batch] * 2
+    assert found["tokens_per_second"] == {"none": 6.0 * requests, "default": 6.0 * requests}
+
+
 def test_requests_of_a_round_do_not_end_all_at_once() -> None:
     llm = LLM(tiny_model(), tokenizer=tiny_tokenizer())
     texts = contract._Texts(llm, [Prompt("0", "qa", "abc")], max_tokens=6, limit=12, seed=0)

@@ -8,6 +8,8 @@ from benchmarks.report import markdown_table
 from benchmarks.speed_report import CONTROL, Report, rows_of, verdict
 from benchmarks.timing import Run, Timed, row, spread
 
+from benchmarks import timing
+from foretoken import SamplingParams
 from foretoken.bench.ratios import Interval, bootstrap_ratio, geometric_mean
 from foretoken.bench.rounds import order
 
@@ -25,6 +27,23 @@ def timed(none: list[float], ngram: list[float], kind: str = "qa", prompt: str =
         ],
     }
     return Timed(prompt, kind, 5, runs)
+
+
+def test_a_prompt_that_comes_again_has_been_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    class Remembering:
+        def reset_drafter_memory(self) -> None:
+            said.append("forget")
+
+    def measured(llm: Any, *_: object) -> Run:
+        said.append("run")
+        return run(1.0)
+
+    monkeypatch.setattr(timing, "measure", measured)
+    llms: Any = {"none": Remembering()}
+    timing.time_prompt(llms, timing.Work("1", "qa", [1], SamplingParams()), 3)
+    assert said == ["run", "forget", "run", "forget", "run"]
 
 
 def test_the_geometric_mean_of_twice_and_half_is_one() -> None:

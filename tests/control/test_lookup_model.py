@@ -200,7 +200,10 @@ def test_there_is_a_plain_step_now_and_then() -> None:
 
 @pytest.mark.parametrize(("question", "most"), [(0.0, 1.0), (0.0005, 0.025), (0.01, 0.02)])
 def test_dear_questions_that_bring_nothing_are_rare(question: float, most: float) -> None:
-    """In vain they cost 0.1 percent of the time; each costs 0, 5 or 100 % of a plain pass."""
+    """They cost 0.1 percent of the time, or are 64 steps apart.
+
+    Each costs 0, 5 or 100 % of a plain pass.
+    """
     world = World(cpu, bad, matches=(1, 4), question=question)
     steps = world.steps(model_of(world), 800)[200:]
     asked = sum(match > 0 for match, _ in steps) / len(steps)

@@ -8,6 +8,7 @@ import pytest
 
 from foretoken import ConfigError, SamplingParams
 from foretoken.control import Budget
+from foretoken.control.evidence import LONGEST_MATCH
 from foretoken.drafters.ngram import NgramDrafter, NgramOptions, copy_from
 from foretoken.request import Request
 
@@ -57,17 +58,32 @@ def brute_force(tokens: list[int], length: int, longest: int, shortest: int) -> 
     return []
 
 
+def longest_match(tokens: list[int], longest: int, shortest: int) -> int:
+    """How many tokens are the same before the end of the text and where `brute_force` copies."""
+    for order in range(min(longest, len(tokens) - 1), shortest - 1, -1):
+        for end in range(len(tokens) - 1, order - 1, -1):
+            if tokens[end - order : end] == tokens[-order:]:
+                before, last = tokens[:end][::-1], tokens[::-1]
+                alike = [a == b for a, b in zip(before, last, strict=False)]
+                return min([*alike, False].index(False), LONGEST_MATCH)
+    return 0
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_against_brute_force(seed: int) -> None:
     dice = random.Random(seed)
     options = NgramOptions(prompt_lookup_max=4, prompt_lookup_min=2)
     drafter = NgramDrafter(options)
-    tokens = [dice.randrange(5) for _ in range(dice.randrange(1, 9))]
+    kinds = dice.choice((2, 5))  # of two kinds matches are long
+    tokens = [dice.randrange(kinds) for _ in range(dice.randrange(1, 9))]
     request = Request(tokens, SamplingParams(), vocab_size=100, max_model_len=10**6)
     for _ in range(40):  # one drafter all along: the index is kept up to date
         (proposal,) = drafter.propose([request], [Budget(4, 4)])
-        assert list(proposal.tree.tokens[1:]) == brute_force(request.token_ids, 4, 4, 2)
-        request.token_ids += [dice.randrange(5) for _ in range(dice.randrange(1, 4))]
+        expected = brute_force(request.token_ids, 4, 4, 2)
+        assert list(proposal.tree.tokens[1:]) == expected
+        if expected:
+            assert proposal.grounds[0] == longest_match(request.token_ids, 4, 2)
+        request.token_ids += [dice.randrange(kinds) for _ in range(dice.randrange(1, 4))]
 
 
 @pytest.mark.parametrize("fields", [{"prompt_lookup_max": 0}, {"prompt_lookup_min": 0}])

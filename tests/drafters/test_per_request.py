@@ -38,6 +38,18 @@ def request_of(prompt: Sequence[int], max_tokens: int = 20) -> Request:
     return Request(prompt, params, vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
 
 
+def test_lookups_are_not_asked_where_nobody_may_draft() -> None:
+    """Others are: some take their next guesses from what they drafted last."""
+    drafter = Faulty()
+    batch = [request_of([1, 2]), request_of([3])]
+    for looks_up in (False, True):
+        drafter.state.clear()
+        drafter.looks_up = looks_up
+        drafts = PerRequest(drafter).propose(batch, [Budget(0, 0)] * 2)
+        assert [draft.tree.tokens for draft in drafts] == [(2,), (3,)]
+        assert len(drafter.state) == (0 if looks_up else 2)
+
+
 class Faulty(Drafter):
     """Repeats the root, keeps a state, and fails where it is told to."""
 

@@ -314,6 +314,31 @@ def test_earlier_outputs_are_forgotten_on_demand(method: str) -> None:
     assert remembered() == first
 
 
+def test_drafters_of_single_requests_forget_as_well() -> None:
+    llm = tiny_llm(tiny_model())
+    config = {"method": "suffix"}
+    llm.generate([[1, 2, 3]], SamplingParams(seed=1, max_tokens=8), speculative_config=config)
+    ((_, speculation),) = llm._others
+    drafter = speculation.drafter
+    assert isinstance(drafter, SuffixDrafter)
+    assert len(drafter._earlier) == 1
+    llm.reset_drafter_memory()
+    assert len(drafter._earlier) == 0
+
+
+def test_outputs_are_remembered_although_nobody_asked_and_not_what_was_taken_back() -> None:
+    drafter = SuffixDrafter(options())
+    never, back, again = (request_of([1, 2]) for _ in range(3))
+    for request in (back, again):
+        drafter.propose([request], [Budget(4, 4)])
+        drafter.rewind(request)
+    drafter.propose([again], [Budget(4, 4)])
+    for request, kept in ((never, 1), (back, 1), (again, 2)):
+        request.token_ids += [3, 4]
+        drafter.release(request)
+        assert len(drafter._earlier) == kept
+
+
 def suffix_drafters(drafter: Any) -> list[SuffixDrafter]:
     """Itself, or those inside."""
     if isinstance(drafter, SuffixDrafter):

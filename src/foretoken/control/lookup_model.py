@@ -1,6 +1,6 @@
 """`cost_model` for drafters that look their guesses up: the guess comes first, then it is cut.
 
-A lookup takes microseconds, and how it found a token says how good that is. So the drafter is asked
+A lookup takes little time, and how it found a token says how good that is. So the drafter is asked
 for all it has, and of that as much is drafted as pays (`trim`). Such tokens are certain (q is
 one-hot), so that any function of the text may decide which are verified.
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["LookupModel"]
 
 _PRICE = 0.001
-"""What questions in vain may cost, as a share of the time."""
+"""What questions in vain may cost, as a share of the time, if `probe_every` allows it."""
 
 _WORTH_IT = 1.03
 """What drafts must promise to yield over a plain step: less is lost in what estimates are off by,

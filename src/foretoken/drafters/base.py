@@ -42,8 +42,9 @@ class Drafter(ABC):
     an instance may say so of itself."""
 
     looks_up: bool = False
-    """Whether its drafts are certain tokens found in no time, with their grounds (`Draft.grounds`);
-    an instance may say so of itself. It is not asked where nobody may draft."""
+    """Whether its drafts are certain tokens, found in much less time than a pass takes, with their
+    grounds (`Draft.grounds`); an instance may say so of itself. It is not asked where nobody may
+    draft."""
 
     reads_target_kv: bool = False
     """Whether it drafts on the target's own KV, and so only what follows the committed tokens."""
