@@ -254,8 +254,9 @@ class _Run:
 
 def _round(llms: Mapping[str, LLM], texts: _Texts, cell: Cell, index: int) -> dict[str, Any]:
     prompts, params = texts.prompts(cell, index), texts.params(cell, index)
-    labels = order(list(llms), index)
-    runs = {label: _Run(llms[label], prompts, params, cell.batch) for label in labels}
+    runs = {
+        label: _Run(llms[label], prompts, params, cell.batch) for label in order(list(llms), index)
+    }
     for llm in llms.values():  # cells share prompts: nobody is to find their outputs remembered
         llm.reset_drafter_memory()
     enough = texts.max_tokens * _requests(cell)

@@ -47,13 +47,35 @@ class SwitchOptions(CombineOptions):
     try_every: Annotated[int, Ge(2)] = 16
 
 
-class Ensemble(Drafter):
+class _Several(Drafter):
+    """Drafters that all see the same requests come and go."""
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        self._drafters = list(drafters)
+
+    def rewind(self, request: Request) -> None:
+        """Every drafter takes the tokens back."""
+        for drafter in self._drafters:
+            drafter.rewind(request)
+
+    def release(self, request: Request) -> None:
+        """Every drafter forgets the request."""
+        for drafter in self._drafters:
+            drafter.release(request)
+
+    def forget(self) -> None:
+        """Every drafter forgets earlier requests."""
+        for drafter in self._drafters:
+            drafter.forget()
+
+
+class Ensemble(_Several):
     """All drafters propose; their drafts are merged into one tree (`merge`)."""
 
     makes_branches = True
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
-        self._drafters = list(drafters)
+        super().__init__(drafters)
         self.looks_up = all(drafter.looks_up for drafter in drafters)
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
@@ -72,21 +94,6 @@ class Ensemble(Drafter):
         """Every drafter sees what came of the whole."""
         for drafter in self._drafters:
             drafter.observe(outcomes, times)
-
-    def rewind(self, request: Request) -> None:
-        """Every drafter takes the tokens back."""
-        for drafter in self._drafters:
-            drafter.rewind(request)
-
-    def release(self, request: Request) -> None:
-        """Every drafter forgets the request."""
-        for drafter in self._drafters:
-            drafter.release(request)
-
-    def forget(self) -> None:
-        """Every drafter forgets earlier requests."""
-        for drafter in self._drafters:
-            drafter.forget()
 
 
 def merge(drafts: Sequence[Draft], limit: int) -> Draft:
@@ -186,11 +193,11 @@ class _Choice:
         return max(range(len(self.arms)), key=lambda i: self.arms[i].goodput)
 
 
-class Switch(Drafter):
+class Switch(_Several):
     """Each request drafts with the drafter that has served it best lately."""
 
     def __init__(self, drafters: Sequence[Drafter], options: SwitchOptions) -> None:
-        self._drafters = list(drafters)
+        super().__init__(drafters)
         self._options = options
         self._choices: dict[int, _Choice] = {}
         self.makes_branches = any(drafter.makes_branches for drafter in drafters)
@@ -224,21 +231,10 @@ class Switch(Drafter):
                 choice.arms[choice.current].add(len(outcome.accepted.path) + 1, seconds)
             self._drafters[choice.current].observe([outcome], times)
 
-    def rewind(self, request: Request) -> None:
-        """Every drafter takes the tokens back; what was learnt of them stays."""
-        for drafter in self._drafters:
-            drafter.rewind(request)
-
     def release(self, request: Request) -> None:
-        """Forget the request everywhere."""
+        """Forget the request everywhere; a rewind leaves what was learnt of the drafters."""
         self._choices.pop(request.key, None)
-        for drafter in self._drafters:
-            drafter.release(request)
-
-    def forget(self) -> None:
-        """Every drafter forgets earlier requests."""
-        for drafter in self._drafters:
-            drafter.forget()
+        super().release(request)
 
     def _choice(self, request: Request) -> _Choice:
         if request.key not in self._choices:

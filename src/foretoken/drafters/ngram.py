@@ -54,15 +54,14 @@ class SearchedText:
 
         Longer suffixes than are looked up may have occurred there: the length is that of the whole.
         """
-        text, position, length = self._text, 0, 0
+        text, length = self._text, 0
         end = len(text) - 1  # an occurrence has a successor
         for order in self._orders:  # a longer one does not occur later than a shorter one
             start = text.rfind(text[-order:], 0, end) if order <= end else -1
             if start < 0:
                 break
-            position = end = start + order
-            length = order
-        return (position, length + self._further(position, length)) if length else None
+            end, length = start + order, order
+        return (end, length + self._further(end, length)) if length else None
 
     def _further(self, position: int, length: int) -> int:
         """How many more tokens are the same before the suffix and its occurrence."""
