@@ -41,7 +41,7 @@ _MARGIN = ROW_MULTIPLE - 1
 _COST_SIZES = (1, 2, 4, 8, 16, 32, 64)
 _COST_ROWS = (4, 16)
 _COST_CONTEXT = 128
-_COST_REPEATS = 2
+_COST_ROUNDS = 5
 _COST_SECONDS = 2.0
 
 _PROBE_TOLERANCE = {True: 1e-3, False: 0.25}
@@ -264,9 +264,10 @@ class Target:
 
     @torch.inference_mode()
     def measure_costs(self, most_rows: int = max(_COST_ROWS)) -> CostCurve:
-        """Seconds of a pass by number of positions and of rows, each the median of a few passes.
+        """Seconds of a pass by number of positions and of rows: medians of a few rounds of all.
 
-        Takes a few tenths of a second for a small model. For a large one what is not measured by
+        In rounds, because the next second of a machine with other tenants may be twice as fast.
+        Takes half a second for a small model. For a large one what was not measured by
         `_COST_SECONDS` is left out: the curve is extended and corrected as it is used.
 
         Args:
@@ -275,41 +276,45 @@ class Target:
         Raises:
             SlabFull: there is no memory for it.
         """
-        deadline = time.perf_counter() + _COST_SECONDS
         keys = [_PROBE_KEY - row for row in range(max(_COST_ROWS))]
         others = len(self._keys)
         self.add(keys[0])
         try:
             self.prefill(keys[0], [0] * min(_COST_CONTEXT, self.max_model_len // 2))
-            room = self.max_model_len - self.cached(keys[0])
-            points: dict[int, float] = {}
-            for size in _COST_SIZES:
-                if size < room and (not points or time.perf_counter() < deadline):
-                    points[size] = self._seconds(keys[:1], size)
-            curve = CostCurve(points)
+            cached = self.cached(keys[0])
+            sizes = [(1, size) for size in _COST_SIZES if size < self.max_model_len - cached]
             for rows in _COST_ROWS:
-                has_room = self.has_room(others + rows, self.cached(keys[0]) + 1)
-                if rows > most_rows or not has_room or time.perf_counter() > deadline:
-                    break
-                for key in keys[1:rows]:
-                    self.fork(keys[0], key)
-                curve.observe(rows, self._seconds(keys[:rows], 1), rows)
-            return curve
+                if rows <= most_rows and self.has_room(others + rows, cached + 1):
+                    for key in keys[1:rows]:
+                        if key not in self:
+                            self.fork(keys[0], key)
+                    sizes.append((rows, rows))
+            seconds = self._seconds(keys, sizes)
         finally:
             for key in keys:
                 if key in self:
                     self.remove(key)
             self._slab.shrink()
+        curve = CostCurve({nodes: taken for (rows, nodes), taken in seconds.items() if rows == 1})
+        for (rows, nodes), taken in seconds.items():
+            if rows > 1:
+                curve.observe(nodes, taken, rows)
+        return curve
 
-    def _seconds(self, keys: Sequence[int], positions: int) -> float:
-        """Of a pass with this many positions in each row; the median of a few."""
-        trees = [chain([0] * positions)] * len(keys)
-        times = []
-        for _ in range(_COST_REPEATS + 1):  # the first one warms up
-            began = time.perf_counter()
-            self.verify(keys, trees)
-            times.append(time.perf_counter() - began)
-        return statistics.median(times[1:])
+    def _seconds(
+        self, keys: Sequence[int], sizes: Sequence[tuple[int, int]]
+    ) -> dict[tuple[int, int], float]:
+        """Of passes over so many rows and nodes; the first round warms up, if there is another."""
+        times: dict[tuple[int, int], list[float]] = {}
+        deadline = time.perf_counter() + _COST_SECONDS
+        for _ in range(1 + _COST_ROUNDS):
+            for rows, nodes in sizes:
+                began = time.perf_counter()
+                if times and began > deadline:
+                    break
+                self.verify(keys[:rows], [chain([0] * (nodes // rows))] * rows)
+                times.setdefault((rows, nodes), []).append(time.perf_counter() - began)
+        return {size: statistics.median(taken[1:] or taken) for size, taken in times.items()}
 
     # Construction-time check
 

@@ -45,7 +45,7 @@ class WildCosts(CostCurve):
         super().__init__({1: 1.0})
         self._dice = np.random.default_rng(1)
 
-    def of_one_row(self, positions: float) -> float:
+    def __call__(self, positions: float, rows: int = 1) -> float:
         return float(10 ** self._dice.uniform(-1, 2))
 
     def drafting(self, positions: NDArray[np.float64], rows: int) -> NDArray[np.float64]:

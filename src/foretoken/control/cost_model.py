@@ -178,7 +178,7 @@ class CostModel(Controller):
 
     def _best_depth(self, known: _Known) -> int:
         """Of one request alone, which has a draft or has none: all depths compared."""
-        share, plain = self._share(known), self.costs.of_one_row(1)
+        share, plain = self._share(known), self.costs(1)
         level_cost = self._drafting.level.believed(trying=self._trying)
         without = (1 - share) * (plain + self._drafting.asking.believed(trying=self._trying))
         tokens, passed = 1.0, share
@@ -187,7 +187,7 @@ class CostModel(Controller):
         for depth, (odds, nodes) in enumerate(levels, 1):
             passed *= odds
             tokens += passed
-            drafted = depth * level_cost + self.costs.of_one_row(1 + nodes)
+            drafted = depth * level_cost + self.costs(1 + nodes)
             rate = tokens / (share * drafted + without)
             if rate > best_rate:
                 best, best_rate = depth, rate
@@ -261,7 +261,7 @@ class CostModel(Controller):
         rows = times.rows or len(outcomes)
         if not times.noted:
             self.costs.observe(times.positions or positions, times.verify, rows)
-        self._plain_steps.count(drafted=deepest > 0)
+        self._plain_steps.count(drafted=deepest > 0, surprised=self.costs.surprised)
         if asked:
             self._drafting.add(times.draft, deepest, caught_up=caught_up)
 

@@ -202,7 +202,7 @@ class LookupModel(Controller):
         if not times.noted:
             rows = times.rows or len(outcomes)
             self.costs.observe(times.positions or rows + drafted, times.verify, rows)
-        self._plain_steps.count(drafted=drafted > 0)
+        self._plain_steps.count(drafted=drafted > 0, surprised=self.costs.surprised)
         if times.draft:  # to ask is also to learn from the answer, here as in the drafter
             self._time(times.draft + time.perf_counter() - began)
         for _, known in self._asked:
