@@ -7,13 +7,15 @@ rules, drafters and noise see nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import overload
 
 import torch
 from torch import Tensor
 
-__all__ = ["Law"]
+__all__ = ["Law", "OneHots"]
 
 
 @dataclass(frozen=True)
@@ -130,3 +132,28 @@ class _OneHot(Law):
     def support(self) -> Tensor:
         """See `Law`."""
         return torch.tensor([self.__dict__["certain"]])
+
+
+class OneHots(Sequence[Law]):
+    """Laws that are certain, each made when it is looked at: most drafts' never are.
+
+    Args:
+        tokens: those that are.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @overload
+    def __getitem__(self, index: int) -> Law: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> OneHots: ...
+
+    def __getitem__(self, index: int | slice) -> Law | OneHots:
+        if isinstance(index, slice):
+            return OneHots(self._tokens[index])
+        return Law.one_hot(self._tokens[index])

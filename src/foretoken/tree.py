@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
+from operator import lt
 
-from foretoken.law import Law
+from foretoken.law import Law, OneHots
 
 __all__ = ["Draft", "TokenTree", "chain"]
 
@@ -31,7 +33,8 @@ class TokenTree:
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents) > 0, "a tree has a root"
         assert self.parents[0] == -1, "node 0 is the root"
-        assert all(0 <= p < i for i, p in enumerate(self.parents[1:], 1)), "parents come first"
+        assert min(self.parents[1:], default=0) >= 0, "node 0 is the only root"
+        assert all(map(lt, self.parents, count())), "parents come first"
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -44,7 +47,7 @@ class TokenTree:
     @cached_property
     def is_chain(self) -> bool:
         """Whether every node is the only child of the node before it."""
-        return all(parent == i - 1 for i, parent in enumerate(self.parents))
+        return self.parents == tuple(range(-1, len(self.parents) - 1))
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
@@ -58,7 +61,7 @@ class TokenTree:
     def children(self) -> tuple[tuple[int, ...], ...]:
         """Children of each node, in the order in which they were drafted."""
         if self.is_chain:
-            return (*((node,) for node in range(1, len(self.tokens))), ())
+            return (*zip(range(1, len(self.tokens)), strict=True), ())
         lists: list[list[int]] = [[] for _ in self.tokens]
         for node, parent in enumerate(self.parents[1:], 1):
             lists[parent].append(node)
@@ -108,7 +111,7 @@ class Draft:
     """
 
     tree: TokenTree
-    q: tuple[Law, ...]
+    q: Sequence[Law]
     grounds: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -123,7 +126,7 @@ class Draft:
     @staticmethod
     def deterministic(tree: TokenTree, grounds: tuple[int, ...] = ()) -> Draft:
         """A draft that was not sampled: every law is one-hot at its token."""
-        return Draft(tree, tuple(Law.one_hot(token) for token in tree.tokens[1:]), grounds)
+        return Draft(tree, OneHots(tree.tokens[1:]), grounds)
 
     def only(self, nodes: Sequence[int]) -> Draft:
         """The draft with these drafted nodes alone; every one comes after its parent."""
@@ -131,11 +134,12 @@ class Draft:
         if len(nodes) == tree.num_drafted:
             return self
         places = {0: 0, **{node: place for place, node in enumerate(nodes, 1)}}
-        tokens = (tree.tokens[0], *(tree.tokens[node] for node in nodes))
+        tokens = [tree.tokens[node] for node in nodes]
         parents = (-1, *(places[tree.parents[node]] for node in nodes))
+        certain = isinstance(self.q, OneHots)
         return Draft(
-            TokenTree(tokens, parents),
-            tuple(self.q[node - 1] for node in nodes),
+            TokenTree((tree.tokens[0], *tokens), parents),
+            OneHots(tokens) if certain else tuple(self.q[node - 1] for node in nodes),
             tuple(self.grounds[node - 1] for node in nodes) if self.grounds else (),
         )
 

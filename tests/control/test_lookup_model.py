@@ -308,14 +308,16 @@ def test_every_token_of_a_chain_makes_its_match_longer() -> None:
 
 def test_a_guess_is_followed_as_long_as_it_is_likely() -> None:
     odds = GuessOdds()
-    likely = odds.likely(guess(1, 16))
+    likely = odds.likely(guess(1, 16), 0.1)
+    assert likely == [each for each in odds.likely(guess(1, 16), 0.0) if each[0] >= 0.1]
+    assert 1 < len(likely) < 16
     assert likely == sorted(likely, reverse=True)
     assert [node for _, node in likely] == list(range(1, len(likely) + 1))
     assert likely[0][0] == odds.of(1)
     assert likely[1][0] == pytest.approx(odds.of(1) * odds.of(2))
     for _ in range(300):
         odds.add(1, right=False)
-    assert odds.likely(guess(1, 16)) == []
+    assert odds.likely(guess(1, 16), 0.1) == []
 
 
 def fork() -> Draft:
@@ -327,7 +329,7 @@ def fork() -> Draft:
 def test_a_tree_is_as_likely_as_its_paths() -> None:
     odds = GuessOdds()
     first, second = odds.of(by_rank(0)), odds.of(by_rank(1))
-    likely = odds.likely(fork())
+    likely = odds.likely(fork(), 0.0)
     assert [node for _, node in likely] == [1, 2, 3, 4]
     expected = [first, second, first * first, second * second]
     assert [p for p, _ in likely] == pytest.approx(expected)
@@ -346,7 +348,7 @@ def test_of_a_tree_every_branch_is_learnt_from_down_to_where_the_text_left_it() 
 
 def test_trees_are_cut_to_their_likeliest_nodes() -> None:
     """Where positions are nearly free all are drafted, where they are dear none is."""
-    best = [node for _, node in sorted(GuessOdds().likely(fork()), reverse=True)]
+    best = [node for _, node in sorted(GuessOdds().likely(fork(), 0.0), reverse=True)]
     for seconds, nodes in ((flat, range(4, 5)), (cpu, range(1, 4)), (steep, range(1))):
         model, request = LookupModel(LENGTH, costs=measured(seconds)), request_of()
         model.budgets([request])
@@ -368,3 +370,36 @@ def test_cutting_keeps_nodes_with_their_laws_and_grounds() -> None:
     assert branch.tree == chain([ROOT, WRONG, RIGHT])
     assert [law.certain for law in branch.q] == [WRONG, RIGHT]
     assert branch.grounds == (by_rank(1), by_rank(1))
+
+
+def test_promises_that_are_not_kept_are_believed_less() -> None:
+    """A text in which guesses are worse than matches tell: that shows in what drafts bring."""
+    lengths = []
+    for passed in (LENGTH, 0):
+        model = LookupModel(LENGTH, costs=measured(cpu))
+        for step in range(40):
+            request = request_of()
+            (budget,) = model.budgets([request])
+            (draft,) = model.trim([request], [guess(3 if step % 2 else LONGEST_MATCH, LENGTH)])
+            times = StepTimes(0.0, cpu(1 + draft.tree.num_drafted), 0.0)
+            model.observe([outcome(request, draft, passed)], times)
+            model._overall = GuessOdds()  # the next request's guesses are as good as ever, it says
+        lengths.append(draft.tree.num_drafted)
+        assert budget.chain
+    assert lengths[0] > lengths[1]
+
+
+def test_what_is_left_out_as_unlikely_would_not_have_paid() -> None:
+    """The bound on single tokens is exact: all prefixes of all of them compared."""
+    for seconds in (flat, cheap, cpu, stairs, steep):
+        for rows in (1, 3, 16):
+            model = LookupModel(LENGTH, costs=measured(seconds))
+            passes = model._expected_passes(rows)
+            dice = random.Random(rows)
+            odds = sorted((dice.random() for _ in range(3 * rows)), reverse=True)
+
+            def rate(count: int, odds: list[float] = odds, rows: int = rows) -> float:
+                return (rows + sum(odds[:count])) / passes.relative[count]  # noqa: B023
+
+            best = max(range(len(odds) + 1), key=rate)
+            assert all(p >= passes.least for p in odds[:best])

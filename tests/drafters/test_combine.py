@@ -71,7 +71,8 @@ def test_lookups_are_merged_by_their_odds() -> None:
     assert merged.grounds == (*by_match(4, 3), by_rank(7))
     assert merge([longest, ranked], 3).tree == chain([0, 1, 2, 3])
     assert merge([ranked, longest], 4).grounds == merged.grounds
-    assert merge([longest, Draft.empty(0)], 4) == longest
+    alone = merge([longest, Draft.empty(0)], 4)
+    assert (alone.tree, alone.grounds) == (longest.tree, longest.grounds)
     drawn = Draft(chain([0, 4]), (Law(torch.ones(9) / 9),))
     assert merge([longest, drawn], 4).grounds == ()
 

@@ -19,7 +19,7 @@ from bisect import bisect_left
 import numpy as np
 from numpy.typing import NDArray
 
-from foretoken.control.tracking import Tracked
+from foretoken.control.tracking import Tracked, Triple
 
 __all__ = ["CostCurve"]
 
@@ -77,7 +77,7 @@ class CostCurve:
         self._seconds = [max(points[size], _SHORTEST) for size in self._sizes]
         self._straighten()
         doubts = _MEASURED if self.measured else _GUESSED
-        self._tracked = Tracked([1.0, _ROW * self._seconds[0], 1.0], doubts)
+        self._tracked = Tracked((1.0, _ROW * self._seconds[0], 1.0), doubts)
 
     def start_from(self, other: CostCurve) -> None:
         """Go on as the other curve, which is given up: whoever holds this one sees it."""
@@ -100,29 +100,29 @@ class CostCurve:
             self._scaled = True
             scale = seconds / self(positions, rows)
             self._begin({size: passes * scale for size, passes in _ASSUMED.items()})
-        self._tracked.add(self._parts(positions, rows), seconds)
+        parts = self._parts(positions, rows)
+        self._tracked.add(*parts, seconds)
         if positions > rows:
-            self._bend(positions, seconds, rows)
+            self._bend(positions, parts, seconds)
 
-    def _bend(self, positions: int, seconds: float, rows: int) -> None:
+    def _bend(self, positions: int, parts: Triple, seconds: float) -> None:
         """Move the points beside a pass with drafts by what the coefficients leave unexplained."""
         sizes, curve = self._sizes, self._seconds
         while positions > sizes[-1]:
             sizes.append(2 * sizes[-1])
             curve.append(2 * curve[-1])
-        expected = self(positions, rows)
-        added = expected - self(rows, rows)
-        most = max(_MOST_OF_DRAFTS * added, _MOST_OF_PASS * expected)
-        off = _WEIGHT_OF_NEW * min(max(seconds - expected, -most), most)
-        off /= max(self._tracked.values[_DRAFTED], _SHORTEST)
+        expected, slope = self._tracked(*parts), max(self._tracked.values[_DRAFTED], _SHORTEST)
+        most = max(_MOST_OF_DRAFTS * slope * parts[_DRAFTED], _MOST_OF_PASS * expected)
+        off = _WEIGHT_OF_NEW * min(max(seconds - expected, -most), most) / slope
         at = bisect_left(sizes, positions)
-        beside = {at: 1.0}
-        if sizes[at] != positions and at:
+        # Plain passes, and so the points below those of the rows, are the coefficients' affair.
+        if sizes[at] == positions or not at:
+            curve[at] += off
+        else:
             share = (positions - sizes[at - 1]) / (sizes[at] - sizes[at - 1])
-            beside = {at - 1: 1 - share, at: share}
-        for point, share in beside.items():
-            if sizes[point] > rows:  # plain passes are the coefficients' affair
-                curve[point] += share * off
+            curve[at] += share * off
+            if sizes[at - 1] > parts[1] + 1:
+                curve[at - 1] += (1 - share) * off
         self._straighten()
 
     def _straighten(self) -> None:
@@ -130,9 +130,11 @@ class CostCurve:
         sizes, curve = self._sizes, self._seconds
         slope = _LEAST_SLOPE * curve[0] / sizes[0]
         for at in range(1, len(curve)):
-            curve[at] = max(curve[at], curve[at - 1] + slope * (sizes[at] - sizes[at - 1]))
+            least = curve[at - 1] + slope * (sizes[at] - sizes[at - 1])
+            if curve[at] < least:
+                curve[at] = least
 
-    def _parts(self, positions: float, rows: int) -> tuple[float, float, float]:
+    def _parts(self, positions: float, rows: int) -> Triple:
         """What the coefficients are multiplied with."""
         plain = self._alone(rows)
         return plain, rows - 1.0, (self._alone(positions) - plain if positions > rows else 0.0)
@@ -151,7 +153,7 @@ class CostCurve:
 
     def __call__(self, positions: float, rows: int = 1) -> float:
         """Expected seconds of a pass over this many positions."""
-        return self._tracked(self._parts(positions, rows))
+        return self._tracked(*self._parts(positions, rows))
 
     def drafting(self, positions: NDArray[np.float64], rows: int) -> NDArray[np.float64]:
         """Seconds to reckon with for passes with drafts over these numbers of positions.
@@ -164,7 +166,7 @@ class CostCurve:
         plain, before, _ = self._parts(rows, rows)
         drafted = self._tracked.values[_DRAFTED]
         drafted *= 1 - max(0.0, self._tracked.doubt(_DRAFTED) - _TRUSTED)
-        seconds: NDArray[np.float64] = self._tracked((plain, before, 0.0)) + drafted * np.maximum(
+        seconds: NDArray[np.float64] = self._tracked(plain, before, 0.0) + drafted * np.maximum(
             curve - plain, 0.0
         )
         return seconds

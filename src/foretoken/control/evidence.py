@@ -122,9 +122,6 @@ LONGEST_MATCH = 16
 LONGEST_CONTEXT, NUM_RANKS = 3, 8
 """Of tokens that were probable after a context: its length, and how many of them."""
 
-_UNLIKELY = 0.01
-"""Nobody pays a position for a token of less probability."""
-
 _BY_MATCH: list[float] = [0.0, *(1 - 0.8 / length**0.7 for length in range(1, LONGEST_MATCH + 1))]
 _FIRST_RANK = [0.4, 0.5, 0.6]
 _LATER_RANKS = [0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01]
@@ -193,10 +190,19 @@ class GuessOdds:
         """The same as far as others tell."""
         return _AT_FIRST[grounds] if self._overall is None else self._overall.of(grounds)
 
-    def likely(self, guess: Draft) -> list[tuple[float, int]]:
+    def likely(self, guess: Draft, least: float) -> list[tuple[float, int]]:
         """Probability and node: that it is right and all before it; the unlikely left out."""
-        paths = path_odds(guess, self.of)
-        return [(odds, node) for node, odds in enumerate(paths, 1) if odds >= _UNLIKELY]
+        if not guess.tree.is_chain:
+            paths = path_odds(guess, self.of)
+            return [(odds, node) for node, odds in enumerate(paths, 1) if odds >= least]
+        found, path, known = list[tuple[float, int]](), 1.0, self._odds
+        for node, grounds in enumerate(guess.grounds, 1):
+            odds = known[grounds]
+            path *= self._expected(grounds) if odds is None else odds
+            if path < least:
+                break
+            found.append((path, node))
+        return found
 
     def add(self, grounds: int, *, right: bool) -> None:
         """One more token whose predecessors were right."""

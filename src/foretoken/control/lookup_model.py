@@ -50,6 +50,10 @@ _WEIGHT_OF_NEW, _WEIGHT_OF_ONE = 0.1, 0.05
 _COSTS_STEPS = 16
 """For so many steps costs are taken to be the same: compared with each other they move slowly."""
 
+_MEMORY_OF_PROMISES, _TRUST = 0.98, 4.0
+"""How much of what drafts promised and kept is remembered from one step to the next, and after how
+many tokens that weighs as much as what is known of guesses."""
+
 _SLEEPS = 4
 """One in so many steps in which nobody was asked is looked at: they are all alike."""
 
@@ -71,6 +75,22 @@ class _Known:
     gain: float
     read: bool = False
     guess: Draft | None = None
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """What passes over so many rows cost, in plain passes.
+
+    Attributes:
+        relative: by the number of drafted nodes.
+        rows: of the batch.
+        least: below this probability of a token its position costs more than it brings, whatever
+            else is drafted.
+    """
+
+    relative: Sequence[float]
+    rows: int
+    least: float
 
 
 class LookupModel(Controller):
@@ -97,9 +117,11 @@ class LookupModel(Controller):
         self._asleep = False  # whether that is all of them
         self._price = 0.0  # of a question, in plain passes
         self._asked: list[tuple[int, _Known]] = []  # in the present step: rows of the batch
+        self._promise = 0.0  # tokens that the present step's drafts should bring
+        self._promised = self._kept = 0.0  # the same of late, and what they brought
         self._plain_steps = PlainSteps()
-        self._relative: list[float] = []  # see `_passes`
-        self._passes_rows = self._passes_left = 0
+        self._passes = _Passes([1.0], 0, 0.0)
+        self._passes_left = 0
 
     # Before a step
 
@@ -137,10 +159,11 @@ class LookupModel(Controller):
         if not self._asked:
             return trimmed
         likely: list[tuple[float, int, int]] = []  # probability, row, node
+        least = self._expected_passes(len(batch) + self.others).least
         for row, known in self._asked:
             known.guess = draft = drafts[row]
             if draft.grounds:
-                likely += [(p, row, node) for p, node in known.odds.likely(draft)]
+                likely += [(p, row, node) for p, node in known.odds.likely(draft, least)]
         nodes, gains = self._choose(len(batch), likely)
         for row, known in self._asked:
             self._expect(known, gains[row])
@@ -163,29 +186,33 @@ class LookupModel(Controller):
             return nodes, gains
         # The sort is stable: no token comes before the one it follows.
         likely.sort(key=itemgetter(0), reverse=True)
-        passes = self._passes(rows, len(likely))
+        passes = self._passes.relative
         tokens, count, best = float(rows), 0, rows * _WORTH_IT
+        trust = min(1.0, (self._kept + _TRUST) / (self._promised + _TRUST))
         for index, (p, _, _) in enumerate(likely, 1):
-            tokens += p
+            tokens += trust * p
             if tokens > best * passes[index]:
                 count, best = index, tokens / passes[index]
         each = (passes[count] - 1) / max(1, count)
         for p, row, node in likely[:count]:
             nodes[row].append(node)
-            gains[row] += p / rows - each
+            gains[row] += trust * p / rows - each
         if self._plain_steps.due(best / rows):
             nodes = [[] for _ in range(own)]
+        elif count:
+            self._promise = sum(p for p, _, _ in likely[:count])
         return nodes, gains
 
-    def _passes(self, rows: int, nodes: int) -> Sequence[float]:
-        """What a pass costs with up to so many drafted nodes, in plain passes; of late."""
-        if rows != self._passes_rows or nodes >= len(self._relative) or not self._passes_left:
-            positions = rows + np.arange(max(nodes, rows * self.num_speculative_tokens) + 1.0)
+    def _expected_passes(self, rows: int) -> _Passes:
+        """What passes cost, of late."""
+        if rows != self._passes.rows or not self._passes_left:
+            positions = rows + np.arange(rows * self.num_speculative_tokens + 1.0)
             seconds = self.costs.drafting(positions, rows) / self.costs(rows, rows)
-            self._relative = [1.0, *seconds[1:].tolist()]
-            self._passes_rows, self._passes_left = rows, _COSTS_STEPS
+            least = rows * float(np.diff(seconds).min(initial=1.0))
+            self._passes = _Passes(seconds.tolist(), rows, least)
+            self._passes_left = _COSTS_STEPS
         self._passes_left -= 1
-        return self._relative
+        return self._passes
 
     # After a step
 
@@ -195,10 +222,14 @@ class LookupModel(Controller):
         if not self._asked and not self.others and self._step % _SLEEPS:
             self._plain_steps.count(drafted=False)
             return
-        drafted = 0
+        drafted = kept = 0
         for row, known in self._asked:
             drafted += outcomes[row].draft.tree.num_drafted
+            kept += len(outcomes[row].accepted.path)
             self._learn(known, outcomes[row])
+        self._promised = _MEMORY_OF_PROMISES * self._promised + self._promise
+        self._kept = _MEMORY_OF_PROMISES * self._kept + kept
+        self._promise = 0.0
         if not times.noted:
             rows = times.rows or len(outcomes)
             self.costs.observe(times.positions or rows + drafted, times.verify, rows)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-__all__ = ["Tracked"]
+__all__ = ["Tracked", "Triple"]
 
 _DRIFT = 0.01
 """How far a coefficient may have moved from one measurement to the next: a share of it."""
@@ -26,32 +24,35 @@ those that follow teach more."""
 _LEAST_LEFT = 0.5
 """No measurement leaves less of a coefficient: they stay positive."""
 
+Triple = tuple[float, float, float]
+
 
 class Tracked:
-    """Coefficients c >= 0 of `sum(c_i x_i)`: a Kalman filter in which each takes a random walk.
+    """Coefficients a, b, c >= 0 of `ax + by + cz`: a Kalman filter, each takes a random walk.
 
     Where measurements tell coefficients apart, each is learnt; where they do not, what surprises is
     blamed on those that are least certain. (Kalman, "A New Approach to Linear Filtering and
-    Prediction Problems", 1960.)
+    Prediction Problems", 1960.) Written out for three, because it runs between two passes.
 
     Args:
         values: what to begin with.
         doubts: standard deviations of those, as shares of them.
     """
 
-    __slots__ = ("_covariance", "_cut", "values")
+    __slots__ = ("_covariances", "_cut", "_variances", "values")
 
-    def __init__(self, values: Sequence[float], doubts: Sequence[float]) -> None:
-        self.values = list(values)
+    def __init__(self, values: Triple, doubts: Triple) -> None:
+        self.values = values
+        a, b, c = values
+        da, db, dc = doubts
+        self._variances: Triple = ((a * da) ** 2, (b * db) ** 2, (c * dc) ** 2)
+        self._covariances: Triple = (0.0, 0.0, 0.0)  # of a and b, a and c, b and c
         self._cut = 0.0  # of the last surprise, what was cut off
-        self._covariance = [
-            [(value * doubt) ** 2 if row == column else 0.0 for column in range(len(values))]
-            for row, (value, doubt) in enumerate(zip(values, doubts, strict=True))
-        ]
 
-    def __call__(self, xs: Sequence[float]) -> float:
+    def __call__(self, x: float, y: float, z: float) -> float:
         """The sum."""
-        return sum(value * x for value, x in zip(self.values, xs, strict=True))
+        a, b, c = self.values
+        return a * x + b * y + c * z
 
     @property
     def surprised(self) -> bool:
@@ -61,34 +62,48 @@ class Tracked:
     def doubt(self, index: int) -> float:
         """Standard deviation of a coefficient, as a share of it."""
         value = self.values[index]
-        return float(self._covariance[index][index] ** 0.5 / value) if value else 0.0
+        return float(self._variances[index] ** 0.5 / value) if value else 0.0
 
-    def add(self, xs: Sequence[float], measured: float) -> None:
+    def add(self, x: float, y: float, z: float, measured: float) -> None:
         """One more measurement of the sum."""
-        values, covariance = self.values, self._covariance
-        for index, value in enumerate(values):
-            if covariance[index][index] < (_MOST_DOUBT * value) ** 2:
-                covariance[index][index] += (_DRIFT * value) ** 2
-        expected = self(xs)
-        shared = [sum(c * x for c, x in zip(row, xs, strict=True)) for row in covariance]
-        variance = sum(s * x for s, x in zip(shared, xs, strict=True)) + (_NOISE * expected) ** 2
+        a, b, c = self.values
+        aa, bb, cc = self._variances
+        ab, ac, bc = self._covariances
+        aa, bb, cc = _drifted(aa, a), _drifted(bb, b), _drifted(cc, c)
+        shared_a = aa * x + ab * y + ac * z
+        shared_b = ab * x + bb * y + bc * z
+        shared_c = ac * x + bc * y + cc * z
+        expected = a * x + b * y + c * z
+        variance = shared_a * x + shared_b * y + shared_c * z + (_NOISE * expected) ** 2
         if not variance:
             return
         most = _MOST_SURPRISE * variance**0.5
         surprise = min(max(measured - expected, -most), most)
         before, self._cut = self._cut, measured - expected - surprise
-        gains = [each / variance for each in shared]
-        for index, gain in enumerate(gains):
-            values[index] = max(values[index] + gain * surprise, _LEAST_LEFT * values[index])
-        if self._cut:
-            if self._cut * before > 0:
-                self._doubt_all()
-            return
-        for gain, row in zip(gains, covariance, strict=True):
-            for other, each in enumerate(shared):
-                row[other] -= gain * each
+        by = surprise / variance
+        self.values = (
+            max(a + shared_a * by, _LEAST_LEFT * a),
+            max(b + shared_b * by, _LEAST_LEFT * b),
+            max(c + shared_c * by, _LEAST_LEFT * c),
+        )
+        if not self._cut:
+            aa, ab, ac = (
+                aa - shared_a * shared_a / variance,
+                ab - shared_a * shared_b / variance,
+                ac - shared_a * shared_c / variance,
+            )
+            bb, bc = bb - shared_b * shared_b / variance, bc - shared_b * shared_c / variance
+            cc -= shared_c * shared_c / variance
+        elif self._cut * before > 0:
+            aa, bb, cc = _doubted(aa, a), _doubted(bb, b), _doubted(cc, c)
+        self._variances, self._covariances = (aa, bb, cc), (ab, ac, bc)
 
-    def _doubt_all(self) -> None:
-        for index, value in enumerate(self.values):
-            if self._covariance[index][index] < value**2:
-                self._covariance[index][index] *= _DOUBT_AFTER
+
+def _drifted(variance: float, value: float) -> float:
+    """The variance after one more step of the walk."""
+    return variance + (_DRIFT * value) ** 2 if variance < (_MOST_DOUBT * value) ** 2 else variance
+
+
+def _doubted(variance: float, value: float) -> float:
+    """The variance after two surprises to the same side."""
+    return _DOUBT_AFTER * variance if variance < value**2 else variance
