@@ -304,17 +304,24 @@ class Target:
     def _seconds(
         self, keys: Sequence[int], sizes: Sequence[tuple[int, int]]
     ) -> dict[tuple[int, int], float]:
-        """Of passes over so many rows and nodes; the first round warms up, if there is another."""
+        """Of passes over so many rows and nodes: those that half the time was enough to warm up."""
         times: dict[tuple[int, int], list[float]] = {}
-        deadline = time.perf_counter() + _COST_SECONDS
-        for _ in range(1 + _COST_ROUNDS):
-            for rows, nodes in sizes:
-                began = time.perf_counter()
-                if times and began > deadline:
-                    break
-                self.verify(keys[:rows], [chain([0] * (nodes // rows))] * rows)
-                times.setdefault((rows, nodes), []).append(time.perf_counter() - began)
-        return {size: statistics.median(taken[1:] or taken) for size, taken in times.items()}
+        began = time.perf_counter()
+
+        def run(rows: int, nodes: int) -> float:
+            start = time.perf_counter()
+            self.verify(keys[:rows], [chain([0] * (nodes // rows))] * rows)
+            return time.perf_counter() - start
+
+        for size in sizes:
+            if not times or time.perf_counter() - began < _COST_SECONDS / 2:
+                run(*size)
+                times[size] = []
+        for _ in range(_COST_ROUNDS):
+            for size, taken in times.items():
+                if not taken or time.perf_counter() - began < _COST_SECONDS:
+                    taken.append(run(*size))
+        return {size: statistics.median(taken) for size, taken in times.items()}
 
     # Construction-time check
 

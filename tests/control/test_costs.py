@@ -42,16 +42,14 @@ def test_what_drafts_add_is_followed_apart_from_what_is_plain() -> None:
 def test_what_drafts_add_is_doubted_in_their_favour_where_there_were_none_for_long() -> None:
     curve = CostCurve({1: 1.0, 9: 2.0})
     added = []
-    for passes in (0, 50, 1000, 1000):
+    for passes in (50, 350, 10_000, 10_000):
         for _ in range(passes):
             curve.observe(1, 1.0)
         added.append(curve.drafting(np.array([9.0]), 1).item() - curve(1))
-    assert 1 > added[1] > added[2] > 0.5
-    assert added[3] == pytest.approx(added[2], rel=0.01)
+    assert added == pytest.approx([1.0, 0.9, 0.6, 0.6])
     assert curve(9) - curve(1) == pytest.approx(1.0)
-    for _ in range(30):  # nothing has changed
-        curve.observe(9, 2.0)
-    assert curve.drafting(np.array([9.0]), 1).item() - curve(1) == pytest.approx(1.0, rel=0.1)
+    curve.observe(9, 2.0)  # nothing has changed
+    assert curve.drafting(np.array([9.0]), 1).item() - curve(1) == pytest.approx(1.0, rel=0.01)
 
 
 def test_the_shape_of_the_curve_is_learnt() -> None:
@@ -143,3 +141,20 @@ def test_a_measured_curve_takes_the_place_of_a_learnt_one() -> None:
     unchanged.start_from(unchanged)
     assert unchanged(1) == 1.0
     assert unchanged.measured
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("measured", [True, False])
+def test_passes_with_drafts_that_are_faster_than_plain_ones_leave_a_sane_curve(
+    rows: int, measured: bool
+) -> None:
+    """On a machine where kernels for more rows are the better ones; and they may get dear again."""
+    curve = CostCurve({1: 1.0, 8: 1.5, 64: 4.0} if measured else None)
+    positions = rows + np.arange(16.0 * rows + 1)
+    for seconds in (0.8, 3.0):
+        for _ in range(500):
+            curve.observe(rows, 1.0, rows)
+            curve.observe(2 * rows, seconds, rows)
+            assert (np.diff(curve.drafting(positions, rows)) > 0).all()
+        assert curve(rows, rows) == pytest.approx(1.0, rel=0.2)
+    assert curve(2 * rows, rows) == pytest.approx(3.0, rel=0.1)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import pytest
 import torch
@@ -397,9 +398,6 @@ def test_what_is_left_out_as_unlikely_would_not_have_paid() -> None:
             passes = model._expected_passes(rows)
             dice = random.Random(rows)
             odds = sorted((dice.random() for _ in range(3 * rows)), reverse=True)
-
-            def rate(count: int, odds: list[float] = odds, rows: int = rows) -> float:
-                return (rows + sum(odds[:count])) / passes.relative[count]  # noqa: B023
-
-            best = max(range(len(odds) + 1), key=rate)
-            assert all(p >= passes.least for p in odds[:best])
+            tokens = accumulate(odds, initial=float(rows))
+            rates = [some / passes.relative[count] for count, some in enumerate(tokens)]
+            assert all(p >= passes.least for p in odds[: rates.index(max(rates))])

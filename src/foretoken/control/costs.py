@@ -40,8 +40,9 @@ _ROW = 0.02
 _MEASURED, _GUESSED = (0.05, 1.0, 0.2), (0.2, 1.0, 1.0)
 """How much the coefficients are doubted in the beginning, if the curve was measured or not."""
 
-_TRUSTED = 0.1
-"""What drafts add is doubted so much in any case; see `CostCurve.drafting`."""
+_DOUBT, _TRUSTED, _MOST_DOUBT = 0.01, 0.1, 0.4
+"""How much what drafts add is doubted after one pass without any, growing with the root of their
+number; that is nothing up to the second, and no more than the third. See `CostCurve.drafting`."""
 
 _SHORTEST = 1e-9
 """Seconds: clocks may stand still, costs are divided by."""
@@ -68,6 +69,7 @@ class CostCurve:
     def __init__(self, points: dict[int, float] | None = None) -> None:
         self.measured = bool(points)
         self._scaled = self.measured
+        self._without_drafts = 0  # passes since the last one with
         self._sizes: list[int] = []
         self._seconds: list[float] = []
         self._begin(points or _ASSUMED)
@@ -102,7 +104,9 @@ class CostCurve:
             self._begin({size: passes * scale for size, passes in _ASSUMED.items()})
         parts = self._parts(positions, rows)
         self._tracked.add(*parts, seconds)
+        self._without_drafts += 1
         if positions > rows:
+            self._without_drafts = 0
             self._bend(positions, parts, seconds)
 
     def _bend(self, positions: int, parts: Triple, seconds: float) -> None:
@@ -115,7 +119,7 @@ class CostCurve:
         most = max(_MOST_OF_DRAFTS * slope * parts[_DRAFTED], _MOST_OF_PASS * expected)
         off = _WEIGHT_OF_NEW * min(max(seconds - expected, -most), most) / slope
         at = bisect_left(sizes, positions)
-        # Plain passes, and so the points below those of the rows, are the coefficients' affair.
+        # Points up to the number of rows say what is plain, which is the coefficients' affair.
         if sizes[at] == positions or not at:
             curve[at] += off
         else:
@@ -159,13 +163,13 @@ class CostCurve:
         """Seconds to reckon with for passes with drafts over these numbers of positions.
 
         What drafts add is doubted the more the longer there were none. It may have become less, and
-        nobody would know: that doubt counts in their favour, so that they are tried.
+        nobody would know: that doubt counts in their favour, so that they are tried again.
         """
         sizes = self._sizes
         curve = np.interp(positions, sizes, self._seconds) * np.maximum(positions / sizes[-1], 1.0)
         plain, before, _ = self._parts(rows, rows)
-        drafted = self._tracked.values[_DRAFTED]
-        drafted *= 1 - max(0.0, self._tracked.doubt(_DRAFTED) - _TRUSTED)
+        doubt = _DOUBT * self._without_drafts**0.5 - _TRUSTED
+        drafted = self._tracked.values[_DRAFTED] * (1 - min(max(0.0, doubt), _MOST_DOUBT))
         seconds: NDArray[np.float64] = self._tracked(plain, before, 0.0) + drafted * np.maximum(
             curve - plain, 0.0
         )

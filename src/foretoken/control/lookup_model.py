@@ -48,7 +48,7 @@ _WEIGHT_OF_NEW, _WEIGHT_OF_ONE = 0.1, 0.05
 """How much a question says of what the next ones save: of its request, and of new ones."""
 
 _COSTS_STEPS = 16
-"""For so many steps costs are taken to be the same: compared with each other they move slowly."""
+"""For so many steps costs are taken to be the same: working them out takes time, too."""
 
 _MEMORY_OF_PROMISES, _TRUST = 0.98, 4.0
 """How much of what drafts promised and kept is remembered from one step to the next, and after how
@@ -83,7 +83,7 @@ class _Passes:
 
     Attributes:
         relative: by the number of drafted nodes.
-        rows: of the batch.
+        rows: of the whole batch.
         least: below this probability of a token its position costs more than it brings, whatever
             else is drafted.
     """
@@ -155,7 +155,7 @@ class LookupModel(Controller):
 
     def trim(self, batch: Sequence[Request], drafts: Sequence[Draft]) -> list[Draft]:
         """See `Controller.trim`: the likeliest tokens of all guesses, as many as pay."""
-        trimmed = list(drafts)
+        trimmed, self._promise = list(drafts), 0.0
         if not self._asked:
             return trimmed
         likely: list[tuple[float, int, int]] = []  # probability, row, node

@@ -10,7 +10,7 @@ _DRIFT = 0.01
 _NOISE = 0.04
 """The standard deviation of a measurement, as a share of it."""
 
-_MOST_DOUBT = 0.3
+_MOST_DOUBT = 0.5
 """What was not measured for long is not doubted more than so: a share of it."""
 
 _MOST_SURPRISE = 3.0
@@ -21,8 +21,9 @@ _DOUBT_AFTER = 2.0
 """Where the next one is off to the same side it was none: variances grow by this factor, so that
 those that follow teach more."""
 
-_LEAST_LEFT = 0.5
-"""No measurement leaves less of a coefficient: they stay positive."""
+_LEAST_LEFT, _LEAST = 0.5, 0.05
+"""Shares of a coefficient that are left by any measurement, and of what it began with by all: at
+zero it could not walk."""
 
 Triple = tuple[float, float, float]
 
@@ -37,15 +38,20 @@ class Tracked:
     Args:
         values: what to begin with.
         doubts: standard deviations of those, as shares of them.
+
+    Attributes:
+        values: the coefficients.
+        variances: of those.
     """
 
-    __slots__ = ("_covariances", "_cut", "_variances", "values")
+    __slots__ = ("_covariances", "_cut", "_least", "values", "variances")
 
     def __init__(self, values: Triple, doubts: Triple) -> None:
         self.values = values
         a, b, c = values
         da, db, dc = doubts
-        self._variances: Triple = ((a * da) ** 2, (b * db) ** 2, (c * dc) ** 2)
+        self._least: Triple = (_LEAST * a, _LEAST * b, _LEAST * c)
+        self.variances: Triple = ((a * da) ** 2, (b * db) ** 2, (c * dc) ** 2)
         self._covariances: Triple = (0.0, 0.0, 0.0)  # of a and b, a and c, b and c
         self._cut = 0.0  # of the last surprise, what was cut off
 
@@ -59,15 +65,10 @@ class Tracked:
         """Whether the last measurement was so far off that it was cut."""
         return self._cut != 0
 
-    def doubt(self, index: int) -> float:
-        """Standard deviation of a coefficient, as a share of it."""
-        value = self.values[index]
-        return float(self._variances[index] ** 0.5 / value) if value else 0.0
-
     def add(self, x: float, y: float, z: float, measured: float) -> None:
         """One more measurement of the sum."""
         a, b, c = self.values
-        aa, bb, cc = self._variances
+        aa, bb, cc = self.variances
         ab, ac, bc = self._covariances
         aa, bb, cc = _drifted(aa, a), _drifted(bb, b), _drifted(cc, c)
         shared_a = aa * x + ab * y + ac * z
@@ -81,12 +82,16 @@ class Tracked:
         surprise = min(max(measured - expected, -most), most)
         before, self._cut = self._cut, measured - expected - surprise
         by = surprise / variance
+        told = (a + shared_a * by, b + shared_b * by, c + shared_c * by)
+        least_a, least_b, least_c = self._least
         self.values = (
-            max(a + shared_a * by, _LEAST_LEFT * a),
-            max(b + shared_b * by, _LEAST_LEFT * b),
-            max(c + shared_c * by, _LEAST_LEFT * c),
+            max(told[0], _LEAST_LEFT * a, least_a),
+            max(told[1], _LEAST_LEFT * b, least_b),
+            max(told[2], _LEAST_LEFT * c, least_c),
         )
-        if not self._cut:
+        if self._cut * before > 0:
+            aa, bb, cc = _doubted(aa, a), _doubted(bb, b), _doubted(cc, c)
+        elif not self._cut and told == self.values:
             aa, ab, ac = (
                 aa - shared_a * shared_a / variance,
                 ab - shared_a * shared_b / variance,
@@ -94,9 +99,7 @@ class Tracked:
             )
             bb, bc = bb - shared_b * shared_b / variance, bc - shared_b * shared_c / variance
             cc -= shared_c * shared_c / variance
-        elif self._cut * before > 0:
-            aa, bb, cc = _doubted(aa, a), _doubted(bb, b), _doubted(cc, c)
-        self._variances, self._covariances = (aa, bb, cc), (ab, ac, bc)
+        self.variances, self._covariances = (aa, bb, cc), (ab, ac, bc)
 
 
 def _drifted(variance: float, value: float) -> float:
