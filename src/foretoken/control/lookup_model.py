@@ -50,9 +50,10 @@ _WEIGHT_OF_NEW, _WEIGHT_OF_ONE = 0.1, 0.05
 _COSTS_STEPS = 16
 """For so many steps costs are taken to be the same: working them out takes time, too."""
 
-_MEMORY_OF_PROMISES, _TRUST = 0.98, 4.0
-"""How much of what drafts promised and kept is remembered from one step to the next, and after how
-many tokens that weighs as much as what is known of guesses."""
+_PROMISES, _MEMORY_OF_PROMISES, _TRUST = 30.0, 0.995, 4.0
+"""What drafts promised and kept is remembered for so many promised tokens; how much of it from one
+step to the next, so that it is forgotten where nothing is drafted, too; and after how many tokens
+it weighs as much as what is known of guesses."""
 
 _SLEEPS = 4
 """One in so many steps in which nobody was asked is looked at: they are all alike."""
@@ -227,8 +228,9 @@ class LookupModel(Controller):
             drafted += outcomes[row].draft.tree.num_drafted
             kept += len(outcomes[row].accepted.path)
             self._learn(known, outcomes[row])
-        self._promised = _MEMORY_OF_PROMISES * self._promised + self._promise
-        self._kept = _MEMORY_OF_PROMISES * self._kept + kept
+        memory = _MEMORY_OF_PROMISES * _PROMISES / (_PROMISES + self._promise)
+        self._promised = memory * self._promised + self._promise
+        self._kept = memory * self._kept + kept
         self._promise = 0.0
         if not times.noted:
             rows = times.rows or len(outcomes)
