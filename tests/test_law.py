@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foretoken.law import Law
+from foretoken.law import Law, OneHots
 
 V = 6
 weights = st.lists(st.sampled_from([0.0, 0.0, 0.5, 1.0, 3.0]), min_size=V, max_size=V).filter(any)
@@ -48,3 +48,13 @@ def test_one_hot() -> None:
     other = Law.of(torch.full((V,), 1 / V))
     assert other.residual(law).prob(4) == 0
     assert other.residual(law).prob(3) == pytest.approx(1 / (V - 1))
+
+
+def test_certain_laws_are_made_once_and_only_where_they_are_looked_at() -> None:
+    laws = OneHots((4, 2, 4))
+    assert laws[1] is laws[1]
+    assert [law.certain for law in laws] == [4, 2, 4]
+    assert [law.certain for law in laws[1:]] == [2, 4]
+    assert len(laws) == 3
+    with pytest.raises(IndexError):
+        laws[3]

@@ -135,7 +135,7 @@ class _OneHot(Law):
 
 
 class OneHots(Sequence[Law]):
-    """Laws that are certain, each made when it is looked at: most drafts' never are.
+    """Laws that are certain, each made when it is first looked at: most drafts' never are.
 
     Args:
         tokens: those that are.
@@ -143,6 +143,7 @@ class OneHots(Sequence[Law]):
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = tokens
+        self._made: dict[int, Law] = {}
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -156,4 +157,6 @@ class OneHots(Sequence[Law]):
     def __getitem__(self, index: int | slice) -> Law | OneHots:
         if isinstance(index, slice):
             return OneHots(self._tokens[index])
-        return Law.one_hot(self._tokens[index])
+        if index not in self._made:
+            self._made[index] = Law.one_hot(self._tokens[index])
+        return self._made[index]
