@@ -115,7 +115,7 @@ class CostCurve:
         while positions > sizes[-1]:
             sizes.append(2 * sizes[-1])
             curve.append(2 * curve[-1])
-        expected, slope = self._tracked(*parts), max(self._tracked.values[_DRAFTED], _SHORTEST)
+        expected, slope = self._tracked(*parts), self._tracked.values[_DRAFTED]
         most = max(_MOST_OF_DRAFTS * slope * parts[_DRAFTED], _MOST_OF_PASS * expected)
         off = _WEIGHT_OF_NEW * min(max(seconds - expected, -most), most) / slope
         at = bisect_left(sizes, positions)
@@ -144,7 +144,7 @@ class CostCurve:
         return plain, rows - 1.0, (self._alone(positions) - plain if positions > rows else 0.0)
 
     def _alone(self, positions: float) -> float:
-        """F."""
+        """The curve of one row, f."""
         sizes, seconds = self._sizes, self._seconds
         at = bisect_left(sizes, positions)
         if at == len(sizes):

@@ -231,7 +231,6 @@ class LookupModel(Controller):
         memory = _MEMORY_OF_PROMISES * _PROMISES / (_PROMISES + self._promise)
         self._promised = memory * self._promised + self._promise
         self._kept = memory * self._kept + kept
-        self._promise = 0.0
         if not times.noted:
             rows = times.rows or len(outcomes)
             self.costs.observe(times.positions or rows + drafted, times.verify, rows)
