@@ -64,8 +64,8 @@ class Difference:
 class Comparison:
     """One method on one prompt against its reference.
 
-    `promised` says whether they ought to be identical: law 7 speaks of chains, so that the bits of
-    a run that drafted branches may differ.
+    `promised` says whether they ought to be identical: invariant 7 speaks of chains, so that the
+    bits of a run that drafted branches may differ.
     """
 
     check: str

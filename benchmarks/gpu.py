@@ -31,22 +31,22 @@ from benchmarks.prompts import encode, prompt_limit, read_prompts, stratified
 from benchmarks.report import command_line, machine, markdown_table, one_line_errors, progress_bar
 from benchmarks.speed_run import check_writable
 from foretoken import LLM, SamplingParams
-from foretoken.acceptance.coupled import Coupled
 from foretoken.bench.ratios import Interval, bootstrap_ratio, geometric_mean
 from foretoken.bench.rounds import order
 from foretoken.control import Fixed
+from foretoken.core.acceptance.coupled import Coupled
 from foretoken.decode import step
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.ngram import NgramDrafter, NgramOptions
 from foretoken.drafters.none import NoDrafter
-from foretoken.engine import Engine
+from foretoken.engine.scheduler import Engine
 from foretoken.request import Request
 from foretoken.runtime.cuda.decoder import decoder_for
 from foretoken.runtime.cuda.graphs import Capture, CudaGraphs
 from foretoken.runtime.cuda.network import CudaNetwork
 from foretoken.runtime.cuda.slab import StaticSlab
 from foretoken.runtime.cuda.step import DeviceStep
-from foretoken.target import Target
+from foretoken.runtime.target import Target
 
 __all__ = ["BASELINE", "Batch", "Cell", "cells", "contestants", "main", "measure"]
 

@@ -8,8 +8,8 @@ alone and in a batch of several prompts; there `none` itself is compared too.
     python -m benchmarks.identity --prompts FILE --output results.jsonl
 
 Exits with 0 if everything is identical, with 1 if anything differs, with 2 for wrong use. In
-bfloat16, differences of runs that drafted branches are shown but do not count: law 7 promises bits
-for chains.
+bfloat16, differences of runs that drafted branches are shown but do not count: invariant 7 promises
+bits for chains.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmarks.compare import Comparison, ResultsFile, summary
 from benchmarks.loading import Method, default_methods, load, parse_methods
 from benchmarks.prompts import Prompt, read_prompts, stratified
 from benchmarks.report import command_line, machine, one_line_errors, progress_bar
-from foretoken.support import default_device
+from foretoken.models.support import default_device
 
 __all__ = ["main"]
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from benchmarks import BenchmarkError
 from foretoken import LLM, ConfigError, SpeculativeConfig, models
 from foretoken.drafters.registry import METHODS
-from foretoken.support import default_device, default_dtype
+from foretoken.models.support import default_device, default_dtype
 
 __all__ = ["BASELINE", "Loaded", "Method", "default_methods", "llm_for", "load", "parse_methods"]
 

@@ -29,9 +29,9 @@ from benchmarks.speed_report import CONTROL, Report
 from benchmarks.speed_run import Options, check_writable, measured
 from benchmarks.timing import Row
 from foretoken import models
-from foretoken.datastore import build_datastore
 from foretoken.drafters.registry import METHODS
-from foretoken.ngrams import build_ngrams
+from foretoken.drafters.text.datastore import build_datastore
+from foretoken.drafters.text.ngrams import build_ngrams
 
 __all__ = ["main", "roster", "table"]
 

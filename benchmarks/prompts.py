@@ -1,10 +1,10 @@
-"""The prompts of `foretoken.prompts_file` as token ids of a loaded model."""
+"""The prompts of `foretoken.bench.prompts_file` as token ids of a loaded model."""
 
 from __future__ import annotations
 
 from benchmarks import BenchmarkError
 from foretoken import LLM
-from foretoken.prompts_file import MULTI_TURN, Prompt, cut_middle, read_prompts, stratified
+from foretoken.bench.prompts_file import MULTI_TURN, Prompt, cut_middle, read_prompts, stratified
 
 __all__ = ["MULTI_TURN", "Prompt", "encode", "prompt_limit", "read_prompts", "stratified"]
 

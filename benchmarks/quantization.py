@@ -1,8 +1,8 @@
-"""How far quantised weights move p: KL divergence and agreement of the most probable token.
+"""How far quantized weights move p: KL divergence and agreement of the most probable token.
 
-The prompts' own text is read once with the weights as they are and once quantised, and the laws of
-the next token are compared at every position. Speculation changes neither: it is lossless with
-respect to the weights that run.
+The prompts' own text is read once with the weights as they are and once quantized, and the
+distributions of the next token are compared at every position. Speculation changes neither: it is
+lossless with respect to the weights that run.
 
     python -m benchmarks.quantization --prompts FILE
 """
@@ -22,19 +22,19 @@ from benchmarks import flags
 from benchmarks.loading import BASELINE, llm_for, load
 from benchmarks.prompts import encode, prompt_limit, read_prompts, stratified
 from benchmarks.report import command_line, machine, markdown_table, one_line_errors, progress_bar
+from foretoken.core.tree import chain
 from foretoken.runtime.choices import QUANTIZATIONS
-from foretoken.target import Target
-from foretoken.tree import chain
+from foretoken.runtime.target import Target
 
 __all__ = ["Shift", "main", "shift"]
 
 
 @dataclass(frozen=True)
 class Shift:
-    """How far two laws lie apart at some positions.
+    """How far two distributions lie apart at some positions.
 
     Args:
-        kl: KL(p || quantised p) in nats, of each position.
+        kl: KL(p || quantized p) in nats, of each position.
         agrees: whether the most probable token is the same, of each.
     """
 
@@ -52,9 +52,9 @@ class Shift:
         return [str(count), f"{mean:.5f} ± {error:.5f}", f"{sum(self.agrees) / count:.2%}"]
 
 
-def shift(logits: Tensor, quantised: Tensor) -> Shift:
+def shift(logits: Tensor, quantized: Tensor) -> Shift:
     """Compare logits [N, V] of the same positions."""
-    p, q = (x.float().log_softmax(-1) for x in (logits, quantised))
+    p, q = (x.float().log_softmax(-1) for x in (logits, quantized))
     kl = (p.exp() * (p - q)).sum(-1)
     agrees = p.argmax(-1) == q.argmax(-1)
     return Shift(tuple(kl.tolist()), tuple(agrees.tolist()))

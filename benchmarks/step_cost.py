@@ -3,8 +3,8 @@
 Three tables. *Nodes*: seconds of a pass by the number of nodes, and over that of one. *Context*:
 seconds of a pass of one node by the number of tokens before it, beside the straight line through
 the first and the last. *Overhead*: the share of a step that is not the target's forward pass:
-drafting by `ngram`, laws, acceptance, commit, text, bookkeeping. There every draft is filled up to
-a chain of 5 nodes or a tree of 32, whatever `ngram` finds.
+drafting by `ngram`, distributions, acceptance, commit, text, bookkeeping. There every draft is
+filled up to a chain of 5 nodes or a tree of 32, whatever `ngram` finds.
 
     python -m benchmarks.step_cost
 
@@ -27,18 +27,18 @@ from benchmarks.loading import Loaded, load
 from benchmarks.report import command_line, machine, markdown_table, one_line_errors, progress_bar
 from benchmarks.tree_cost import TINY, tiny
 from foretoken import LLM, SamplingParams
-from foretoken.acceptance import rule_class
 from foretoken.bench.rounds import order
-from foretoken.cache import KVSlab
 from foretoken.control import Budget, Fixed
+from foretoken.core.acceptance import rule_class
+from foretoken.core.tree import Draft, TokenTree, chain
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.ngram import NgramDrafter, NgramOptions
-from foretoken.engine import Engine
+from foretoken.engine.scheduler import Engine
 from foretoken.request import Request
 from foretoken.runtime.inputs import PassInputs
+from foretoken.runtime.kv_slab import KVSlab
 from foretoken.runtime.network import Network
-from foretoken.target import Target
-from foretoken.tree import Draft, TokenTree, chain
+from foretoken.runtime.target import Target
 
 __all__ = ["Filled", "Overhead", "Timed", "main", "overhead", "pass_seconds"]
 
@@ -151,7 +151,7 @@ class Filled(Drafter):
     """
 
     def __init__(self, paths: int, length: int) -> None:
-        self.makes_branches = paths > 1
+        self.drafts_trees = paths > 1
         self._ngram = NgramDrafter(NgramOptions(prompt_lookup_min=1))
         self._length = length
         one = range(length)

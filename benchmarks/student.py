@@ -1,8 +1,8 @@
 """Student's t for the ratios of a few rounds, where a bootstrap's intervals are too narrow.
 
 Five rounds say little of how far rounds lie apart, which is what t allows for: its 95 % interval
-over them is 1.4 times as wide as the normal law's, and a percentile bootstrap's is narrower still.
-Ratios are averaged as logarithms.
+over them is 1.4 times as wide as the normal distribution's, and a percentile bootstrap's is
+narrower still. Ratios are averaged as logarithms.
 """
 
 from __future__ import annotations

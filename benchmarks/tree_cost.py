@@ -29,9 +29,9 @@ from benchmarks.loading import load
 from benchmarks.report import command_line, machine, markdown_table, one_line_errors, progress_bar
 from foretoken.analysis.rows import RowsVerifier
 from foretoken.bench.rounds import order
-from foretoken.support import default_device, default_dtype
-from foretoken.target import Target
-from foretoken.tree import TokenTree
+from foretoken.core.tree import TokenTree
+from foretoken.models.support import default_device, default_dtype
+from foretoken.runtime.target import Target
 
 __all__ = ["Case", "Cost", "main", "measure", "tiny"]
 

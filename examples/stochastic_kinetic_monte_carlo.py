@@ -8,7 +8,7 @@ which takes an eigenvalue problem per neighbour, times a Boltzmann factor. That 
 site is relaxed and its vibrational free energy logged, another eigenvalue problem: g. Usually f
 must end before g can begin. Here g begins at once on a site guessed with one prefactor for all, as
 people assume when they cannot afford f, and the guess is kept or replaced so that the walk has
-exactly the law of f.
+exactly the distribution of f.
 
 f and g gain only what they compute at the same time: without a second core that is free the same
 work takes as long as before, and guesses that are turned down make it longer. And they must let
@@ -28,12 +28,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
-from stochastic_report import Comparison, show_law
+from stochastic_report import Comparison, show_distribution
 
 from foretoken.analysis.measure import overlap
-from foretoken.law import Law
-from foretoken.noise import Noise
-from foretoken.stochastic import Speculation
+from foretoken.analysis.stochastic import Speculation
+from foretoken.core.distribution import Distribution
+from foretoken.core.noise import Noise
 
 SIDE = 24  # sites along the edge of a periodic square crystal
 MODES_AT_SADDLE = 180  # size of an eigenvalue problem; there are four per hop
@@ -64,19 +64,19 @@ def boltzmann(site: int) -> np.ndarray:
     return -climbed / (2 * THERMAL_ENERGY)
 
 
-def law_over(sites: list[int], log_rates: np.ndarray) -> Law:
+def distribution_over(sites: list[int], log_rates: np.ndarray) -> Distribution:
     rates = np.exp(log_rates - log_rates.max())
-    return Law(torch.from_numpy(rates / rates.sum()), torch.tensor(sites))
+    return Distribution(torch.from_numpy(rates / rates.sum()), torch.tensor(sites))
 
 
-def f(site: int) -> Law:
-    """The law of the next site, prefactors computed."""
+def f(site: int) -> Distribution:
+    """The distribution of the next site, prefactors computed."""
     saddles = [log_frequencies(sorted([site, to]), MODES_AT_SADDLE) for to in neighbours(site)]
-    return law_over(neighbours(site), boltzmann(site) - np.array(saddles))
+    return distribution_over(neighbours(site), boltzmann(site) - np.array(saddles))
 
 
-def guess(site: int) -> Law:
-    return law_over(neighbours(site), boltzmann(site))
+def guess(site: int) -> Distribution:
+    return distribution_over(neighbours(site), boltzmann(site))
 
 
 def g(site: int) -> float:
@@ -100,7 +100,7 @@ def main() -> None:
             overlaps.append(overlap(f(site), guess(site)))
             site = comparison.run(site, Noise(SEED).at(hop)).choice
         comparison.show(float(np.mean(overlaps)), seconds_of(f), seconds_of(g))
-        show_law(f(5), guess(5), call, SEED)
+        show_distribution(f(5), guess(5), call, SEED)
 
 
 if __name__ == "__main__":

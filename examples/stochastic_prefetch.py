@@ -5,9 +5,9 @@
 A shop shows one of four pages. A policy service (f) answers with the probabilities of the pages for
 this visitor, one is drawn, and the page is rendered by another service (g). The probabilities are
 logged with the choice, because experiments are evaluated by dividing by them, so the page shown
-must have exactly that law: "render the likeliest one in advance and show it if there is nothing
-better" would spoil the log. Here rendering starts at once on a page drawn from last week's
-probabilities (q), and is kept or replaced so that the law stays exact.
+must have exactly that distribution: "render the likeliest one in advance and show it if there is
+nothing better" would spoil the log. Here rendering starts at once on a page drawn from last week's
+probabilities (q), and is kept or replaced so that the distribution stays exact.
 
 Both services are stand-ins that wait as long as a network would; the waiting is real, and so is
 the measured speed-up.
@@ -20,12 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
-from stochastic_report import Comparison, show_law
+from stochastic_report import Comparison, show_distribution
 
 from foretoken.analysis.measure import overlap
-from foretoken.law import Law
-from foretoken.noise import Noise
-from foretoken.stochastic import Speculation
+from foretoken.analysis.stochastic import Speculation
+from foretoken.core.distribution import Distribution
+from foretoken.core.noise import Noise
 
 PAGES = 4
 POLICY_SECONDS = 0.030
@@ -36,20 +36,20 @@ SEED = 1
 LAST_WEEK = np.array([0.4, 0.3, 0.2, 0.1])
 
 
-def policy(visitor: int) -> Law:
+def policy(visitor: int) -> Distribution:
     """Last week's probabilities, turned towards what this visitor likes."""
     tastes = np.random.default_rng([SEED, visitor]).normal(0.0, 0.5, PAGES)
     weights = LAST_WEEK * np.exp(tastes)
-    return Law(torch.from_numpy(weights / weights.sum()))
+    return Distribution(torch.from_numpy(weights / weights.sum()))
 
 
-def f(visitor: int) -> Law:
+def f(visitor: int) -> Distribution:
     time.sleep(POLICY_SECONDS)
     return policy(visitor)
 
 
-def guess(_visitor: int) -> Law:
-    return Law(torch.from_numpy(LAST_WEEK))
+def guess(_visitor: int) -> Distribution:
+    return Distribution(torch.from_numpy(LAST_WEEK))
 
 
 def g(page: int) -> str:
@@ -65,7 +65,7 @@ def main() -> None:
             comparison.run(visitor, Noise(SEED).at(visitor))
         alpha = float(np.mean([overlap(policy(i), guess(i)) for i in range(VISITORS)]))
         comparison.show(alpha, POLICY_SECONDS, RENDER_SECONDS)
-        show_law(policy(3), guess(3), call, SEED)
+        show_distribution(policy(3), guess(3), call, SEED)
 
 
 if __name__ == "__main__":

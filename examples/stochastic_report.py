@@ -1,4 +1,4 @@
-"""What the examples of speculative execution print: how fast it is, and that the law is kept."""
+"""What the examples of speculative execution print: the speed, and the distribution kept."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from foretoken.law import Law
-from foretoken.noise import Noise
-from foretoken.stochastic import Result, Speculation, expected_speedup
+from foretoken.analysis.stochastic import Result, Speculation, expected_speedup
+from foretoken.core.distribution import Distribution
+from foretoken.core.noise import Noise
 
 DRAWS = 4000
 
@@ -50,11 +50,13 @@ class Comparison:
         print(f"             from alpha = {alpha:.3f} = E[sum of min(p, q)]")
 
 
-def show_law(p: Law, q: Law, call: Speculation[Any, Any], seed: int) -> None:
-    """Frequencies of the choice against the law of f for one input, without waiting."""
+def show_distribution(
+    p: Distribution, q: Distribution, call: Speculation[Any, Any], seed: int
+) -> None:
+    """Frequencies of the choice against the distribution of f for one input, without waiting."""
     quick = Speculation[None, int](lambda _: p, lambda y: y, lambda _: q, call.executor)
     drawn = [quick(None, Noise(seed).at(i)).choice for i in range(DRAWS)]
-    print(f"\nchoice   law of f   chosen in {DRAWS}   the guess's law")
+    print(f"\nchoice   distribution of f   chosen in {DRAWS}   the guess's distribution")
     for y in p.tokens.tolist():
         share = drawn.count(y) / DRAWS
         print(f"{y:6d}   {p.prob(y):8.3f}   {share:14.3f}   {q.prob(y):15.3f}")

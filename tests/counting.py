@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from foretoken.runtime.inputs import PassInputs
-from foretoken.target import Target
+from foretoken.runtime.target import Target
 
 __all__ = ["counted"]
 

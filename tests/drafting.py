@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable, Sequence
 
 from foretoken.control import Budget
+from foretoken.core.tree import Draft, TokenTree, chain
 from foretoken.drafters.base import Drafter
 from foretoken.request import Request
-from foretoken.tree import Draft, TokenTree, chain
 
 __all__ = ["RandomTrees", "Scripted"]
 
@@ -48,7 +48,7 @@ class Scripted(Drafter):
 class RandomTrees(Scripted):
     """Random deterministic trees that contain the expected path at random places."""
 
-    makes_branches = True
+    drafts_trees = True
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         return [self._tree(r, budget) for r, budget in zip(batch, budgets, strict=True)]

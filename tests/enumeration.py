@@ -1,4 +1,4 @@
-"""Exact output laws: every draft, every outcome of the acceptance rule, with its probability.
+"""Exact output distributions: every draft and every outcome of the rule, with its probability.
 
 A rule asks chance two kinds of questions (`StepNoise`). `ScriptedNoise` answers them from a script
 and reports what it could have answered after the script's end, so that all answers can be tried.
@@ -13,12 +13,12 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from foretoken.acceptance import AcceptanceRule, Accepted
-from foretoken.law import Law
-from foretoken.tree import Draft, TokenTree
+from foretoken.core.acceptance import AcceptanceRule, Accepted
+from foretoken.core.distribution import Distribution
+from foretoken.core.tree import Draft, TokenTree
 
 Context = tuple[int, ...]
-LawOf = Callable[[Context], Law]
+DistributionOf = Callable[[Context], Distribution]
 Outcomes = dict[Context, float]
 
 
@@ -42,79 +42,87 @@ class ScriptedNoise:
         probability = min(1.0, max(0.0, probability))
         return bool(self._answer([(1, probability), (0, 1 - probability)]))
 
-    def draw(self, law: Law, depth: int) -> int:
-        return self._answer(list(zip(law.tokens.tolist(), law.probs.tolist(), strict=True)))
+    def draw(self, distribution: Distribution, depth: int) -> int:
+        return self._answer(
+            list(zip(distribution.tokens.tolist(), distribution.probs.tolist(), strict=True))
+        )
 
 
-class TableLaws:
+class TableDistributions:
     """p at every node of a tree, looked up by the node's own path."""
 
     greedy = False
 
-    def __init__(self, law_of: LawOf, tree: TokenTree) -> None:
-        self._law_of = law_of
+    def __init__(self, distribution_of: DistributionOf, tree: TokenTree) -> None:
+        self._distribution_of = distribution_of
         self._tree = tree
 
-    def __getitem__(self, node: int) -> Law:
-        return self._law_of(tuple(self._tree.path_tokens(node)))
+    def __getitem__(self, node: int) -> Distribution:
+        return self._distribution_of(tuple(self._tree.path_tokens(node)))
 
-    def untempered(self, node: int) -> Law:
+    def untempered(self, node: int) -> Distribution:
         return self[node]
 
 
 def decisions(
-    rule: AcceptanceRule, draft: Draft, law_of: LawOf
+    rule: AcceptanceRule, draft: Draft, distribution_of: DistributionOf
 ) -> Iterator[tuple[Accepted, float]]:
     """Everything the rule can decide about a draft, with its probability."""
     open_scripts: list[tuple[list[int], float]] = [([], 1.0)]
     while open_scripts:
         script, weight = open_scripts.pop()
         try:
-            laws = TableLaws(law_of, draft.tree)
-            yield rule.accept(draft, laws, ScriptedNoise(script)), weight
+            distributions = TableDistributions(distribution_of, draft.tree)
+            yield rule.accept(draft, distributions, ScriptedNoise(script)), weight
         except _AnswerNeeded as question:
             for answer, probability in question.options:
                 open_scripts.append(([*script, answer], weight * probability))
 
 
-def output_law(
+def output_distribution(
     rule: AcceptanceRule,
     drafts: Iterator[tuple[Draft, float]],
-    law_of: LawOf,
+    distribution_of: DistributionOf,
     length: int,
 ) -> Outcomes:
-    """Law of the first `length` tokens when one speculative step is followed by plain decoding."""
+    """Distribution of the first `length` tokens: one speculative step, then plain decoding."""
     outcomes: Outcomes = defaultdict(float)
     for draft, draft_weight in drafts:
-        for accepted, weight in decisions(rule, draft, law_of):
+        for accepted, weight in decisions(rule, draft, distribution_of):
             tokens = (*draft.tree.path_tokens(accepted.last), accepted.token)
-            for rest, rest_weight in continuations(law_of, tokens, length):
+            for rest, rest_weight in continuations(distribution_of, tokens, length):
                 outcomes[rest] += draft_weight * weight * rest_weight
     return dict(outcomes)
 
 
-def continuations(law_of: LawOf, tokens: Context, length: int) -> Iterator[tuple[Context, float]]:
+def continuations(
+    distribution_of: DistributionOf, tokens: Context, length: int
+) -> Iterator[tuple[Context, float]]:
     """`tokens` cut or continued by plain decoding to `length`, with probabilities."""
     if len(tokens) >= length:
         yield tokens[:length], 1.0
         return
-    law = law_of(tokens)
-    for token, probability in zip(law.tokens.tolist(), law.probs.tolist(), strict=True):
-        for rest, weight in continuations(law_of, (*tokens, token), length):
+    distribution = distribution_of(tokens)
+    for token, probability in zip(
+        distribution.tokens.tolist(), distribution.probs.tolist(), strict=True
+    ):
+        for rest, weight in continuations(distribution_of, (*tokens, token), length):
             yield rest, probability * weight
 
 
-def distance(outcomes: Outcomes, law_of: LawOf, length: int) -> float:
+def distance(outcomes: Outcomes, distribution_of: DistributionOf, length: int) -> float:
     """Largest difference of any outcome's probability from plain decoding."""
-    exact = dict(continuations(law_of, (), length))
+    exact = dict(continuations(distribution_of, (), length))
     keys = set(exact) | set(outcomes)
     return max(abs(exact.get(key, 0.0) - outcomes.get(key, 0.0)) for key in keys)
 
 
-def random_laws(vocab_size: int, seed: int, sharpness: float = 1.5, zeros: int = 0) -> LawOf:
-    """A random law per context, the same for the same seed; `zeros` tokens are impossible."""
+def random_distributions(
+    vocab_size: int, seed: int, sharpness: float = 1.5, zeros: int = 0
+) -> DistributionOf:
+    """A random distribution per context, fixed by the seed; `zeros` tokens are impossible."""
 
-    def law_of(context: Context) -> Law:
+    def distribution_of(context: Context) -> Distribution:
         code = seed
         for token in context:
             code = code * (vocab_size + 1) + token + 1
@@ -122,25 +130,29 @@ def random_laws(vocab_size: int, seed: int, sharpness: float = 1.5, zeros: int =
         logits = sharpness * torch.randn(vocab_size, dtype=torch.float64, generator=generator)
         if zeros:
             logits[torch.randperm(vocab_size, generator=generator)[:zeros]] = -torch.inf
-        return Law.of(logits.softmax(-1))
+        return Distribution.of(logits.softmax(-1))
 
-    return law_of
+    return distribution_of
 
 
 # Drafts: each function yields every draft its drafter can make, with its probability.
 
 
-def chains(q_of: LawOf, gamma: int) -> Iterator[tuple[Draft, float]]:
+def chains(q_of: DistributionOf, gamma: int) -> Iterator[tuple[Draft, float]]:
     """Chains of length gamma sampled from q."""
     for tokens, weight in continuations(q_of, (), gamma):
         tree = TokenTree((0, *tokens), tuple(range(-1, gamma)))
         yield Draft(tree, tuple(q_of(tokens[:i]) for i in range(gamma))), weight
 
 
-Siblings = Callable[[Law, int], Iterator[tuple[tuple[int, ...], tuple[Law, ...], float]]]
+Siblings = Callable[
+    [Distribution, int], Iterator[tuple[tuple[int, ...], tuple[Distribution, ...], float]]
+]
 
 
-def independent(q: Law, width: int) -> Iterator[tuple[tuple[int, ...], tuple[Law, ...], float]]:
+def independent(
+    q: Distribution, width: int
+) -> Iterator[tuple[tuple[int, ...], tuple[Distribution, ...], float]]:
     """Siblings drawn independently."""
     options = list(zip(q.tokens.tolist(), q.probs.tolist(), strict=True))
     for choice in product(options, repeat=width):
@@ -149,52 +161,58 @@ def independent(q: Law, width: int) -> Iterator[tuple[tuple[int, ...], tuple[Law
 
 
 def without_replacement(
-    q: Law, width: int
-) -> Iterator[tuple[tuple[int, ...], tuple[Law, ...], float]]:
-    """Siblings drawn without replacement: each law excludes the earlier siblings."""
+    q: Distribution, width: int
+) -> Iterator[tuple[tuple[int, ...], tuple[Distribution, ...], float]]:
+    """Siblings drawn without replacement: each distribution excludes the earlier siblings."""
     if width == 0:
         yield (), (), 1.0
         return
     for token, weight in zip(q.tokens.tolist(), q.probs.tolist(), strict=True):
         left = q.normalised(_without(q, token))
-        for tokens, laws, rest in without_replacement(left, width - 1):
-            yield (token, *tokens), (q, *laws), weight * rest
+        for tokens, distributions, rest in without_replacement(left, width - 1):
+            yield (token, *tokens), (q, *distributions), weight * rest
 
 
-def _without(q: Law, token: int) -> Tensor:
+def _without(q: Distribution, token: int) -> Tensor:
     probs = torch.where(q.tokens == token, 0.0, q.probs)
     return probs / probs.sum()
 
 
-def most_likely(q: Law, width: int) -> Iterator[tuple[tuple[int, ...], tuple[Law, ...], float]]:
-    """The top-k tokens: not drawn at random, so every law is one-hot."""
+def most_likely(
+    q: Distribution, width: int
+) -> Iterator[tuple[tuple[int, ...], tuple[Distribution, ...], float]]:
+    """The top-k tokens: not drawn at random, so every distribution is one-hot."""
     tokens = tuple(q.tokens[q.probs.topk(width).indices].tolist())
-    yield tokens, tuple(Law.one_hot(token) for token in tokens), 1.0
+    yield tokens, tuple(Distribution.one_hot(token) for token in tokens), 1.0
 
 
-def trees(q_of: LawOf, siblings: Siblings, width: int, depth: int) -> Iterator[tuple[Draft, float]]:
+def trees(
+    q_of: DistributionOf, siblings: Siblings, width: int, depth: int
+) -> Iterator[tuple[Draft, float]]:
     """Complete trees of the given width and depth."""
     start = TokenTree((0,), (-1,))
     yield from _grow(q_of, siblings, width, depth, start, (), 1.0, [0])
 
 
 def _grow(
-    q_of: LawOf,
+    q_of: DistributionOf,
     siblings: Siblings,
     width: int,
     depth: int,
     tree: TokenTree,
-    laws: tuple[Law, ...],
+    distributions: tuple[Distribution, ...],
     weight: float,
     open_nodes: list[int],
 ) -> Iterator[tuple[Draft, float]]:
     while open_nodes and tree.depths[open_nodes[0]] >= depth:
         open_nodes = open_nodes[1:]
     if not open_nodes:
-        yield Draft(tree, laws), weight
+        yield Draft(tree, distributions), weight
         return
     node, rest = open_nodes[0], open_nodes[1:]
-    for tokens, new_laws, choice_weight in siblings(q_of(tuple(tree.path_tokens(node))), width):
+    for tokens, new_distributions, choice_weight in siblings(
+        q_of(tuple(tree.path_tokens(node))), width
+    ):
         grown = TokenTree((*tree.tokens, *tokens), (*tree.parents, *(node for _ in tokens)))
         added = list(range(len(tree), len(grown)))
         yield from _grow(
@@ -203,7 +221,7 @@ def _grow(
             width,
             depth,
             grown,
-            (*laws, *new_laws),
+            (*distributions, *new_distributions),
             weight * choice_weight,
             [*rest, *added],
         )

@@ -1,4 +1,4 @@
-"""Every drafter with every rule: what the law suite runs over."""
+"""Every drafter with every rule: what the invariant suite runs over."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from foretoken import LLM
-from foretoken.acceptance import RULES
-from foretoken.datastore import Datastore, index_texts
+from foretoken.core.acceptance import RULES
 from foretoken.drafters.registry import METHODS
-from foretoken.ngrams import NgramTables, count_ngrams
+from foretoken.drafters.text.datastore import Datastore, index_texts
+from foretoken.drafters.text.ngrams import NgramTables, count_ngrams
 from tests.tiny import tiny_model, tiny_tokenizer
 
 SPECULATIVE = [name for name in METHODS if name != "none"]
@@ -23,7 +23,7 @@ LOSSLESS = [name for name, rule in RULES.items() if rule.lossless]
 BRANCHING = ("ensemble", "lookahead", "pad", "recycle")
 """Methods whose drafts are trees whatever their options."""
 ON_CHAINS = [name for name in SPECULATIVE if name not in BRANCHING]
-"""Methods that law 7 promises the very bits for: the others promise the tokens."""
+"""Methods that invariant 7 promises the very bits for: the others promise the tokens."""
 
 
 def tiny_texts() -> list[list[int]]:
@@ -69,7 +69,7 @@ METHOD_FIELDS: dict[str, dict[str, Any]] = {
 
 def takes_any_tree(rule: str) -> bool:
     """Whether the rule takes trees, however their siblings were chosen."""
-    return RULES[rule].takes_branches and not RULES[rule].needs_independent_siblings
+    return RULES[rule].takes_trees and not RULES[rule].needs_independent_siblings
 
 
 def fits(method: str, rule: str) -> bool:

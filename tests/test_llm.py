@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from foretoken import LLM, ConfigError, Origin, PromptError, SamplingParams
 from foretoken.llm import Prompt
+from tests.core.test_detokenizer import TOKENIZER
 from tests.matrix import PROMPTS, SPECULATIVE, tiny_llm
-from tests.test_detokenize import TOKENIZER
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)

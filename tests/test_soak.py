@@ -12,10 +12,10 @@ import torch
 
 from foretoken import LLM, SamplingParams
 from foretoken.drafters.base import Drafter
-from foretoken.prefix_cache import BLOCK
+from foretoken.engine.prefix_cache import BLOCK
 from foretoken.request import Request
 from foretoken.runtime.attention import KEY_BLOCK
-from foretoken.target import Target
+from foretoken.runtime.target import Target
 from tests.matrix import METHOD_FIELDS
 from tests.tiny import VOCAB_SIZE, tiny_model
 

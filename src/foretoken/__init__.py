@@ -15,9 +15,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from foretoken.acceptance.base import Origin
-    from foretoken.config import SamplingParams, StructuredOutputs
-    from foretoken.drafters.vocabulary import VocabularyOverlap
+    from foretoken.config import SpeculativeConfig
+    from foretoken.core.acceptance.base import Origin
+    from foretoken.core.params import SamplingParams, StructuredOutputs
+    from foretoken.drafters.overlap import VocabularyOverlap
+    from foretoken.engine.llm_engine import LLMEngine
     from foretoken.errors import (
         CompatibilityError,
         ConfigError,
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
         PromptError,
     )
     from foretoken.llm import LLM
-    from foretoken.llm_engine import LLMEngine
     from foretoken.outputs import (
         CompletionOutput,
         Metrics,
@@ -35,15 +36,14 @@ if TYPE_CHECKING:
         StreamedToken,
         TokenLogprobs,
     )
-    from foretoken.speculative import SpeculativeConfig
     from foretoken.trace import StepTrace, Trace
 
 __version__ = "0.1.0"
 
 _MODULES = {
-    "foretoken.acceptance.base": ["Origin"],
-    "foretoken.config": ["SamplingParams", "StructuredOutputs"],
-    "foretoken.drafters.vocabulary": ["VocabularyOverlap"],
+    "foretoken.core.acceptance.base": ["Origin"],
+    "foretoken.core.params": ["SamplingParams", "StructuredOutputs"],
+    "foretoken.drafters.overlap": ["VocabularyOverlap"],
     "foretoken.errors": [
         "CompatibilityError",
         "ConfigError",
@@ -52,7 +52,7 @@ _MODULES = {
         "PromptError",
     ],
     "foretoken.llm": ["LLM"],
-    "foretoken.llm_engine": ["LLMEngine"],
+    "foretoken.engine.llm_engine": ["LLMEngine"],
     "foretoken.outputs": [
         "CompletionOutput",
         "Metrics",
@@ -61,7 +61,7 @@ _MODULES = {
         "StreamedToken",
         "TokenLogprobs",
     ],
-    "foretoken.speculative": ["SpeculativeConfig"],
+    "foretoken.config": ["SpeculativeConfig"],
     "foretoken.trace": ["StepTrace", "Trace"],
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

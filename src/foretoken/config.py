@@ -1,264 +1,189 @@
-"""What a user may ask for: validated when it is constructed, in vLLM's words.
+"""`SpeculativeConfig`: how to guess and how to check, in one validated object.
 
-`Config` turns pydantic's findings into one line that names the field, the range and, for an
-unknown field, the nearest known one. `SamplingParams` says how tokens are drawn; how they are
-guessed and checked stands in `speculative.py`.
+The options that belong to one drafter or one acceptance rule are declared beside that drafter or
+rule and found through the registries; this file knows none of them by name.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
-import os
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Self
 
-from annotated_types import Ge, Gt, Le, MinLen
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    FiniteFloat,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from annotated_types import Ge, Le
+from pydantic import ConfigDict, Strict, model_validator
 
+from foretoken.control import Fixed, controller_class
+from foretoken.control.cost_model import CostModel
+from foretoken.core.acceptance import AcceptanceRule, rule_class
+from foretoken.core.config import Config, nearest
+from foretoken.drafters.base import Drafter, DrafterOptions
+from foretoken.drafters.registry import METHODS, DrafterSpec, drafter_spec, spec_of
 from foretoken.errors import ConfigError
-from foretoken.grammar import check_grammar
-from foretoken.noise import MAX_SEED
 
-__all__ = [
-    "GREEDY_BELOW",
-    "Config",
-    "PathText",
-    "SamplingParams",
-    "StructuredOutputs",
-    "nearest",
-]
-
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy, as in vLLM: dividing by them would overflow."""
-
-TokenIds = Sequence[Annotated[int, Ge(0)]]
+__all__ = ["SpeculativeConfig"]
 
 
-def nearest(name: str, known: list[str]) -> str:
-    """' Did you mean ...?' for the closest known name, or the list of all."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    if close:
-        return f"did you mean '{close[0]}'?"
-    return f"known: {', '.join(sorted(known))}."
-
-
-class Config(BaseModel):
-    """Base of all configurations: frozen, strict about names and types, errors in one line."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
-
-    def __init__(self, **fields: Any) -> None:
-        try:
-            super().__init__(**fields)
-        except ValidationError as error:
-            raise ConfigError(self._explain(error)) from None
-
-    @classmethod
-    def _explain(cls, error: ValidationError) -> str:
-        first = error.errors()[0]
-        name = str(first["loc"][0]) if first["loc"] else ""
-        cause = first.get("ctx", {}).get("error")
-        if isinstance(cause, ConfigError):  # of a configuration inside this one
-            return f"{name}: {cause}" if name else str(cause)
-        if first["type"] == "extra_forbidden":
-            return f"{cls.__name__} has no field '{name}': {nearest(name, cls.field_names())}"
-        reason = first["msg"].removeprefix("Value error, ")
-        if not name:
-            return reason
-        return f"{name}: {reason[0].lower()}{reason[1:]}, got {first['input']!r}."
-
-    @classmethod
-    def field_names(cls) -> list[str]:
-        """Names a user may set."""
-        return [field.alias or name for name, field in cls.model_fields.items()]
-
-
-def _path_text(value: Any) -> Any:
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-
-PathText = Annotated[str, BeforeValidator(_path_text)]
-"""An option that names a file: given as text or as a path, kept as text."""
-
-
-class StructuredOutputs(Config):
-    """What form an output must have; one of the first five, named as in vLLM.
+class SpeculativeConfig(Config):
+    """How to guess and how to check.
 
     Args:
-        json: a JSON schema, as a dict or as text.
-        regex: a regular expression that the whole output matches.
-        choice: the output is one of these strings.
-        grammar: a context-free grammar in Lark's notation.
-        json_object: any JSON object.
-        disable_any_whitespace: write JSON without optional whitespace, which leaves less to
-            choose and more to draft for free.
+        method: a name that `foretoken methods` lists, or a `Drafter`; with only `model` given,
+            `draft_model`.
+        num_speculative_tokens: most tokens drafted per step (gamma); None takes the method's
+            default.
+        model: the draft model for methods that use one: a path, an alias or a loaded
+            `PreTrainedModel`.
+        acceptance: a rule's name, a dict of its name (`rule`) and its options, or an
+            `AcceptanceRule`.
+        controller: how much to draft from step to step: a controller's name, or a dict of its
+            name (`rule`) and its options. None takes `cost_model` where the very tokens do not
+            depend on it (rule `coupled`), so that speculation that does not pay is not done, and
+            `fixed` elsewhere: what is timed must not choose what is sampled. Methods whose next
+            guesses come out of their last draft (`lookahead`, `pad`) keep `fixed`, too.
+
+    Every method's own fields (`prompt_lookup_max`, `draft_temperature`, ...) may be given
+    alongside; they are validated by the method's options class and kept in `options`.
     """
 
-    json_schema: Mapping[str, Any] | str | None = Field(default=None, alias="json")
-    regex: str | None = None
-    choice: Annotated[tuple[Annotated[str, MinLen(1)], ...], MinLen(1)] | None = None
-    grammar: str | None = None
-    json_object: Literal[True] | None = None
-    disable_any_whitespace: bool = False
+    model_config = ConfigDict(frozen=True, extra="allow", arbitrary_types_allowed=True)
 
-    @property
-    def kind(self) -> str:
-        """Which of the fields is given, by its public name."""
-        return self._given()[0]
+    method: str | Drafter = "none"
+    num_speculative_tokens: Annotated[int, Strict(), Ge(0), Le(256)] | None = None
+    model: Any = None
+    acceptance: str | dict[str, Any] | AcceptanceRule = "coupled"
+    controller: str | dict[str, Any] | None = None
 
-    @property
-    def value(self) -> Any:
-        """What it is given as."""
-        return self.json_schema if self.kind == "json" else getattr(self, self.kind)
-
-    def _given(self) -> list[str]:
-        kinds = ("regex", "choice", "grammar", "json_object")
-        given = [kind for kind in kinds if getattr(self, kind) is not None]
-        return given if self.json_schema is None else ["json", *given]
-
-    @model_validator(mode="after")
-    def _one_valid_grammar(self) -> Self:
-        given = self._given()
-        if len(given) != 1:
-            found = " and ".join(given) or "none of them"
-            raise ConfigError(f"give one of json, regex, choice, grammar, json_object: got {found}")
-        if self.disable_any_whitespace and self.kind not in ("json", "json_object"):
-            raise ConfigError(f"disable_any_whitespace is for json, not for {self.kind}: remove it")
-        if isinstance(self.json_schema, str):
-            try:
-                is_object = isinstance(json.loads(self.json_schema), dict)
-            except ValueError as error:
-                raise ConfigError(f"json: the schema is not valid JSON: {error}") from None
-            if not is_object:
-                raise ConfigError("json: a schema is a JSON object, such as {...}")
-        check_grammar(self)
-        return self
-
-
-def _structured(value: Any) -> Any:
-    # Through the constructor, which explains what is wrong in one line.
-    return StructuredOutputs(**value) if isinstance(value, Mapping) else value
-
-
-Structured = Annotated[StructuredOutputs | Mapping[str, Any], BeforeValidator(_structured)]
-"""A field that is given as `StructuredOutputs` or a dict of its fields, and holds the former."""
-
-
-class SamplingParams(Config):
-    """How the next token is drawn; names and meanings are vLLM's.
-
-    Args:
-        temperature: 0 is greedy (a one-hot law).
-        top_k: keep the k most probable tokens; 0 or -1 keeps all.
-        top_p: keep the smallest set of most probable tokens whose mass reaches top_p.
-        min_p: drop tokens less probable than min_p times the most probable one.
-        repetition_penalty: logits of tokens in prompt or output are divided (if positive) or
-            multiplied (if negative) by this.
-        presence_penalty: subtracted from the logit of every token already in the output.
-        frequency_penalty: subtracted once per occurrence in the output.
-        logit_bias: added to the logits of these tokens.
-        allowed_token_ids: only these tokens may be drawn.
-        seed: makes sampling reproducible; the same bits for any drafter and any batch.
-        max_tokens: most tokens to generate, at least 1; None runs to the end of the context.
-        min_tokens: end-of-sequence and stop tokens are forbidden before this many.
-        stop: stop strings, also when they cross token borders; not part of the text unless
-            `include_stop_str_in_output`.
-        stop_token_ids: further tokens that end the output; kept in `token_ids`, and in the text
-            only with `include_stop_str_in_output`.
-        ignore_eos: generate on past the end-of-sequence token.
-        n: number of outputs for the prompt; output i uses seed + i.
-        logprobs: report the log-probability of each token and of this many most likely ones,
-            under the model itself (before temperature, penalties and masks, as in vLLM).
-        skip_special_tokens: leave special tokens out of the text.
-        include_stop_str_in_output: keep the stop string or stop token in the text.
-        structured_outputs: `StructuredOutputs` or a dict of its fields: only outputs of this form
-            are possible, and the end comes where the form is complete.
-    """
-
-    temperature: Annotated[FiniteFloat, Ge(0)] = 1.0
-    top_k: Annotated[int, Ge(-1)] = 0
-    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
-    min_p: Annotated[float, Ge(0), Le(1)] = 0.0
-    repetition_penalty: Annotated[FiniteFloat, Gt(0)] = 1.0
-    presence_penalty: Annotated[float, Ge(-2), Le(2)] = 0.0
-    frequency_penalty: Annotated[float, Ge(-2), Le(2)] = 0.0
-    logit_bias: Mapping[Annotated[int, Ge(0)], FiniteFloat] | None = None
-    allowed_token_ids: TokenIds | None = None
-    seed: Annotated[int, Ge(0), Le(MAX_SEED)] | None = None
-    max_tokens: Annotated[int, Ge(1)] | None = 16
-    min_tokens: Annotated[int, Ge(0)] = 0
-    stop: str | Sequence[str] | None = ()
-    stop_token_ids: TokenIds = ()
-    ignore_eos: bool = False
-    n: Annotated[int, Ge(1)] = 1
-    logprobs: Annotated[int, Ge(0)] | None = None
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    structured_outputs: Structured | None = None
-
-    @field_validator("stop", mode="before")
     @classmethod
-    def _one_stop_string(cls, value: Any) -> Any:
-        if value is None:
-            return ()
-        return (value,) if isinstance(value, str) else value
+    def parse(cls, value: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig:
+        """From what `LLM(speculative_config=...)` takes; None means no speculation."""
+        if isinstance(value, SpeculativeConfig):
+            return value
+        if value is not None and not isinstance(value, Mapping):
+            raise ConfigError(
+                "speculative_config must be a dict or a SpeculativeConfig, "
+                f"got {type(value).__name__}."
+            )
+        return cls(**dict(value or {}))
 
-    @field_validator("stop")
+    @model_validator(mode="before")
     @classmethod
-    def _no_empty_stop(cls, value: Sequence[str]) -> tuple[str, ...]:
-        if "" in value:
-            raise ValueError("a stop string cannot be empty")
-        return tuple(value)
-
-    @field_validator("allowed_token_ids")
-    @classmethod
-    def _something_allowed(cls, value: TokenIds | None) -> TokenIds | None:
-        if value is not None and not value:
-            raise ValueError("at least one token must be allowed")
+    def _infer_method(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("model") is not None and "method" not in value:
+            return {**value, "method": "draft_model"}
         return value
 
     @model_validator(mode="after")
-    def _no_contradictions(self) -> Self:
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})."
-            )
-        if self.greedy and self.n > 1:
-            raise ValueError(
-                f"n={self.n} with temperature 0 would give {self.n} copies of one output; "
-                "set temperature above 0."
-            )
-        for name in ("min_tokens", "ignore_eos", "allowed_token_ids"):
-            if self.structured_outputs is not None and getattr(self, name):
-                raise ValueError(
-                    f"{name} contradicts structured_outputs, which say what may come next and "
-                    "where the output ends: remove one of them."
-                )
+    def _check_parts(self) -> Self:
+        _ = self.options, self.rule, self.controller_options
+        takes_model = self.drafter_spec.takes_model
+        if takes_model and self.model is None:
+            raise ConfigError(f"method '{self.method_name}' needs a draft model: set 'model'.")
+        if self.model is not None and not takes_model:
+            raise ConfigError(f"method '{self.method_name}' takes no draft model: remove 'model'.")
         return self
 
     @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple, however it was given."""
-        assert isinstance(self.stop, tuple), "the validator makes it one"
-        return self.stop
+    def drafter_spec(self) -> DrafterSpec:
+        """The registry's entry for `method`."""
+        if isinstance(self.method, Drafter):
+            return spec_of(self.method)
+        return drafter_spec(self.method)
 
     @property
-    def form(self) -> StructuredOutputs | None:
-        """`structured_outputs`, however they were given."""
-        assert not isinstance(self.structured_outputs, Mapping), "the validator made it one"
-        return self.structured_outputs
+    def method_name(self) -> str:
+        """The method's name; of a `Drafter` its class's."""
+        return type(self.method).__name__ if isinstance(self.method, Drafter) else self.method
+
+    @cached_property
+    def options(self) -> DrafterOptions:
+        """The method's own fields, validated."""
+        options_class = self.drafter_spec.options
+        extra = self.model_extra or {}
+        for name in extra:
+            known = [*self.field_names(), *options_class.field_names()]
+            if name not in known:
+                raise ConfigError(
+                    f"speculative_config for method '{self.method_name}' has no field '{name}': "
+                    f"{nearest(name, known)}"
+                )
+        return options_class(**extra)
 
     @property
-    def greedy(self) -> bool:
-        """Whether the law is one-hot."""
-        return self.temperature < GREEDY_BELOW
+    def gamma(self) -> int:
+        """`num_speculative_tokens`, or what the method's options imply, or its default."""
+        if self.num_speculative_tokens is not None:
+            return self.num_speculative_tokens
+        implied = self.options.default_num_speculative_tokens()
+        return self.drafter_spec.default_num_speculative_tokens if implied is None else implied
+
+    @property
+    def names_rule(self) -> bool:
+        """Whether an acceptance rule was given."""
+        return "acceptance" in self.model_fields_set
+
+    @cached_property
+    def rule(self) -> AcceptanceRule:
+        """The acceptance rule with its options, validated."""
+        if isinstance(self.acceptance, AcceptanceRule):
+            return self.acceptance
+        kind = rule_class(_name("acceptance", self.acceptance))
+        return kind(kind.Options(**_fields(self.acceptance)))
+
+    @property
+    def controller_name(self) -> str:
+        """Name of the controller."""
+        return self.controller_under(self.rule)
+
+    def controller_under(self, rule: AcceptanceRule) -> str:
+        """The controller's name under an acceptance rule, which may be the `LLM`'s."""
+        if self.controller is not None:
+            return _name("controller", self.controller)
+        free = rule.ignores_draft_lengths and not self._steady
+        return (CostModel if free and self.gamma else Fixed).name
+
+    @property
+    def _steady(self) -> bool:
+        """Whether the method, or one it combines, wants drafts of one size."""
+        inner = getattr(self.options, "drafters", ())
+        specs = [METHODS.get(str(fields.get("method"))) for fields in inner]
+        return any(spec is not None and spec.steady for spec in (self.drafter_spec, *specs))
+
+    @property
+    def controller_options(self) -> Config:
+        """The controller's own options, validated."""
+        return controller_class(self.controller_name).Options(**_fields(self.controller))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: every field as it takes effect; a loaded draft model by its class name."""
+        return {
+            "method": self.method_name,
+            "num_speculative_tokens": self.gamma,
+            "model": _plain(self.model),
+            "acceptance": {"rule": self.rule.name, **self.rule.options.model_dump()},
+            "controller": {"rule": self.controller_name, **self.controller_options.model_dump()},
+            **_plain(self.options.model_dump(by_alias=True)),
+        }
+
+
+def _plain(value: Any) -> Any:
+    """For JSON: loaded models by their class names, however deep they lie."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, str | int | float):
+        return value
+    return str(value) if isinstance(value, Path) else type(value).__name__
+
+
+def _name(field: str, value: str | Mapping[str, Any]) -> str:
+    name = value if isinstance(value, str) else value.get("rule")
+    if not isinstance(name, str):
+        raise ConfigError(f"{field} given as a dict needs its name under 'rule'.")
+    return name
+
+
+def _fields(value: str | dict[str, Any] | None) -> dict[str, Any]:
+    return {k: v for k, v in value.items() if k != "rule"} if isinstance(value, dict) else {}

@@ -1,41 +1,29 @@
-"""The loop: draft, verify, accept, roll back. Every method of this library goes through `step`."""
+"""The loop: draft, verify, accept, roll back. Every method of this library goes through `step`.
+
+This file knows protocols only: `Verifier` is what the loop needs of a target (`runtime.target`),
+`Speculates` what it needs of the drafting side (`speculation`). A drafter may therefore run the
+loop itself, as `cascade` does.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from foretoken.acceptance.base import AcceptanceRule, Accepted
-from foretoken.control import Controller
-from foretoken.drafters.base import Drafter
+from foretoken.core.acceptance.base import AcceptanceRule, Accepted
+from foretoken.core.sampler import TreeDistributions
+from foretoken.core.tree import Draft, TokenTree
 from foretoken.outputs import StreamedToken
 from foretoken.request import Request
-from foretoken.sampling import Laws
+from foretoken.runtime.network import Need, PassOutput
 from foretoken.trace import record
-from foretoken.tree import Draft, TokenTree
 
-__all__ = ["Outcome", "StepTimes", "Verifier", "keep", "step", "tell"]
-
-
-class Verifier(Protocol):
-    """What the loop needs of a target: score trees, keep paths."""
-
-    def verify(self, keys: Sequence[int], trees: Sequence[TokenTree]) -> list[Tensor]:
-        """Logits [n+1, V] after every node of each tree, in one forward pass."""
-        ...
-
-    def likeliest(self, key: int) -> Sequence[int] | None:
-        """After every node of the row's last tree the token of the largest logit, where known."""
-        ...
-
-    def commit(self, key: int, nodes: Sequence[int]) -> None:
-        """Keep the KV of these nodes, root included; discard the rest."""
-        ...
+__all__ = ["Outcome", "Speculates", "StepTimes", "Verifier", "step"]
 
 
 @dataclass(frozen=True)
@@ -43,95 +31,124 @@ class StepTimes:
     """Seconds of a step's parts, for the whole batch.
 
     Args:
-        draft: for drafting, and for what the drafter learns afterwards once it has; 0 where it was
-            not told apart from the pass, and counts as that.
-        verify: of the target's pass.
-        accept: for everything after it.
-        rows: of that pass, where a controller is shown a part of the batch; 0 where it is all.
-        positions: the same.
-        noted: whether another controller with the same curve of costs was shown the pass before.
+        draft: before the target's pass: controllers and drafters.
+        verify: the pass.
+        accept: p, acceptance, commit and text.
     """
 
     draft: float
     verify: float
     accept: float
-    rows: int = 0
-    positions: int = 0
-    noted: bool = False
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one step did to one request: for drafters and controllers to learn from."""
+    """What one step did to one request: for drafters and controllers to learn from.
+
+    Args:
+        request: whose tokens now include the committed ones.
+        draft: what was verified.
+        accepted: what the rule decided.
+        committed: the tokens that became part of the output.
+        output: of the target after every node of the draft's tree, valid until the next pass.
+        p: the target's distributions, computed where the rule looked; valid as long.
+    """
 
     request: Request
     draft: Draft
     accepted: Accepted
     committed: tuple[StreamedToken, ...]
-    logits: Tensor
-    """[n+1, V] of the target, valid until the next pass."""
-    p: Laws
-    """The target's laws, computed where the rule looked; valid as long."""
+    output: PassOutput
+    p: TreeDistributions
+
+    @property
+    def hidden(self) -> Mapping[int, Tensor]:
+        """Layer id -> [1 + path, E] of the committed nodes: the root and the accepted path."""
+        nodes = [0, *self.accepted.path]
+        return {layer: states[nodes] for layer, states in self.output.hidden.items()}
+
+
+class Verifier(Protocol):
+    """What the loop needs of a target: score trees, commit paths."""
+
+    def verify(
+        self,
+        keys: Sequence[int],
+        trees: Sequence[TokenTree],
+        num_computed: Sequence[int] | None = None,
+        need: Need = ...,
+    ) -> list[PassOutput]:
+        """The output after every node of each tree, from one forward pass."""
+        ...
+
+    def commit(self, key: int, nodes: Sequence[int]) -> None:
+        """Commit the KV of these nodes, root included; discard the rest."""
+        ...
+
+
+class Speculates(Protocol):
+    """What the loop needs of the drafting side."""
+
+    def draft(self, batch: Sequence[Request]) -> list[Draft]:
+        """A token tree per request; an empty one makes the step a plain one."""
+        ...
+
+    def rule(self, request: Request) -> AcceptanceRule:
+        """The acceptance rule of a request."""
+        ...
+
+    def hidden_layers(self, batch: Sequence[Request]) -> tuple[int, ...]:
+        """Layers whose hidden states the batch's drafters want to see."""
+        ...
+
+    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> float:
+        """Learn from a step; the seconds that drafters took for it."""
+        ...
 
 
 @torch.inference_mode()
-def step(
-    target: Verifier,
-    drafter: Drafter,
-    rule: AcceptanceRule,
-    controller: Controller,
-    batch: Sequence[Request],
-) -> list[Outcome]:
+def step(target: Verifier, speculation: Speculates, batch: Sequence[Request]) -> list[Outcome]:
     """Advance every request of the batch by at least one token, with one target pass.
 
+    A request whose own data makes its step fail (its distribution, its grammar, its text) ends with
+    `finish_reason` "error"; the others advance.
+
     Args:
-        target: holds the KV of every request: all tokens but the last (law 1).
-        drafter: proposes a tree per request.
-        rule: decides what is kept.
-        controller: says how much to draft.
+        target: holds the KV of every request: all tokens but the last (invariant 1).
+        speculation: drafts, says which rule accepts, and learns.
         batch: requests that have not finished.
+
+    Returns:
+        An outcome for each request that advanced.
     """
     began = time.perf_counter()
-    drafts = controller.trim(batch, drafter.propose(batch, controller.budgets(batch)))
+    drafts = speculation.draft(batch)
     drafted = time.perf_counter()
-    scores = target.verify([r.key for r in batch], [draft.tree for draft in drafts])
+    need = Need(hidden=speculation.hidden_layers(batch))
+    outputs = target.verify([r.key for r in batch], [d.tree for d in drafts], need=need)
     verified = time.perf_counter()
-    outcomes = [
-        _accept(target, rule, request, draft, logits)
-        for request, draft, logits in zip(batch, drafts, scores, strict=True)
-    ]
+    outcomes: list[Outcome] = []
+    for request, draft, output in zip(batch, drafts, outputs, strict=True):
+        try:
+            outcomes.append(_advance(target, speculation.rule(request), request, draft, output))
+        except Exception as error:  # nobody else's fault: the others go on
+            request.fail(error)
     times = StepTimes(drafted - began, verified - drafted, time.perf_counter() - verified)
-    tell(drafter, controller, outcomes, times)
+    learning = speculation.observe(outcomes, times)
+    for outcome in outcomes:
+        outcome.request.record_times(times.draft + learning, times.verify, times.accept)
     return outcomes
 
 
-def _accept(
-    target: Verifier, rule: AcceptanceRule, request: Request, draft: Draft, logits: Tensor
+def _advance(
+    target: Verifier, rule: AcceptanceRule, request: Request, draft: Draft, output: PassOutput
 ) -> Outcome:
-    best = target.likeliest(request.key)
-    p = Laws(logits, draft.tree, request.sampler, request.output_ids, best)
-    noise = request.noise.at(len(request.token_ids))
-    return keep(target, request, draft, rule.accept(draft, p, noise), logits, p)
-
-
-def keep(
-    target: Verifier, request: Request, draft: Draft, accepted: Accepted, logits: Tensor, p: Laws
-) -> Outcome:
-    """Commit the accepted path of one request's draft, and extend the request by it."""
+    """Accept, commit the accepted path, and extend the request by it."""
+    p = TreeDistributions(
+        output.scores, draft.tree, request.sampler, request.output_ids, output.argmax
+    )
+    accepted = rule.accept(draft, p, request.noise.at(len(request.token_ids)))
     target.commit(request.key, (0, *accepted.path))
     trace = record(draft, p, accepted, everything=request.trace_all)
     committed = request.extend(draft, p, accepted, trace)
-    return Outcome(request, draft, accepted, tuple(committed), logits, p)
-
-
-def tell(
-    drafter: Drafter, controller: Controller, outcomes: Sequence[Outcome], times: StepTimes
-) -> None:
-    """Show a step to all who learn from it, or write it down."""
-    began = time.perf_counter()
-    drafter.observe(outcomes, times)
-    if times.draft:
-        times = replace(times, draft=times.draft + time.perf_counter() - began)
-    controller.observe(outcomes, times)
-    for outcome in outcomes:
-        outcome.request.record_times(times.draft, times.verify, times.accept)
+    return Outcome(request, draft, accepted, tuple(committed), output, p)

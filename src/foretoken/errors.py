@@ -4,7 +4,8 @@
     ├── ConfigError         a parameter is unknown, out of range or contradicts another
     ├── CompatibilityError  two parts that cannot work together (model, drafter, rule)
     ├── PromptError         a prompt that cannot be served (empty, too long, bad ids)
-    └── ModelError          a model cannot be found, fetched, read or converted
+    ├── ModelError          a model cannot be found, fetched, read or converted
+    └── RequestError        a request ended with an error while it ran
 
 All are `ValueError`s: the caller passed something that has to change. Our own mistakes are
 `AssertionError`s and are never caught. The message is one line: what is wrong, and what to do.
@@ -12,7 +13,17 @@ All are `ValueError`s: the caller passed something that has to change. Our own m
 
 from __future__ import annotations
 
-__all__ = ["CompatibilityError", "ConfigError", "ForetokenError", "ModelError", "PromptError"]
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = [
+    "CompatibilityError",
+    "ConfigError",
+    "ForetokenError",
+    "ModelError",
+    "PromptError",
+    "RequestError",
+]
 
 
 class ForetokenError(ValueError):
@@ -33,3 +44,15 @@ class PromptError(ForetokenError):
 
 class ModelError(ForetokenError):
     """A model that cannot be found, fetched, read or converted."""
+
+
+class RequestError(ForetokenError):
+    """A request ended with `finish_reason` "error" while it ran; others are not affected.
+
+    Attributes:
+        outputs: the outputs of all prompts of the call, as far as they came.
+    """
+
+    def __init__(self, message: str, outputs: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.outputs = outputs

@@ -1,4 +1,4 @@
-"""`LLM`: load a model, generate, stream, chat. A thin face over the engine, in vLLM's words."""
+"""`LLM`: load a model, generate, stream, chat. A thin face of `LLMEngine`, in vLLM's words."""
 
 from __future__ import annotations
 
@@ -9,30 +9,23 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from foretoken import models
-from foretoken.acceptance import rule_class
-from foretoken.cache import SlabFull, is_out_of_memory
-from foretoken.config import SamplingParams
-from foretoken.control import Controller, CostCurve, Fixed, controller_class
-from foretoken.decode import step
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.registry import DrafterParts
-from foretoken.drafters.vocabulary import DraftModel, VocabularyOverlap
-from foretoken.engine import Engine, Speculation
+from foretoken.config import SpeculativeConfig
+from foretoken.core.memory import num_bytes
+from foretoken.core.params import SamplingParams
+from foretoken.drafters.overlap import VocabularyOverlap
+from foretoken.engine.llm_engine import EngineOptions, LLMEngine
+from foretoken.engine.prompts import (
+    Message,
+    Prompt,
+    as_list,
+    is_conversation,
+    one_each,
+    token_ids,
+)
+from foretoken.engine.strategies import Speculative
 from foretoken.errors import ConfigError, PromptError
-from foretoken.grammar import Grammars
-from foretoken.kv_budget import KVBudget
-from foretoken.llm_engine import LLMEngine, Speculative, result
-from foretoken.loading import LoadedModel
-from foretoken.memory import num_bytes
+from foretoken.models.loaded import LoadedModel
 from foretoken.outputs import RequestOutput, StreamChunk
-from foretoken.prefix_cache import PrefixCache
-from foretoken.prompts import Message, Prompt, as_list, is_conversation, one_each, token_ids
-from foretoken.request import Request
-from foretoken.request_maker import RequestMaker
-from foretoken.runtime.cuda.step import step_for
-from foretoken.speculative import SpeculativeConfig
-from foretoken.target import Target
 
 __all__ = ["LLM", "Message", "Prompt"]
 
@@ -74,8 +67,8 @@ class LLM:
         tokenizer: the tokenizer, or None.
         model_path: the (converted) Hugging Face folder, or None for a loaded model.
         bit_exact: whether, on this machine and in this dtype, the bits of a position do not depend
-            on how many are computed with it (law 7); spot-checked at construction. On the native
-            runtime that includes trees. Where it is False a controller that is not named is
+            on how many are computed with it (invariant 7); spot-checked at construction. On the
+            native runtime that includes trees. Where it is False a controller that is not named is
             `fixed`: what goes by the clock must not show in the output.
         engine: the same by hand: requests that are added, stepped and aborted one by one.
         vocabulary_overlap: how many tokens a draft model shares with the target, and how it drafts
@@ -105,49 +98,34 @@ class LLM:
         runtime: str = "auto",
     ) -> None:
         _check_at_least_1(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
-        self._kv_budget = KVBudget(
+        kv_bytes = (
             None if kv_cache_memory is None else num_bytes("kv_cache_memory", kv_cache_memory)
         )
         prefix_bytes = num_bytes("prefix_cache_memory", prefix_cache_memory)
         self.speculative_config = SpeculativeConfig.parse(speculative_config)
         loaded = LoadedModel.of(model, tokenizer, dtype, device)
         self.model_path, self.tokenizer = loaded.path, loaded.tokenizer
-        self._quantization, self._runtime = quantization, runtime
-        self._target = Target(loaded.module, max_model_len, quantization, runtime)
-        self._kv_budget.add(self._target)
         self.eos_token_ids = loaded.eos_token_ids
-        self._grammars = Grammars(self.tokenizer, self._target.vocab_size, self.eos_token_ids)
-        self._maker = RequestMaker(self._target, self.eos_token_ids, self._grammars)
-        self.vocabulary_overlap: VocabularyOverlap | None = None
-        self._costs = CostCurve()
-        self._others: list[tuple[SpeculativeConfig, Speculation]] = []
-        self._step = step_for(self._target) or step
-        drafter = self._drafter_of(self.speculative_config)
-        controller = self._controller(self.speculative_config, drafter)
-        self._kv_budget.share()
-        self._engine = Engine(
-            self._target,
-            drafter,
-            rule_class(self.speculative_config.rule_name)(self.speculative_config.rule_options),
-            controller,
-            max_num_seqs,
+        options = EngineOptions(
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            prefix_cache=PrefixCache(self._target, prefix_bytes) if enable_prefix_caching else None,
-            step=self._step,
+            kv_cache_bytes=kv_bytes,
+            prefix_cache_bytes=prefix_bytes if enable_prefix_caching else None,
+            quantization=quantization,
+            runtime=runtime,
         )
-        self.engine = LLMEngine(self._engine, self._requests, self._speculation)
-        self._max_num_seqs = max_num_seqs
-        self._measure_costs(controller)
+        self.engine = LLMEngine(loaded, self.speculative_config, options)
 
     @property
     def max_model_len(self) -> int:
         """Most tokens of prompt and output together."""
-        return self._target.most_tokens
+        return self.engine.target.most_tokens
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of weights and KV."""
-        return self._target.dtype
+        return self.engine.target.dtype
 
     @property
     def runtime(self) -> str:
@@ -156,17 +134,25 @@ class LLM:
         "lean" and "module" are PyTorch's operations, the latter through the Transformers module: on
         a GPU too, where passes cannot be captured in graphs.
         """
-        return self._target.network.name
+        return self.engine.target.network.name
 
     @property
     def device(self) -> torch.device:
         """Where the model runs."""
-        return self._target.device
+        return self.engine.target.device
 
     @property
     def bit_exact(self) -> bool:
-        """Whether law 7 was found to hold for this model on this machine."""
-        return self._target.bit_exact
+        """Whether invariant 7 was found to hold for this model on this machine."""
+        return self.engine.target.bit_exact
+
+    @property
+    def vocabulary_overlap(self) -> VocabularyOverlap | None:
+        """How many tokens a draft model shares with the target, and how it drafts for it.
+
+        None without a draft model or without the tokenizers; of several draft models the last.
+        """
+        return self.engine.strategies.vocabulary_overlap
 
     # Generation
 
@@ -199,21 +185,11 @@ class LLM:
         listed = as_list(prompts)
         params = one_each("sampling_params", listed, sampling_params)
         configs = one_each("speculative_config", listed, speculative_config)
-        groups = [
-            self._requests(prompt, one or SamplingParams(), trace)
-            for prompt, one in zip(listed, params, strict=True)
+        jobs = [
+            self.engine.job(*each, trace=trace)
+            for each in zip(listed, params, configs, strict=True)
         ]
-        speculations = [self._speculation(config) for config in configs]
-        requests = [request for group in groups for request in group]
-        try:
-            for group, speculation in zip(groups, speculations, strict=True):
-                for request in group:
-                    self._engine.add(request, speculation)
-            while not all(request.finished for request in requests):
-                self._engine.step()
-        finally:
-            self._engine.abort(requests)
-        return [result(*pair) for pair in zip(listed, groups, strict=True)]
+        return self.engine.run(jobs)
 
     def stream(
         self,
@@ -233,7 +209,10 @@ class LLM:
             speculative_config: as in `generate`.
             trace: as in `generate`.
         """
-        return self.engine.stream(prompt, sampling_params, speculative_config, trace=trace)
+        if sampling_params is not None and sampling_params.n != 1:
+            raise ConfigError(f"n: a stream has one output, got {sampling_params.n}.")
+        job = self.engine.job(prompt, sampling_params, speculative_config, trace=trace)
+        return self.engine.stream(job)
 
     def chat(
         self,
@@ -267,98 +246,7 @@ class LLM:
         Outputs do not depend on it, speed may: for benchmarks, and between users who are not to
         notice each other.
         """
-        for drafter in (self._engine.drafter, *(other.drafter for _, other in self._others)):
-            drafter.forget()
-
-    # Inside
-
-    def _requests(self, prompt: Prompt, params: SamplingParams, trace: bool) -> list[Request]:
-        return self._maker.make(prompt, self.tokenizer, params, trace=trace)
-
-    def _controller(self, config: SpeculativeConfig, drafter: Drafter) -> Controller:
-        name = config.controller_under(self.speculative_config.rule_name)
-        exact = self._target.exact_trees if drafter.makes_branches else self._target.bit_exact
-        if config.controller is None and not exact:
-            name = Fixed.name  # draft lengths go by the clock, and here they would show
-        # A step on the device drafts and verifies in one, so that nothing can be cut in between.
-        kind = controller_class(name, looks_up=drafter.looks_up and self._step is step)
-        options = None if config.controller is None else config.controller_options
-        # What passes cost is the target's affair: one curve for all controllers.
-        return kind(config.gamma, options, self._costs, drafter.level_sizes(config.gamma))
-
-    def _measure_costs(self, controller: Controller) -> None:
-        """Time passes for controllers that choose by their costs, once for all of them."""
-        if not controller.needs_costs or not controller.num_speculative_tokens:
-            return
-        if self._costs.measured:
-            return
-        try:
-            self._costs.start_from(self._target.measure_costs(self._max_num_seqs))
-        except (SlabFull, MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            # Costs are then learnt from the steps.
-
-    def _speculation(self, given: Speculative) -> Speculation | None:
-        """Drafter and controller of a request's own configuration; None for the `LLM`'s own."""
-        if given is None:
-            return None
-        config = SpeculativeConfig.parse(given)
-        self._check_rule(config)
-        for known, speculation in self._others:
-            if known == config:
-                return speculation
-        drafter = self._drafter_of(config)
-        controller = self._controller(config, drafter)
-        self._measure_costs(controller)
-        self._others.append((config, Speculation(drafter, controller)))
-        return self._others[-1][1]
-
-    def _check_rule(self, config: SpeculativeConfig) -> None:
-        own = self.speculative_config
-        ours, theirs = ((c.rule_name, c.rule_options) for c in (own, config))
-        if "acceptance" in config.model_fields_set and ours != theirs:
-            raise ConfigError(
-                f"acceptance: requests share the LLM's rule, '{own.rule_name}' as it was set up "
-                "there; leave it out of a request's speculative_config."
-            )
-
-    def _drafter_of(self, config: SpeculativeConfig) -> Drafter:
-        """For the target, under the `LLM`'s rule."""
-        couples = rule_class(self.speculative_config.rule_name).couples_draft
-        return self._drafter(config, self._target, couples)
-
-    def _drafter(self, config: SpeculativeConfig, target: Target, coupled: bool) -> Drafter:
-        parts = DrafterParts(
-            options=config.options,
-            coupled=coupled,
-            target=target,
-            tokenizer=self.tokenizer,
-            grammars=self._grammars,
-            load_model=lambda: self._load_draft_model(config.model),
-            build=lambda inner, *rest: self._drafter(_inner_config(inner), *rest),
-        )
-        drafter = config.drafter_spec.build(parts)
-        self.vocabulary_overlap = drafter.vocabulary_overlap or self.vocabulary_overlap
-        return drafter
-
-    def _load_draft_model(self, model: Any) -> DraftModel:
-        tokenizer = None
-        if not isinstance(model, PreTrainedModel):
-            folder = models.resolve(model)
-            tokenizer = models.load_tokenizer(folder)
-            model = models.load_model(folder, self.dtype, self.device)
-        target = Target(model, quantization=self._quantization, runtime=self._runtime)
-        self._kv_budget.add(target)
-        return DraftModel(target, tokenizer)
-
-
-def _inner_config(fields: Mapping[str, Any]) -> SpeculativeConfig:
-    """A drafter inside another one; the outer configuration decides about everything else."""
-    for name in ("num_speculative_tokens", "acceptance", "controller"):
-        if name in fields:
-            raise ConfigError(f"{name} belongs to the outer speculative_config, not to {fields}.")
-    return SpeculativeConfig.parse(fields)
+        self.engine.reset_drafter_memory()
 
 
 def _check_at_least_1(**values: int) -> None:

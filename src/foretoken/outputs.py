@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from foretoken.acceptance.base import Origin
+from foretoken.core.acceptance.base import Origin
 from foretoken.trace import Trace
 
 __all__ = [
@@ -102,7 +102,8 @@ class CompletionOutput:
     """One output of one prompt, or its beginning.
 
     `finish_reason` is None while the output goes on, else "stop" (end-of-sequence, stop token or
-    stop string), "length" (max_tokens or the context limit) or "abort" (given up before its end);
+    stop string), "length" (max_tokens or the context limit), "abort" (given up before its
+    end) or "error" (`error` says what went wrong);
     `stop_reason` is the stop string or stop token id, None for the end-of-sequence token.
     """
 
@@ -112,6 +113,7 @@ class CompletionOutput:
     origins: tuple[Origin, ...]
     finish_reason: str | None
     stop_reason: int | str | None
+    error: str | None
     logprobs: tuple[TokenLogprobs, ...] | None
     metrics: Metrics
     trace: Trace
@@ -124,6 +126,7 @@ class CompletionOutput:
             "token_ids": list(self.token_ids),
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason,
+            "error": self.error,
             "logprobs": None if self.logprobs is None else [asdict(x) for x in self.logprobs],
             "metrics": self.metrics.as_dict(),
         }
@@ -136,7 +139,7 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: Sequence[CompletionOutput]
-    request_id: int | None = None
+    request_id: str | None = None
     """What `LLMEngine.add_request` returned; None from `LLM.generate`."""
 
     @property
@@ -186,10 +189,24 @@ class StreamedToken:
 
 @dataclass(frozen=True)
 class StreamChunk:
-    """What one step committed; `output` is the whole result in the last chunk, else None."""
+    """Tokens that were committed since the last chunk of an output.
+
+    Args:
+        tokens: in order; the last chunk may have none.
+        output: the whole output in its last chunk, else None.
+        request_id: see `LLMEngine.add_request`; None from `LLM.stream`.
+        index: which of the n outputs of its prompt it belongs to.
+    """
 
     tokens: tuple[StreamedToken, ...]
     output: CompletionOutput | None = None
+    request_id: str | None = None
+    index: int = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether this is the output's last chunk."""
+        return self.output is not None
 
     @property
     def text(self) -> str:

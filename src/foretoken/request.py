@@ -9,15 +9,16 @@ from itertools import count
 
 from transformers import PreTrainedTokenizerBase
 
-from foretoken.acceptance.base import Accepted, Origin
-from foretoken.config import SamplingParams
-from foretoken.detokenize import Detokenizer
-from foretoken.grammar import Grammar
-from foretoken.noise import Noise, fresh_seed
+from foretoken.core.acceptance.base import Accepted, Origin
+from foretoken.core.detokenizer import Detokenizer
+from foretoken.core.grammar import Grammar
+from foretoken.core.noise import Noise, fresh_seed
+from foretoken.core.params import SamplingParams
+from foretoken.core.sampler import Sampler, TreeDistributions
+from foretoken.core.tree import Draft
+from foretoken.errors import ForetokenError
 from foretoken.outputs import CompletionOutput, Metrics, StreamedToken, TokenLogprobs
-from foretoken.sampling import Laws, Sampler
 from foretoken.trace import StepTrace, Trace
-from foretoken.tree import Draft
 
 __all__ = ["Request"]
 
@@ -64,6 +65,7 @@ class Request:
         self.noise = Noise(seed + index)
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.failure: Exception | None = None
         self.metrics = Metrics(prompt_tokens=len(prompt_ids))
         self.admitted_at = 0.0
         self._eos = frozenset(() if params.ignore_eos else eos_token_ids)
@@ -117,7 +119,7 @@ class Request:
         return other
 
     def shadow(self, noise: Noise, max_model_len: int, key: int | None = None) -> Request:
-        """A request over the same tokens under the same law that only the context ends.
+        """A request over the same tokens under the same distribution that only the context ends.
 
         The middle model of a cascade generates for it.
 
@@ -133,6 +135,7 @@ class Request:
         other.params = self.params.model_copy(update=endless)
         other.token_ids = list(self.token_ids)
         other.metrics = Metrics()
+        other.failure = other.finish_reason = None
         other._eos = frozenset()
         other._max_tokens = max_model_len - len(self.token_ids)
         other.trace_all = False
@@ -144,13 +147,13 @@ class Request:
     # What the loop tells
 
     def extend(
-        self, draft: Draft, p: Laws, accepted: Accepted, step: StepTrace
+        self, draft: Draft, p: TreeDistributions, accepted: Accepted, step: StepTrace
     ) -> list[StreamedToken]:
         """Commit the accepted tokens one by one, up to a stop.
 
         Args:
             draft: the verified draft.
-            p: the target's laws at its nodes.
+            p: the target's distributions at its nodes.
             accepted: the rule's decision.
             step: its trace, to which the number of committed tokens is added.
 
@@ -172,6 +175,11 @@ class Request:
         self._trace.steps.append(step)
         self._fresh += streamed
         return streamed
+
+    @property
+    def has_fresh(self) -> bool:
+        """Whether `take` has tokens to give."""
+        return bool(self._fresh)
 
     def take(self) -> tuple[StreamedToken, ...]:
         """Tokens committed since the last call: a stream gets them although others ran the step."""
@@ -237,6 +245,22 @@ class Request:
             self._detokenizer.finish()
             self._finish("abort", None)
 
+    def fail(self, error: Exception) -> None:
+        """End the output where it is, because of an error of this request alone."""
+        if not self.finished:
+            self.failure = error
+            self._finish("error", None)
+
+    @property
+    def error(self) -> str | None:
+        """What went wrong, in one line; None if nothing did."""
+        if self.failure is None:
+            return None
+        reason = str(self.failure).splitlines()
+        if isinstance(self.failure, ForetokenError) and reason:
+            return reason[0]
+        return f"{type(self.failure).__name__}: {reason[0] if reason else 'no message'}"
+
     def output(self) -> CompletionOutput:
         """The output as far as it has come."""
         if self._tokenizer is not None and self.finished:
@@ -250,13 +274,14 @@ class Request:
             origins=tuple(self._origins),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            error=self.error,
             logprobs=tuple(self._logprobs) if self.params.logprobs is not None else None,
             metrics=self.metrics,
             trace=self._trace,
         )
 
 
-def _logprobs(p: Laws, node: int, token: int, num_top: int) -> TokenLogprobs:
+def _logprobs(p: TreeDistributions, node: int, token: int, num_top: int) -> TokenLogprobs:
     log_probs = p.log_probs(node)  # [V]
     best = log_probs.topk(min(num_top, len(log_probs)))
     top = zip(best.indices.tolist(), best.values.tolist(), strict=True)

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from foretoken.acceptance.base import Accepted, Origin
+from foretoken.core.acceptance.base import Accepted, Origin
+from foretoken.core.sampler import TreeDistributions
+from foretoken.core.tree import Draft
 from foretoken.errors import ForetokenError
-from foretoken.sampling import Laws
-from foretoken.tree import Draft
 
 __all__ = ["StepTrace", "Trace", "record"]
 
@@ -128,12 +128,14 @@ def _check_tree(step: StepTrace) -> None:
         raise ValueError("accepted or rejected tokens that were not drafted")
 
 
-def record(draft: Draft, p: Laws, accepted: Accepted, *, everything: bool) -> StepTrace:
+def record(
+    draft: Draft, p: TreeDistributions, accepted: Accepted, *, everything: bool
+) -> StepTrace:
     """The trace of one row's step; times and `committed` are added by the loop.
 
     Args:
         draft: what was proposed.
-        p: the target's laws.
+        p: the target's distributions.
         accepted: what the rule decided.
         everything: compute p also where the rule never looked.
     """
@@ -149,7 +151,7 @@ def record(draft: Draft, p: Laws, accepted: Accepted, *, everything: bool) -> St
     return StepTrace(
         parents=tuple(parent - 1 for parent in tree.parents[1:]),
         drafted=tree.tokens[1:],
-        q=tuple(draft.law(node).prob(tree.tokens[node]) for node in nodes),
+        q=tuple(draft.q_of(node).prob(tree.tokens[node]) for node in nodes),
         p=tuple(target_probability(node) for node in nodes),
         accepted=tuple(node - 1 for node in accepted.path),
         rejected=tuple(node - 1 for node in accepted.rejected),

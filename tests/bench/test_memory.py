@@ -15,7 +15,7 @@ from tests.tiny import tiny_model
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
-def test_a_quantised_weight(quantization: str) -> None:
+def test_a_quantized_weight(quantization: str) -> None:
     layer = LinearWeights(torch.randn(64, 96), None)
     packed = pack(layer, Format[quantization.upper()]).weight
     assert packed.numel() * packed.element_size() == 64 * 96 * BYTES[quantization]
@@ -23,7 +23,7 @@ def test_a_quantised_weight(quantization: str) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_weights_of_a_pass(tmp_path: Path, tied: bool) -> None:
-    """Matrices are quantised, the head to int8, norms not at all.
+    """Matrices are quantized, the head to int8, norms not at all.
 
     An embedding that is only looked up does not count.
     """

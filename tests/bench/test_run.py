@@ -13,9 +13,9 @@ from foretoken.bench import process, run
 from foretoken.bench.contestants import BASELINE, Contestant, Setting
 from foretoken.bench.journal import Journal
 from foretoken.bench.process import Process
+from foretoken.bench.prompts_file import Prompt
 from foretoken.bench.run import FORMAT, Plan
 from foretoken.errors import ForetokenError
-from foretoken.prompts_file import Prompt
 from tests.bench.records import NGRAM, OWN_FACTS, PEER_FACTS
 
 PEER = Contestant("transformers-plain", "transformers-plain")

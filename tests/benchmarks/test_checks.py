@@ -13,11 +13,11 @@ from benchmarks.prompts import Prompt
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from foretoken.acceptance.base import Accepted, TargetLaws
-from foretoken.acceptance.coupled import Coupled
+from foretoken.core.acceptance.base import Accepted, TargetDistributions
+from foretoken.core.acceptance.coupled import Coupled
+from foretoken.core.noise import StepNoise
+from foretoken.core.tree import Draft
 from foretoken.drafters.registry import METHODS as REGISTERED
-from foretoken.noise import StepNoise
-from foretoken.tree import Draft
 from tests.tiny import VOCAB_SIZE, tiny_model
 
 METHODS = tuple(parse_methods(["draft_model", "ngram", "ngram_table"]))
@@ -81,7 +81,9 @@ def test_none_is_compared_wherever_it_is_not_the_reference() -> None:
     assert against_itself == ["bfloat16 greedy", "bfloat16 sampled"]
 
 
-def accept_the_first(_: Coupled, draft: Draft, p: TargetLaws, noise: StepNoise) -> Accepted:
+def accept_the_first(
+    _: Coupled, draft: Draft, p: TargetDistributions, noise: StepNoise
+) -> Accepted:
     """A broken rule: whatever was drafted first is kept."""
     path = tuple(range(1, min(2, len(draft.tree))))
     return Accepted(path, noise.draw(p[len(path)], len(path)))

@@ -28,9 +28,9 @@ from typer.testing import CliRunner
 from benchmarks import contract
 from foretoken import LLM
 from foretoken.bench.journal import Journal
+from foretoken.bench.prompts_file import Prompt
 from foretoken.bench.ratios import Interval
 from foretoken.errors import ForetokenError
-from foretoken.prompts_file import Prompt
 from tests.tiny import tiny_model, tiny_tokenizer
 
 CELLS = [Cell(1, "qa"), Cell(4, "qa"), Cell(4, "rag")]

@@ -4,11 +4,11 @@ import pytest
 import torch
 from benchmarks.quantization import Shift, _read, shift
 
-from foretoken.target import Target
+from foretoken.runtime.target import Target
 from tests.tiny import tiny_model
 
 
-def test_equal_laws_do_not_differ() -> None:
+def test_equal_distributions_do_not_differ() -> None:
     logits = torch.randn(5, 9)
     found = shift(logits, logits + 3)
     assert found.kl == pytest.approx([0] * 5, abs=1e-6)

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from foretoken import LLM, SamplingParams
 from foretoken.control import Budget
 from foretoken.request import Request
-from foretoken.target import Target
+from foretoken.runtime.target import Target
 from tests.tiny import VOCAB_SIZE
 
 app = typer.Typer()

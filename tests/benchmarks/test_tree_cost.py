@@ -5,7 +5,7 @@ import typer
 from benchmarks.tree_cost import Case, kv_bytes, main, measure, tiny
 from typer.testing import CliRunner
 
-from foretoken.target import Target
+from foretoken.runtime.target import Target
 
 app = typer.Typer()
 app.command()(main)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from foretoken.datastore import Datastore
+from foretoken.drafters.text.datastore import Datastore
 from tests.cli.conftest import Run, error_of
 
 

@@ -75,8 +75,8 @@ def test_wrong_use_is_one_line_and_2(run: Run, arguments: list[str], message: st
 
 
 def test_methods(run: Run) -> None:
-    from foretoken.acceptance import RULES
     from foretoken.control import CONTROLLERS
+    from foretoken.core.acceptance import RULES
     from foretoken.drafters.registry import METHODS
 
     shown = run("methods").stdout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from foretoken.ngrams import NgramTables
+from foretoken.drafters.text.ngrams import NgramTables
 from tests.cli.conftest import Run
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from foretoken.analysis.sequoia import best_size, best_tree, expected_tokens
 from foretoken.cli.console import THEME
 from foretoken.cli.tree_report import drawn
 from foretoken.cli.tree_search import Costs, solved
-from foretoken.control.costs import CostCurve
-from foretoken.tree_file import TreeFile
+from foretoken.drafters.tree_file import TreeFile
+from foretoken.runtime.costs import CostCurve
+from foretoken.tuning.sequoia import best_size, best_tree, expected_tokens
 from tests.cli.conftest import Run, error_of, save_tiny
 
 VECTOR = (0.7, 0.15, 0.05)

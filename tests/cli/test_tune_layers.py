@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from foretoken.analysis.layer_laboratory import LayerLaboratory
-from foretoken.analysis.skip_sets import Run as Speed
-from foretoken.analysis.skip_sets import SkipSet
 from foretoken.drafters.tuned_layers import TunedLayers
+from foretoken.tuning.layer_laboratory import LayerLaboratory
+from foretoken.tuning.skip_sets import Run as Speed
+from foretoken.tuning.skip_sets import SkipSet
 from tests.cli.conftest import Run, error_of
 from tests.cli.terminal import Terminal
 

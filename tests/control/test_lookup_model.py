@@ -8,16 +8,16 @@ from itertools import accumulate
 import pytest
 import torch
 
-from foretoken.acceptance import Accepted
 from foretoken.control import CONTROLLERS, CostCurve, controller_class
 from foretoken.control.cost_model import CostModel
 from foretoken.control.evidence import LONGEST_MATCH, GuessOdds, by_match, by_rank
 from foretoken.control.lookup_model import LookupModel
 from foretoken.control.plain_steps import PlainSteps
+from foretoken.core.acceptance import Accepted
+from foretoken.core.sampler import TreeDistributions
+from foretoken.core.tree import Draft, TokenTree, chain
 from foretoken.decode import Outcome, StepTimes
 from foretoken.request import Request
-from foretoken.sampling import Laws
-from foretoken.tree import Draft, TokenTree, chain
 from tests.control.worlds import cheap, cpu, flat, measured, request_of, stairs, steep
 
 LENGTH = 8
@@ -39,9 +39,9 @@ def outcome(request: Request, draft: Draft, right: int) -> Outcome:
     token = RIGHT if right > kept else WRONG
     rejected = (kept + 1,) if kept < draft.tree.num_drafted else ()
     logits = torch.zeros(1, 9).expand(len(draft.tree), 9)
-    laws = Laws(logits, draft.tree, request.sampler, request.output_ids)
+    distributions = TreeDistributions(logits, draft.tree, request.sampler, request.output_ids)
     accepted = Accepted(path, token, rejected, "rejected" if rejected else "")
-    return Outcome(request, draft, accepted, (), logits, laws)
+    return Outcome(request, draft, accepted, (), logits, distributions)
 
 
 @dataclass(frozen=True)
@@ -358,19 +358,19 @@ def test_trees_are_cut_to_their_likeliest_nodes() -> None:
         assert count in nodes
         expected = fork().only(best[:count])
         assert sorted(draft.tree.tokens) == sorted(expected.tree.tokens)
-        assert sorted(draft.grounds) == sorted(expected.grounds)
+        assert sorted(draft.features) == sorted(expected.features)
 
 
-def test_cutting_keeps_nodes_with_their_laws_and_grounds() -> None:
+def test_cutting_keeps_nodes_with_their_distributions_and_features() -> None:
     draft = guess(3, 5)
     assert draft.only([1, 2, 3, 4, 5]) is draft
     short = draft.only([1, 2])
-    assert (short.tree, short.grounds, len(short.q)) == (chain([ROOT, RIGHT, RIGHT]), (3, 4), 2)
+    assert (short.tree, short.features, len(short.q)) == (chain([ROOT, RIGHT, RIGHT]), (3, 4), 2)
     assert draft.only([]).tree.num_drafted == 0
     branch = fork().only([2, 4])
     assert branch.tree == chain([ROOT, WRONG, RIGHT])
-    assert [law.certain for law in branch.q] == [WRONG, RIGHT]
-    assert branch.grounds == (by_rank(1), by_rank(1))
+    assert [distribution.certain for distribution in branch.q] == [WRONG, RIGHT]
+    assert branch.features == (by_rank(1), by_rank(1))
 
 
 def test_promises_that_are_not_kept_are_believed_less() -> None:

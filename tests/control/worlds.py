@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from foretoken import SamplingParams
-from foretoken.acceptance import Accepted
 from foretoken.control import Controller, CostCurve
+from foretoken.core.acceptance import Accepted
+from foretoken.core.sampler import TreeDistributions
+from foretoken.core.tree import Draft, TokenTree
 from foretoken.decode import Outcome, StepTimes
 from foretoken.request import Request
-from foretoken.sampling import Laws
-from foretoken.tree import Draft, TokenTree
 
 __all__ = [
     "World",
@@ -80,8 +80,8 @@ def outcome(request: Request, sizes: Sequence[int], passed: int) -> Outcome:
     rejected = tree.children[path[-1] if path else 0]
     decision = Accepted(path, 0, rejected, "rejected" if rejected else "")
     logits = torch.zeros(1, 9).expand(len(tree), 9)
-    laws = Laws(logits, tree, request.sampler, request.output_ids)
-    return Outcome(request, Draft.deterministic(tree), decision, (), logits, laws)
+    distributions = TreeDistributions(logits, tree, request.sampler, request.output_ids)
+    return Outcome(request, Draft.deterministic(tree), decision, (), logits, distributions)
 
 
 @dataclass(frozen=True)

@@ -15,21 +15,21 @@ Path = tuple[int, ...]
 ROOT: Path = ()
 
 
-def law(path: Path) -> list[float]:
+def distribution(path: Path) -> list[float]:
     """Shares of three successors that depend on the path."""
     weights = [1 + (sum(path) * 7 + len(path) * 3 + token * 5) % 11 for token in range(3)]
     return [weight / sum(weights) for weight in weights]
 
 
 def successors(path: Path) -> Iterator[tuple[int, float, Path]]:
-    for token, share in enumerate(law(path)):
+    for token, share in enumerate(distribution(path)):
         yield token, share, (*path, token)
 
 
 def probability(path: Path) -> float:
     product = 1.0
     for depth, token in enumerate(path):
-        product *= law(path[:depth])[token]
+        product *= distribution(path[:depth])[token]
     return product
 
 
@@ -59,7 +59,7 @@ def test_nothing_below_what_the_budget_stops_at(budget: Budget) -> None:
     drafted = {place for *_, place in best_first(ROOT, successors, 99, budget)}
 
     def stops(path: Path) -> bool:
-        return budget.stops_below(law(path[:-1])[path[-1]], probability(path))
+        return budget.stops_below(distribution(path[:-1])[path[-1]], probability(path))
 
     expected = {
         path

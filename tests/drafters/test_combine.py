@@ -1,4 +1,4 @@
-"""Merged drafts keep their laws; the switch finds the better drafter; a cascade keeps its q."""
+"""Merged drafts keep their q; the switch finds the better drafter; a cascade keeps its q."""
 
 from __future__ import annotations
 
@@ -9,18 +9,25 @@ import pytest
 import torch
 
 from foretoken import ConfigError, SamplingParams
-from foretoken.acceptance import RULES
 from foretoken.control import Budget
 from foretoken.control.evidence import by_match, by_rank
+from foretoken.core.acceptance import RULES
+from foretoken.core.distribution import Distribution
+from foretoken.core.tree import Draft, TokenTree, chain
 from foretoken.decode import Outcome, StepTimes
 from foretoken.drafters.combine import Ensemble, Switch, SwitchOptions, merge
 from foretoken.drafters.ngram import NgramDrafter, NgramOptions
 from foretoken.drafters.none import NoDrafter
-from foretoken.law import Law
-from foretoken.tree import Draft, TokenTree, chain
 from tests.control.worlds import request_of
-from tests.enumeration import chains, distance, most_likely, output_law, random_laws, trees
-from tests.laws.test_controllers import outcome
+from tests.enumeration import (
+    chains,
+    distance,
+    most_likely,
+    output_distribution,
+    random_distributions,
+    trees,
+)
+from tests.invariants.test_controllers import outcome
 from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import tiny_model
 
@@ -36,8 +43,8 @@ def test_merging_deterministic_drafts() -> None:
 
 
 def test_drawn_nodes_are_never_merged() -> None:
-    law = Law.of(random_laws(3, 1)(()).probs)
-    drawn = Draft(chain([0, 1]), (law,))
+    distribution = Distribution.of(random_distributions(3, 1)(()).probs)
+    drawn = Draft(chain([0, 1]), (distribution,))
     assert merge([drawn, drawn], limit=9).tree == TokenTree((0, 1, 1), (-1, 0, 0))
     certain = Draft.deterministic(chain([0, 1]))
     assert merge([drawn, certain], limit=9).tree == chain([0, 1])
@@ -48,7 +55,7 @@ def test_drawn_nodes_are_never_merged() -> None:
 @pytest.mark.parametrize("limit", [2, 3, 9])
 def test_merged_drafts_are_lossless(rule: str, limit: int) -> None:
     """Enumerated: a sampled chain, another sampled chain, and the likeliest tokens of a third."""
-    p, q1, q2, q3 = (random_laws(3, seed) for seed in (1, 2, 3, 4))
+    p, q1, q2, q3 = (random_distributions(3, seed) for seed in (1, 2, 3, 4))
 
     def merged() -> Iterator[tuple[Draft, float]]:
         for first, w1 in chains(q1, 2):
@@ -56,25 +63,25 @@ def test_merged_drafts_are_lossless(rule: str, limit: int) -> None:
                 for third, w3 in trees(q3, most_likely, 2, 1):
                     yield merge([first, second, third], limit), w1 * w2 * w3
 
-    outcomes = output_law(RULES[rule](), merged(), p, length=3)
+    outcomes = output_distribution(RULES[rule](), merged(), p, length=3)
     assert sum(outcomes.values()) == pytest.approx(1)
     assert distance(outcomes, p, 3) < 1e-6
 
 
 def test_lookups_are_merged_by_their_odds() -> None:
-    """The likeliest nodes come first, and what both found has the better grounds."""
+    """The likeliest nodes come first, and what both found has the better features."""
     longest = Draft.deterministic(chain([0, 1, 2, 3]), by_match(4, 3))
     tree = TokenTree((0, 1, 5, 2), (-1, 0, 0, 1))
     ranked = Draft.deterministic(tree, (by_rank(0), by_rank(7), by_rank(0)))
     merged = merge([longest, ranked], 4)
     assert merged.tree == TokenTree((0, 1, 2, 3, 5), (-1, 0, 1, 2, 0))
-    assert merged.grounds == (*by_match(4, 3), by_rank(7))
+    assert merged.features == (*by_match(4, 3), by_rank(7))
     assert merge([longest, ranked], 3).tree == chain([0, 1, 2, 3])
-    assert merge([ranked, longest], 4).grounds == merged.grounds
+    assert merge([ranked, longest], 4).features == merged.features
     alone = merge([longest, Draft.empty(0)], 4)
-    assert (alone.tree, alone.grounds) == (longest.tree, longest.grounds)
-    drawn = Draft(chain([0, 4]), (Law(torch.ones(9) / 9),))
-    assert merge([longest, drawn], 4).grounds == ()
+    assert (alone.tree, alone.features) == (longest.tree, longest.features)
+    drawn = Draft(chain([0, 4]), (Distribution(torch.ones(9) / 9),))
+    assert merge([longest, drawn], 4).features == ()
 
 
 def test_an_ensemble_of_lookups_looks_up() -> None:
@@ -137,7 +144,7 @@ def test_a_switched_drafter_sees_plain_steps_too() -> None:
 
 
 def test_a_cascade_of_the_target_itself_is_always_accepted() -> None:
-    """Its tokens have exactly the middle model's law, whatever the inner drafter guesses."""
+    """Its q is exactly the middle model's, whatever the inner drafter guesses."""
     model = tiny_model()
     for rule in ("rejection", "block", "coupled"):
         llm = tiny_llm(model, "cascade", rule, model=model)

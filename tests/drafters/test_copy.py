@@ -47,9 +47,9 @@ def test_a_whole_prompt_is_copied_from_where_its_end_stood_before() -> None:
 def test_a_draft_says_how_many_tokens_it_follows() -> None:
     text = Text([1, 2, 30, 31, 32, 33, 1, 2])
     (proposal,) = text.drafter.propose([text.request], [Budget(2, 2)])
-    assert proposal.grounds == (2, 3)
+    assert proposal.features == (2, 3)
     (proposal,) = text.then(30).drafter.propose([text.request], [Budget(2, 2)])
-    assert proposal.grounds == (3, 4)
+    assert proposal.features == (3, 4)
 
 
 def test_after_a_divergence_a_suffix_aligns_again() -> None:

@@ -1,4 +1,4 @@
-"""The smoothed law of `corpus_ngram`, and its drafts; files: `test_text_files.py`."""
+"""The smoothed distribution of `corpus_ngram`, and its drafts; files: `test_text_files.py`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 
 from foretoken import SamplingParams
 from foretoken.control import Budget
+from foretoken.core.tree import Draft
 from foretoken.drafters.corpus_ngram import (
     CorpusNgramDrafter,
     CorpusNgramOptions,
     SmoothedNgrams,
 )
-from foretoken.ngrams import count_ngrams
+from foretoken.drafters.text.ngrams import count_ngrams
 from foretoken.request import Request
-from foretoken.tree import Draft
-from tests.test_ngrams import ngrams_of
+from tests.drafters.text.test_ngrams import ngrams_of
 
 V = 7
 DICE = random.Random(1)
@@ -39,24 +39,26 @@ def expected(context: list[int]) -> dict[int, float]:
         total = sum(ones.values())
         return {c: ones[(c,)] / total for c in range(V) if ones[(c,)]}
     total = sum(ones[(c,)] for c in support)
-    law = {c: ones[(c,)] / total for c in support}
+    distribution = {c: ones[(c,)] / total for c in support}
     for counts in ({c: twos[b, c] for c in support}, {c: threes[a, b, c] for c in support}):
         number = sum(counts.values())
         types = sum(count > 0 for count in counts.values())
         if number:
-            law = {c: (counts[c] + types * law[c]) / (number + types) for c in support}
-    return law
+            distribution = {
+                c: (counts[c] + types * distribution[c]) / (number + types) for c in support
+            }
+    return distribution
 
 
 CONTEXTS = [[b] for b in range(9)] + [[a, b] for a in range(9) for b in range(9)]
 
 
-def test_the_law_is_the_formula(ngrams: SmoothedNgrams) -> None:
+def test_the_distribution_is_the_formula(ngrams: SmoothedNgrams) -> None:
     for context in CONTEXTS:
-        law = expected(context)
+        distribution = expected(context)
         tokens, probs = ngrams.probabilities(context)
-        assert tokens.tolist() == list(law)
-        assert probs.tolist() == pytest.approx(list(law.values()))
+        assert tokens.tolist() == list(distribution)
+        assert probs.tolist() == pytest.approx(list(distribution.values()))
         assert probs.sum() == pytest.approx(1)
 
 
@@ -64,14 +66,14 @@ def test_the_law_is_the_formula(ngrams: SmoothedNgrams) -> None:
 def test_temperature(ngrams: SmoothedNgrams, temperature: float) -> None:
     for context in CONTEXTS:
         tokens, probs = ngrams.probabilities(context)
-        law = ngrams.law(context, temperature)
+        distribution = ngrams.distribution(context, temperature)
         if temperature == 0:
-            assert law.certain == tokens[probs.argmax()]
+            assert distribution.certain == tokens[probs.argmax()]
             continue
         weights = np.exp((np.log(probs) - np.log(probs.max())) / temperature)
-        dense = law.dense(V).numpy()
+        dense = distribution.dense(V).numpy()
         assert dense[tokens] == pytest.approx(weights / weights.sum(), abs=1e-12)
-        assert float(law.probs.sum()) == pytest.approx(1)
+        assert float(distribution.probs.sum()) == pytest.approx(1)
 
 
 def propose(
@@ -89,20 +91,20 @@ def test_a_draft_chains_on_its_own_predictions(ngrams: SmoothedNgrams) -> None:
     draft = propose(ngrams, SamplingParams(seed=3), Budget(6, 6))
     context = [0, 2]
     for node in range(1, 7):
-        token, law = draft.tree.tokens[node], draft.law(node)
-        assert law.prob(token) == pytest.approx(expected(context)[token])
+        token, distribution = draft.tree.tokens[node], draft.q_of(node)
+        assert distribution.prob(token) == pytest.approx(expected(context)[token])
         context = [context[-1], token]
 
 
 def test_greedy_requests_get_the_mode(ngrams: SmoothedNgrams) -> None:
     greedy = propose(ngrams, SamplingParams(temperature=0), Budget(4, 4))
-    assert all(law.certain is not None for law in greedy.q)
+    assert all(distribution.certain is not None for distribution in greedy.q)
     pinned = propose(ngrams, SamplingParams(seed=1), Budget(4, 4), draft_temperature=0)
     assert pinned.tree == greedy.tree
     sampled = propose(
         ngrams, SamplingParams(temperature=0, seed=1), Budget(4, 4), draft_temperature=1
     )
-    assert sampled.law(1).certain is None
+    assert sampled.q_of(1).certain is None
 
 
 def test_a_budget_with_thresholds(ngrams: SmoothedNgrams) -> None:

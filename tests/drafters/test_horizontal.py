@@ -10,11 +10,11 @@ import torch
 
 from foretoken import CompatibilityError, ConfigError, SamplingParams
 from foretoken.control import Budget
+from foretoken.core.distribution import Distribution
+from foretoken.core.tree import Draft, chain
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.horizontal import HorizontalCascade, HorizontalOptions
-from foretoken.law import Law
 from foretoken.request import Request
-from foretoken.tree import Draft, chain
 from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 
@@ -41,18 +41,20 @@ class Counting(Drafter):
                 path_prob *= self._sure
                 if budget.stops_below(self._sure, path_prob):
                     break
-            laws = tuple(_unsure(token, self._sure) for token in tokens[1:])
-            drafts.append(Draft(chain(tokens), laws))
+            distributions = tuple(_unsure(token, self._sure) for token in tokens[1:])
+            drafts.append(Draft(chain(tokens), distributions))
         return drafts
 
     def rewind(self, request: Request) -> None:
         self.rewound += 1
 
 
-def _unsure(token: int, probability: float) -> Law:
+def _unsure(token: int, probability: float) -> Distribution:
     if probability == 1:
-        return Law.one_hot(token)
-    return Law(torch.tensor([probability, 1 - probability]), torch.tensor([token, token + 1]))
+        return Distribution.one_hot(token)
+    return Distribution(
+        torch.tensor([probability, 1 - probability]), torch.tensor([token, token + 1])
+    )
 
 
 def cascade(*drafters: Drafter, tokens: Sequence[int]) -> HorizontalCascade:
@@ -104,11 +106,11 @@ def test_what_was_only_drafted_is_taken_back() -> None:
     assert second.rewound == 1
 
 
-def test_the_law_of_every_token_is_its_drafters() -> None:
+def test_the_distribution_of_every_token_is_its_drafters() -> None:
     drafter = cascade(Counting(1, sure=0.6), Counting(10), tokens=[1, 1])
     (draft,) = drafter.propose([request_of([5])], [Budget(4, 4)])
-    assert draft.law(1).prob(6) == pytest.approx(0.6)
-    assert draft.law(2).certain == 16
+    assert draft.q_of(1).prob(6) == pytest.approx(0.6)
+    assert draft.q_of(2).certain == 16
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection", "block"])

@@ -82,7 +82,7 @@ def test_against_brute_force(seed: int) -> None:
         expected = brute_force(request.token_ids, 4, 4, 2)
         assert list(proposal.tree.tokens[1:]) == expected
         if expected:
-            assert proposal.grounds[0] == longest_match(request.token_ids, 4, 2)
+            assert proposal.features[0] == longest_match(request.token_ids, 4, 2)
         request.token_ids += [dice.randrange(kinds) for _ in range(dice.randrange(1, 4))]
 
 

@@ -1,4 +1,4 @@
-"""The tables of `ngram_table`: orders, back-off, window, law."""
+"""The tables of `ngram_table`: orders, back-off, window, distribution."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from foretoken.drafters.ngram_table import (
     NgramTable,
     NgramTableDrafter,
     NgramTableOptions,
-    law_of_counts,
+    distribution_of_counts,
 )
 from foretoken.request import Request
 
@@ -47,13 +47,13 @@ def test_the_longest_known_context_is_used() -> None:
 @given(
     tokens=st.lists(st.integers(0, 3), min_size=1, max_size=40),
     window=st.integers(2, 12),
-    portions=st.lists(st.integers(1, 7)),
+    chunks=st.lists(st.integers(1, 7)),
 )
-def test_the_window_slides(tokens: list[int], window: int, portions: list[int]) -> None:
+def test_the_window_slides(tokens: list[int], window: int, chunks: list[int]) -> None:
     """After any updates the counts are those of the last `window` tokens, counted afresh."""
     table = NgramTable(window)
     seen = 0
-    for size in [*portions, len(tokens)]:
+    for size in [*chunks, len(tokens)]:
         seen = min(seen + min(size, window), len(tokens))
         table.catch_up(tokens[:seen])
     while seen < len(tokens):
@@ -91,24 +91,24 @@ def test_a_draft_chains_on_its_own_predictions() -> None:
 
 
 def test_greedy_takes_the_most_frequent_and_the_latest_on_a_tie() -> None:
-    assert law_of_counts({5: 1, 6: 2, 7: 2}, 0).certain == 7
-    assert law_of_counts({5: 3, 6: 2, 7: 2}, 0).certain == 5
+    assert distribution_of_counts({5: 1, 6: 2, 7: 2}, 0).certain == 7
+    assert distribution_of_counts({5: 3, 6: 2, 7: 2}, 0).certain == 5
     request = propose([9, 1, 9, 2, 9], SamplingParams(temperature=0))
     assert request.draft.tree.tokens[1] == 2  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_q_comes_from_the_counts(temperature: float) -> None:
-    law = law_of_counts({8: 3, 5: 1}, temperature)
+    distribution = distribution_of_counts({8: 3, 5: 1}, temperature)
     weight = 3 ** (1 / temperature)
-    assert law.prob(8) == pytest.approx(weight / (weight + 1))
-    assert law.prob(5) == pytest.approx(1 / (weight + 1))
-    assert law.tokens.tolist() == [5, 8]
+    assert distribution.prob(8) == pytest.approx(weight / (weight + 1))
+    assert distribution.prob(5) == pytest.approx(1 / (weight + 1))
+    assert distribution.tokens.tolist() == [5, 8]
 
 
 def test_sampled_requests_draw_unless_told_otherwise() -> None:
     tokens = [9, 1, 9, 1, 9, 2, 9]
     sampled = propose(tokens, SamplingParams(seed=1))
-    assert sampled.draft.law(1).prob(1) == pytest.approx(2 / 3)  # type: ignore[attr-defined]
+    assert sampled.draft.q_of(1).prob(1) == pytest.approx(2 / 3)  # type: ignore[attr-defined]
     pinned = propose(tokens, SamplingParams(seed=1), draft_temperature=0)
-    assert pinned.draft.law(1).certain == 1  # type: ignore[attr-defined]
+    assert pinned.draft.q_of(1).certain == 1  # type: ignore[attr-defined]

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING
 import pytest
 
 from foretoken import LLM, SamplingParams
-from foretoken.acceptance import RULES
-from foretoken.cache import OverBudget, SlabFull
 from foretoken.control import Budget, CostCurve, Fixed
 from foretoken.control.batch import BatchTable
 from foretoken.control.cost_model import CostModel
 from foretoken.control.per_request import PerRequestController
+from foretoken.core.acceptance import RULES
+from foretoken.core.tree import Draft, chain
 from foretoken.decode import Outcome, StepTimes
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.none import NoDrafter
 from foretoken.drafters.per_request import PerRequest
-from foretoken.engine import Engine, Speculation
+from foretoken.engine.scheduler import Engine, Speculation
 from foretoken.request import Request
-from foretoken.target import Target
-from foretoken.tree import Draft, chain
+from foretoken.runtime.kv_slab import OverBudget, SlabFull
+from foretoken.runtime.target import Target
 from tests.control.worlds import outcome as outcome_of
 from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model

@@ -7,9 +7,9 @@ import torch
 
 from foretoken import SamplingParams
 from foretoken.control import Budget
+from foretoken.core.tree import Draft
 from foretoken.drafters.random_tokens import RandomDrafter
 from foretoken.request import Request
-from foretoken.tree import Draft
 from tests.matrix import tiny_llm
 from tests.tiny import tiny_model
 
@@ -27,16 +27,16 @@ def propose(params: SamplingParams, length: int, *, coupled: bool) -> Draft:
 def test_q_is_uniform(temperature: float, coupled: bool) -> None:
     draft = propose(SamplingParams(temperature=temperature, seed=4), 6, coupled=coupled)
     assert draft.tree.num_drafted == 6
-    for law in draft.q:
-        assert torch.equal(law.dense(V), torch.full((V,), 1 / V))
+    for distribution in draft.q:
+        assert torch.equal(distribution.dense(V), torch.full((V,), 1 / V))
 
 
 def test_the_coupled_draft_is_the_argmax_of_the_targets_noise() -> None:
-    """It is what the target takes wherever its own law is flat."""
+    """It is what the target takes wherever its own distribution is flat."""
     params = SamplingParams(seed=4)
     target = Request([1, 2, 3], params, vocab_size=V, max_model_len=999).noise.at(3)
     draft = propose(params, 4, coupled=True)
-    assert draft.tree.tokens[1:] == tuple(target.draw(draft.law(i + 1), i) for i in range(4))
+    assert draft.tree.tokens[1:] == tuple(target.draw(draft.q_of(i + 1), i) for i in range(4))
     assert propose(params, 4, coupled=False).tree.tokens != draft.tree.tokens
 
 

@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foretoken import ConfigError, SamplingParams
-from foretoken.acceptance import Accepted
-from foretoken.acceptance.base import Origin
 from foretoken.control import Budget
 from foretoken.control.evidence import by_rank
+from foretoken.core.acceptance import Accepted
+from foretoken.core.acceptance.base import Origin
+from foretoken.core.sampler import TreeDistributions
+from foretoken.core.tree import Draft, TokenTree, chain
 from foretoken.decode import Outcome, StepTimes
 from foretoken.drafters.recycle import RecycleDrafter, RecycleOptions, most_probable
 from foretoken.outputs import StreamedToken
 from foretoken.request import Request
-from foretoken.sampling import Laws
-from foretoken.tree import Draft, TokenTree, chain
 from tests.matrix import tiny_llm
 from tests.tiny import tiny_model
 
@@ -39,11 +39,11 @@ def logits_of(*best: int) -> torch.Tensor:
 
 def saw(request: Request, draft: Draft, path: tuple[int, ...], *rows: torch.Tensor) -> Outcome:
     logits = torch.stack(rows)
-    laws = Laws(logits, draft.tree, request.sampler, request.output_ids)
+    distributions = TreeDistributions(logits, draft.tree, request.sampler, request.output_ids)
     tokens = [*(draft.tree.tokens[node] for node in path), 0]
     request.token_ids += tokens
     committed = tuple(StreamedToken(token, "", Origin.DRAFT) for token in tokens)
-    return Outcome(request, draft, Accepted(path, 0, (), ""), committed, logits, laws)
+    return Outcome(request, draft, Accepted(path, 0, (), ""), committed, logits, distributions)
 
 
 def propose(drafter: RecycleDrafter, request: Request, nodes: int, depth: int = 9) -> Draft:
@@ -62,8 +62,8 @@ def test_what_was_probable_after_a_token_is_drafted_after_it() -> None:
     later = propose(drafter, request_of(1), 4, depth=2)
     # 3 was turned down: nobody knows what the target would have said after it.
     assert later.tree == TokenTree((1, 2, 7, 5, 8), (-1, 0, 1, 0, 1))
-    assert later.grounds == (by_rank(0), by_rank(0), by_rank(1), by_rank(1))
-    assert [law.certain for law in later.q] == [2, 7, 5, 8]
+    assert later.features == (by_rank(0), by_rank(0), by_rank(1), by_rank(1))
+    assert [distribution.certain for distribution in later.q] == [2, 7, 5, 8]
     assert propose(drafter, request_of(3), 4).tree.num_drafted == 0
 
 
@@ -79,12 +79,12 @@ def test_longer_contexts_count_for_more_and_shorter_ones_are_there_for_the_rest(
     learn(drafter, [3, 1], 4)
     learn(drafter, [5, 1], 6)
     known = propose(drafter, request_of(3, 1), 1)
-    assert (known.tree.tokens, known.grounds) == ((1, 4), (by_rank(0, 2),))
+    assert (known.tree.tokens, known.features) == ((1, 4), (by_rank(0, 2),))
     new = propose(drafter, request_of(9, 1), 1)
-    assert (new.tree.tokens, new.grounds) == ((1, 6), (by_rank(0, 1),))
+    assert (new.tree.tokens, new.features) == ((1, 6), (by_rank(0, 1),))
     learn(drafter, [1, 4], 7)
     deeper = propose(drafter, request_of(3, 1), 2)
-    assert (deeper.tree.tokens, deeper.grounds) == ((1, 4, 7), (by_rank(0, 2), by_rank(0, 2)))
+    assert (deeper.tree.tokens, deeper.features) == ((1, 4, 7), (by_rank(0, 2), by_rank(0, 2)))
 
 
 def test_contexts_that_have_not_come_for_longest_are_forgotten() -> None:

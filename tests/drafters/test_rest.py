@@ -11,10 +11,10 @@ import torch
 
 from foretoken import CompatibilityError, ConfigError, SamplingParams
 from foretoken.control import Budget
-from foretoken.datastore import index_texts
+from foretoken.core.tree import Draft, TokenTree
 from foretoken.drafters.rest import RestDrafter, RestOptions, spread
+from foretoken.drafters.text.datastore import index_texts
 from foretoken.request import Request
-from foretoken.tree import Draft, TokenTree
 from tests.matrix import LOSSLESS, PROMPTS, takes_any_tree, tiny_llm
 from tests.tiny import reference_greedy, tiny_model
 
@@ -111,8 +111,8 @@ def test_occurrences_are_read_at_equal_distances() -> None:
 
 def test_q_is_one_hot() -> None:
     draft = propose([0, 1, 2], branching=True)
-    assert [law.certain for law in draft.q] == list(draft.tree.tokens[1:])
-    assert torch.equal(draft.law(1).probs, torch.ones(1))
+    assert [distribution.certain for distribution in draft.q] == list(draft.tree.tokens[1:])
+    assert torch.equal(draft.q_of(1).probs, torch.ones(1))
 
 
 # With a model

@@ -9,17 +9,17 @@ import pytest
 from transformers import PreTrainedModel
 
 from foretoken import LLM, ConfigError, RequestOutput, SamplingParams
-from foretoken import cache as cache_module
-from foretoken.cache import KVSlab
 from foretoken.control import Budget
 from foretoken.drafters.draft_model import FIRST_PASS, OwnModel
 from foretoken.drafters.model_drafter import ModelDrafter
 from foretoken.drafters.room import shared_out
 from foretoken.drafters.shapes import Chain, Shape, TreeOptions, Widths
-from foretoken.kv_budget import KVBudget
+from foretoken.engine.kv_budget import KVBudget
 from foretoken.request import Request
+from foretoken.runtime import kv_slab as slab_module
 from foretoken.runtime.attention import KEY_BLOCK
-from foretoken.target import Target
+from foretoken.runtime.kv_slab import KVSlab
+from foretoken.runtime.target import Target
 from tests.tiny import VOCAB_SIZE, tiny_model
 
 CONTEXT = 3 * KEY_BLOCK
@@ -255,7 +255,7 @@ def test_a_machine_without_memory_for_the_draft_model(
     prompts = [prompt_of(20), prompt_of(20, start=4)]
     expected = plain(model, prompts)
     llm = llm_of(model, small, 4, config=config_of(name, small))
-    ours, original = draft_slab(llm)._keys, cache_module._resized
+    ours, original = draft_slab(llm)._keys, slab_module._resized
     attempts = 0
 
     def resized(old: Any, rows: int, positions: int) -> Any:
@@ -266,7 +266,7 @@ def test_a_machine_without_memory_for_the_draft_model(
                 raise RuntimeError("can't allocate memory")
         return original(old, rows, positions)
 
-    monkeypatch.setattr(cache_module, "_resized", resized)
+    monkeypatch.setattr(slab_module, "_resized", resized)
     outputs = llm.generate(prompts, GREEDY)
     assert attempts > 10
     assert bits(outputs) == expected
@@ -287,14 +287,14 @@ def test_copies_of_prompts_make_room_for_drafts(
     assert copies is not None
     prompts = [prompt_of(200), prompt_of(200, start=4)]
     expected = plain(model, prompts)
-    ours, original = draft_slab(llm)._keys, cache_module._resized
+    ours, original = draft_slab(llm)._keys, slab_module._resized
 
     def resized(old: Any, rows: int, positions: int) -> Any:
         if len(copies) and any(old is buffer for buffer in ours.values()):
             raise RuntimeError("can't allocate memory")
         return original(old, rows, positions)
 
-    monkeypatch.setattr(cache_module, "_resized", resized)
+    monkeypatch.setattr(slab_module, "_resized", resized)
     outputs = llm.generate(prompts, GREEDY)
     assert bits(outputs) == expected
     assert len(copies) == 0

@@ -1,4 +1,4 @@
-"""Trees from a drafting model: their shapes, their laws, and that the output stays the same."""
+"""Trees from a drafting model: their shapes, their q, and that the output stays the same."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from foretoken import LLM, ConfigError, SamplingParams
-from foretoken.acceptance import RULES
 from foretoken.control import Budget
+from foretoken.core.acceptance import RULES
+from foretoken.core.distribution import Distribution
+from foretoken.core.noise import Noise
+from foretoken.core.tree import Draft, chain
 from foretoken.drafters.draft_model import OwnModel
 from foretoken.drafters.model_drafter import ModelDrafter
 from foretoken.drafters.shapes import Dynamic, Node, Paths, TreeOptions, Widths
-from foretoken.law import Law
-from foretoken.noise import Noise
 from foretoken.request import Request
-from foretoken.target import Target
-from foretoken.tree import Draft, chain
+from foretoken.runtime.target import Target
 from tests.matrix import LOSSLESS, PROMPTS, takes_any_tree, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, reference_greedy, tiny_model
 
@@ -34,7 +34,7 @@ ON_TREES = [
     (rule, shape)
     for rule in LOSSLESS
     for shape in TREES
-    if takes_any_tree(rule) or (RULES[rule].takes_branches and shape == "with_replacement")
+    if takes_any_tree(rule) or (RULES[rule].takes_trees and shape == "with_replacement")
 ]
 
 
@@ -95,17 +95,17 @@ def test_dynamic_trees_keep_the_most_probable() -> None:
     model = tiny_model(seed=1)
     draft = draft_of("dynamic", Budget(10, 2), temperature=0)
 
-    def law_after(path: tuple[int, ...]) -> torch.Tensor:
+    def distribution_after(path: tuple[int, ...]) -> torch.Tensor:
         with torch.inference_mode():
             ids = torch.tensor([[*PROMPTS[0], *path]])
-            law: torch.Tensor = model(input_ids=ids).logits[0, -1].softmax(-1)
-            return law
+            distribution: torch.Tensor = model(input_ids=ids).logits[0, -1].softmax(-1)
+            return distribution
 
     ranked: list[tuple[float, tuple[int, ...]]] = []
-    first = law_after(()).topk(4)
+    first = distribution_after(()).topk(4)
     for p, token in zip(first.values.tolist(), first.indices.tolist(), strict=True):
         ranked.append((p, (token,)))
-        below = law_after((token,)).topk(4)
+        below = distribution_after((token,)).topk(4)
         ranked += [
             (p * q, (token, t))
             for q, t in zip(below.values.tolist(), below.indices.tolist(), strict=True)
@@ -115,35 +115,35 @@ def test_dynamic_trees_keep_the_most_probable() -> None:
     assert {tuple(tree.path_tokens(node)) for node in range(1, len(tree))} == expected
 
 
-def test_laws_without_replacement_exclude_earlier_siblings() -> None:
+def test_distributions_without_replacement_exclude_earlier_siblings() -> None:
     draft = draft_of("sample", Budget(99, 99))
     tree = draft.tree
     for node in range(1, len(tree)):
         siblings = [n for n in tree.children[tree.parents[node]] if n < node]
-        law = draft.law(node)
-        assert float(law.probs.sum()) == pytest.approx(1, abs=1e-5)
-        assert all(law.prob(tree.tokens[n]) == 0 for n in siblings)
-        assert law.prob(tree.tokens[node]) > 0
+        distribution = draft.q_of(node)
+        assert float(distribution.probs.sum()) == pytest.approx(1, abs=1e-5)
+        assert all(distribution.prob(tree.tokens[n]) == 0 for n in siblings)
+        assert distribution.prob(tree.tokens[node]) > 0
 
 
-def test_laws_with_replacement_are_the_same_for_siblings() -> None:
+def test_distributions_with_replacement_are_the_same_for_siblings() -> None:
     draft = draft_of("with_replacement", Budget(99, 99))
     first, second = draft.tree.children[0]
-    assert torch.equal(draft.law(first).probs, draft.law(second).probs)
+    assert torch.equal(draft.q_of(first).probs, draft.q_of(second).probs)
 
 
-def test_draws_without_replacement_have_the_law_of_successive_draws() -> None:
+def test_draws_without_replacement_have_the_distribution_of_successive_draws() -> None:
     """Pairs over 4,000 positions, each count within 6 standard deviations (2e-9 by accident)."""
-    law = Law.of(torch.tensor([0.5, 0.3, 0.2]))
+    distribution = Distribution.of(torch.tensor([0.5, 0.3, 0.2]))
     noise, samples = Noise(1), 4000
-    pairs = [tuple(noise.draw_distinct(law, t, 2)) for t in range(samples)]
+    pairs = [tuple(noise.draw_distinct(distribution, t, 2)) for t in range(samples)]
     for a in range(3):
         for b in range(3):
             if a != b:
-                probability = law.prob(a) * law.without(a).prob(b)
+                probability = distribution.prob(a) * distribution.without(a).prob(b)
                 deviation = (samples * probability * (1 - probability)) ** 0.5
                 assert abs(pairs.count((a, b)) - samples * probability) < 6 * deviation
-    assert [pair[0] for pair in pairs] == [noise.draw(law, t) for t in range(samples)]
+    assert [pair[0] for pair in pairs] == [noise.draw(distribution, t) for t in range(samples)]
 
 
 def test_shapes_count_their_nodes() -> None:
@@ -152,7 +152,7 @@ def test_shapes_count_their_nodes() -> None:
     assert not Widths((1, 1, 1)).branches
     assert Paths([[0, 0], [2]]).num_nodes == 4  # a path brings its beginnings and elder siblings
     assert TreeOptions(tree=(4, 2, 2, 1)).default_num_speculative_tokens() == 44
-    nodes = [Node(t, Law.one_hot(t), None, (t,), p) for t, p in enumerate((0.1, 0.5, 0.3))]
+    nodes = [Node(t, Distribution.one_hot(t), None, (t,), p) for t, p in enumerate((0.1, 0.5, 0.3))]
     assert [n.token for n in Dynamic(2, 9).frontier(nodes)] == [1, 2]
 
 
@@ -280,7 +280,7 @@ def test_controllers_are_told_how_large_levels_are() -> None:
             depths.append(1 + (depths[parent] if parent >= 0 else 0))
         sizes = [depths.count(level) for level in range(1, 1 + max(depths))]
         drafter, gamma = llm._engine._drafter, llm.speculative_config.gamma
-        assert drafter.level_sizes(gamma) == (sizes if drafter.makes_branches else None)
+        assert drafter.level_sizes(gamma) == (sizes if drafter.drafts_trees else None)
         assert sum(sizes) == gamma
 
 

@@ -10,6 +10,7 @@ import torch
 
 from foretoken import CompatibilityError, ConfigError, SamplingParams
 from foretoken.control import Budget
+from foretoken.core.tree import Draft, TokenTree
 from foretoken.drafters.suffix import (
     EarlierOutputs,
     SuffixDrafter,
@@ -19,7 +20,6 @@ from foretoken.drafters.suffix import (
 )
 from foretoken.drafters.suffix_trie import SuffixTrie
 from foretoken.request import Request
-from foretoken.tree import Draft, TokenTree
 from tests.drafters.test_suffix_trie import expected_counts, fill
 from tests.matrix import LOSSLESS, PROMPTS, takes_any_tree, tiny_llm
 from tests.tiny import ARCHITECTURES, tiny_model
@@ -132,7 +132,7 @@ def test_candidates_against_counting(seed: int, branching: bool) -> None:
             if branching
             else grow_chain(place, 4, Budget(4, 4), least)
         )
-        tree = found.draft(tokens[-1], with_grounds=False).tree
+        tree = found.draft(tokens[-1], with_features=False).tree
         paths = [tuple(tree.path_tokens(node)) for node in range(1, len(tree))]
         assert len(set(paths)) == len(paths)
 
@@ -350,5 +350,5 @@ def suffix_drafters(drafter: Any) -> list[SuffixDrafter]:
 
 def test_q_is_one_hot() -> None:
     draft = propose([1, 2, 3, 1, 2])
-    assert [law.certain for law in draft.q] == list(draft.tree.tokens[1:])
-    assert torch.equal(draft.law(1).probs, torch.ones(1))
+    assert [distribution.certain for distribution in draft.q] == list(draft.tree.tokens[1:])
+    assert torch.equal(draft.q_of(1).probs, torch.ones(1))

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from foretoken import LLM, CompatibilityError, ConfigError, ForetokenError, SamplingParams
-from foretoken.datastore import build_datastore, index_texts
-from foretoken.ngrams import build_ngrams, count_ngrams
+from foretoken.drafters.text.datastore import build_datastore, index_texts
+from foretoken.drafters.text.ngrams import build_ngrams, count_ngrams
 from tests.cli.conftest import ascii_tokenizer
 from tests.tiny import tiny_model
 

@@ -26,6 +26,8 @@ from foretoken import (
     SpeculativeConfig,
 )
 from foretoken.control import Budget
+from foretoken.core.sampler import Sampler
+from foretoken.core.tree import Draft, chain
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.draft_model import OwnModel
 from foretoken.drafters.model_drafter import ModelDrafter
@@ -34,9 +36,7 @@ from foretoken.drafters.translation import INCOMPLETE, LONGEST_PIECE, Script, Tr
 from foretoken.drafters.vocabulary import VocabularyOverlap
 from foretoken.llm import Prompt
 from foretoken.request import Request
-from foretoken.sampling import Sampler
-from foretoken.tree import Draft, chain
-from tests.laws.test_statistics import p_value
+from tests.invariants.test_statistics import p_value
 from tests.tiny import CONTEXT, tiny_model
 from tests.vocabularies import END, OTHER_TEXT, TEXT, bpe, permuted, small, words
 
@@ -240,7 +240,7 @@ def test_the_same_tokens_in_another_order(rule: str) -> None:
             assert metrics.num_accepted_tokens >= 18
 
 
-def test_q_is_the_restricted_law() -> None:
+def test_q_is_the_restricted_distribution() -> None:
     """As computed from the draft model's own logits, at every depth."""
     llm = llm_for(rule="rejection")
     request = request_of(TARGET.encode(PROMPT), SAMPLED)
@@ -258,14 +258,14 @@ def test_q_is_the_restricted_law() -> None:
         ids = torch.tensor([[*read, *(translator._to_draft[token] for token in drafted)]])
         with torch.inference_mode():
             logits = model(input_ids=ids).logits[0, -1]
-        law = draft.law(depth + 1).dense(len(TARGET.get_vocab()))
+        distribution = draft.q_of(depth + 1).dense(len(TARGET.get_vocab()))
         shared = torch.full((len(TARGET.get_vocab()),), -torch.inf)
         for token, own in enumerate(translator._to_draft):
             if own >= 0:
                 shared[token] = logits[own]
-        expected = request.sampler.law(shared, drafted).dense(len(shared))
-        torch.testing.assert_close(law, expected)
-        plain = Sampler(SamplingParams(), len(shared), []).law(shared, [])
+        expected = request.sampler.distribution(shared, drafted).dense(len(shared))
+        torch.testing.assert_close(distribution, expected)
+        plain = Sampler(SamplingParams(), len(shared), []).distribution(shared, [])
         kept = [token for token, own in enumerate(translator._to_draft) if own >= 0]
         own_ids = [translator._to_draft[token] for token in kept]
         mass = logits.softmax(-1)[own_ids]
@@ -278,10 +278,10 @@ ALARM = 1e-6
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_output_law(way: str) -> None:
-    """Counts over fixed seeds against the exact law, by a chi-square test.
+def test_output_distribution(way: str) -> None:
+    """Counts over fixed seeds against the exact distribution, by a chi-square test.
 
-    If the law holds, both cases together fail with probability below `ALARM`.
+    If the distribution holds, both cases together fail with probability below `ALARM`.
     """
     target, draft = small(VOCAB), small("xfabcy")
     prompt = target.encode("abcabdab")
@@ -301,14 +301,14 @@ def test_output_law(way: str) -> None:
     outputs = llm.generate([prompt] * SAMPLES, all_params)
     drafted = sum(output.metrics.num_draft_tokens for output in outputs)
     assert drafted > SAMPLES / 2
-    law = {}
+    distribution = {}
     for output in product(range(6), repeat=LENGTH):
         with torch.inference_mode():
             logits = model(input_ids=torch.tensor([[*prompt, *output]])).logits[0]
         probs = logits[len(prompt) - 1 :].softmax(-1)
-        law[output] = float(probs[0, output[0]] * probs[1, output[1]])
+        distribution[output] = float(probs[0, output[0]] * probs[1, output[1]])
     counts = Counter(output.token_ids[:LENGTH] for output in outputs)
-    assert p_value(counts, law) > ALARM / len(WAYS)
+    assert p_value(counts, distribution) > ALARM / len(WAYS)
 
 
 # State
@@ -575,7 +575,7 @@ def test_vocabularies_that_differ_by_padding(tmp_path: Path, method: str, size: 
 
 
 def test_more_logits_than_the_target_has_are_cut() -> None:
-    """The draft is that of the draft model without its padding, drawn from the same law."""
+    """The draft is that of the draft model without its padding, drawn from the same q."""
     draft = tiny_model(seed=1, vocab_size=len(TARGET.get_vocab()))
     size = len(TARGET.get_vocab())
     drafts = []

@@ -106,7 +106,7 @@ def make_gguf(tmp_path: Path, make_model: MakeModel, byte_vocabulary: list[str])
     """Writes a tiny model as a GGUF file, the way llama.cpp's converter does.
 
     Options: `settings` overrides metadata (None leaves a key out), `tensors` overrides tensors by
-    GGUF name likewise, `quantise` gives a quantisation type by GGUF name.
+    GGUF name likewise, `quantize` gives a quantization type by GGUF name.
     """
 
     def make(
@@ -116,7 +116,7 @@ def make_gguf(tmp_path: Path, make_model: MakeModel, byte_vocabulary: list[str])
         model: transformers.PreTrainedModel | None = None,
         settings: dict[str, Any] | None = None,
         tensors: dict[str, np.ndarray[Any, Any] | None] | None = None,
-        quantise: dict[str, gguf.GGMLQuantizationType] | None = None,
+        quantize: dict[str, gguf.GGMLQuantizationType] | None = None,
     ) -> Path:
         model = make_model(architecture) if model is None else model
         metadata = _metadata(architecture, byte_vocabulary) | (settings or {})
@@ -128,7 +128,7 @@ def make_gguf(tmp_path: Path, make_model: MakeModel, byte_vocabulary: list[str])
             if value is not None:
                 _add(writer, key, value)
         for key, weight in weights.items():
-            if weight is not None and (kind := (quantise or {}).get(key)) is not None:
+            if weight is not None and (kind := (quantize or {}).get(key)) is not None:
                 writer.add_tensor(key, gguf.quantize(weight, kind), raw_dtype=kind)
             elif weight is not None:
                 writer.add_tensor(key, weight)

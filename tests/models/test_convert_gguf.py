@@ -43,9 +43,9 @@ def test_the_converted_model_computes_the_same_logits(
         assert torch.equal(loaded(token_ids).logits, model.eval()(token_ids).logits)
 
 
-def test_quantised_weights_are_saved_as_their_exact_values(make_model: Any, make_gguf: Any) -> None:
+def test_quantized_weights_are_saved_as_their_exact_values(make_model: Any, make_gguf: Any) -> None:
     model = make_model()
-    folder = resolve(make_gguf(model=model, quantise={"blk.0.ffn_up.weight": QUANTISED}))
+    folder = resolve(make_gguf(model=model, quantize={"blk.0.ffn_up.weight": QUANTISED}))
     saved = load_file(folder / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
     weight = model.state_dict()["model.layers.0.mlp.up_proj.weight"].numpy()
     exact = gguf.dequantize(gguf.quantize(weight, QUANTISED), QUANTISED)

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from foretoken import target as target_module
+from foretoken.runtime import target as target_module
 from foretoken.runtime.cuda import cuda_network
 from foretoken.runtime.cuda.graphs import Capture
 from foretoken.runtime.cuda.network import CudaNetwork
 from foretoken.runtime.cuda.slab import StaticSlab
-from foretoken.target import Target
+from foretoken.runtime.target import Target
 from tests.runtime.tape import Tape
 
 

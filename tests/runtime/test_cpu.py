@@ -67,7 +67,7 @@ def test_a_row_of_zeros_stays_zero() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2", "phi"])
-def test_every_architecture_can_be_quantised(architecture: str) -> None:
+def test_every_architecture_can_be_quantized(architecture: str) -> None:
     model = tiny_model(architecture, dtype=torch.bfloat16)
     kind = LeanDecoder if architecture in ("llama", "qwen2") else ModuleNetwork
     assert isinstance(network_for(model, "int8"), kind)
@@ -85,7 +85,7 @@ def test_every_architecture_can_be_quantised(architecture: str) -> None:
         ]
 
 
-def test_a_draft_model_is_quantised_too() -> None:
+def test_a_draft_model_is_quantized_too() -> None:
     model = tiny_model(dtype=torch.bfloat16)
     config = {"method": "draft_model", "model": model, "num_speculative_tokens": 3}
     llm = LLM(model, quantization="int8", speculative_config=config)
@@ -93,7 +93,7 @@ def test_a_draft_model_is_quantised_too() -> None:
     assert output.metrics.acceptance_rate == 1.0
 
 
-def test_what_cannot_be_quantised() -> None:
+def test_what_cannot_be_quantized() -> None:
     with pytest.raises(
         ConfigError, match="quantization: must be int8 or int4, or None, got 'int3'"
     ):

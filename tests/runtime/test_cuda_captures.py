@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from foretoken import LLM, CompatibilityError, SamplingParams, decode
-from foretoken.analysis.layer_laboratory import LayerLaboratory
-from foretoken.analysis.skip_sets import Sublayer
+from foretoken.core.tree import chain
 from foretoken.decode import StepTimes
 from foretoken.runtime.attention import KEY_BLOCK
 from foretoken.runtime.cuda import cuda_network, eager_network
@@ -23,8 +22,9 @@ from foretoken.runtime.cuda.network import CudaNetwork
 from foretoken.runtime.cuda.step import DeviceStep
 from foretoken.runtime.inputs import PassInputs, RowNodes
 from foretoken.runtime.module import ModuleNetwork
-from foretoken.target import Target
-from foretoken.tree import chain
+from foretoken.runtime.target import Target
+from foretoken.tuning.layer_laboratory import LayerLaboratory
+from foretoken.tuning.skip_sets import Sublayer
 from tests.runtime.on_device import use_capture, use_cuda_runtime
 from tests.runtime.tape import Tape, storage
 from tests.runtime.test_cuda_network import TREE, both

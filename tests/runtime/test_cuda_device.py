@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from foretoken.acceptance.coupled import Coupled
-from foretoken.config import SamplingParams
 from foretoken.control import Fixed
+from foretoken.core.acceptance.coupled import Coupled
+from foretoken.core.noise import Noise, Stream
+from foretoken.core.params import SamplingParams
 from foretoken.decode import step
 from foretoken.drafters.ngram import NgramDrafter, NgramOptions
-from foretoken.engine import Engine
-from foretoken.noise import Noise, Stream
+from foretoken.engine.scheduler import Engine
 from foretoken.request import Request
 from foretoken.runtime.attention import KEY_BLOCK
 from foretoken.runtime.cuda.decoder import decoder_for
@@ -29,7 +29,7 @@ from foretoken.runtime.cuda.slab import StaticSlab
 from foretoken.runtime.cuda.step import DeviceStep
 from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.module import ModuleNetwork
-from foretoken.target import Target
+from foretoken.runtime.target import Target
 from tests.runtime.test_cuda_network import random_tree
 from tests.tiny import VOCAB_SIZE, tiny_model
 

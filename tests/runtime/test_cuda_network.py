@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from foretoken import LLM, SamplingParams
-from foretoken.cache import SlabFull
+from foretoken.core.tree import TokenTree, chain
 from foretoken.runtime.attention import KEY_BLOCK
 from foretoken.runtime.cuda import cuda_network
 from foretoken.runtime.cuda.buckets import Bucket, Buckets, doubled
@@ -23,10 +23,10 @@ from foretoken.runtime.cuda.graphs import Uncaptured
 from foretoken.runtime.cuda.network import CudaNetwork
 from foretoken.runtime.cuda.rows import DeviceRows
 from foretoken.runtime.cuda.slab import StaticSlab
+from foretoken.runtime.kv_slab import SlabFull
 from foretoken.runtime.lean import LeanDecoder
 from foretoken.runtime.module import ModuleNetwork
-from foretoken.target import Target
-from foretoken.tree import TokenTree, chain
+from foretoken.runtime.target import Target
 from tests.runtime.on_device import graphs_of, use_cuda_runtime
 from tests.runtime.tape import Tape
 from tests.runtime.test_lean import FAMILY, model_of

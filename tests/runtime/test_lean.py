@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from foretoken.core.tree import TokenTree
 from foretoken.runtime.lean import LeanDecoder
 from foretoken.runtime.llama import is_llama
 from foretoken.runtime.module import ModuleNetwork
 from foretoken.runtime.network import Network, network_for
-from foretoken.target import Target
-from foretoken.tree import TokenTree
+from foretoken.runtime.target import Target
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 
 CONTEXT_TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]

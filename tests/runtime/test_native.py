@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from foretoken import ConfigError
+from foretoken.core.tree import TokenTree, chain
 from foretoken.runtime.llama import LinearWeights
 from foretoken.runtime.module import ModuleNetwork
 from foretoken.runtime.native import build
@@ -23,8 +24,7 @@ from foretoken.runtime.native.build import NativeLibraryError, library
 from foretoken.runtime.native.decoder import NativeDecoder, why_not_native
 from foretoken.runtime.native.pack import GROUP, PANEL, Format, in_turns, pack
 from foretoken.runtime.network import Network, network_for
-from foretoken.target import Target
-from foretoken.tree import TokenTree, chain
+from foretoken.runtime.target import Target
 from tests.runtime.test_lean import FAMILY, TREE, model_of, scores
 from tests.tiny import VOCAB_SIZE, tiny_model
 
@@ -189,7 +189,7 @@ def test_a_row_has_its_own_bits_in_any_company(
 
 
 @pytest.mark.parametrize(("dtype", "quantization", "flags"), KINDS)
-def test_bits_do_not_depend_on_threads_or_portions(
+def test_bits_do_not_depend_on_threads_or_chunks(
     dtype: torch.dtype,
     quantization: str | None,
     flags: tuple[str, ...],
@@ -198,9 +198,9 @@ def test_bits_do_not_depend_on_threads_or_portions(
     model = wide_model("llama", dtype)
     network = NativeDecoder(model, quantization, *flags)
     expected = filled(Target(model), network, 40).verify([0], [chain(TOKENS[40:45])])[0].clone()
-    for threads, portion in ((1, 3), (2, 17), (3, 40)):
+    for threads, chunk in ((1, 3), (2, 17), (3, 40)):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        monkeypatch.setattr("foretoken.target.PREFILL_CHUNK", portion)
+        monkeypatch.setattr("foretoken.runtime.target.PREFILL_CHUNK", chunk)
         found = filled(Target(model), network, 40).verify([0], [chain(TOKENS[40:45])])[0]
         assert torch.equal(found, expected)
 
@@ -343,7 +343,7 @@ def test_fewer_threads_than_asked_for() -> None:
     script = (
         "import torch; torch.set_num_threads(4)\n"
         "from tests.tiny import tiny_model\n"
-        "from foretoken.target import Target\n"
+        "from foretoken.runtime.target import Target\n"
         "target = Target(tiny_model(head_dim=32))\n"
         "assert target.network.name == 'native' and target.bit_exact\n"
     )

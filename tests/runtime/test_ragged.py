@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from foretoken.core.tree import TokenTree, chain
 from foretoken.runtime.attention import KEY_BLOCK
 from foretoken.runtime.inputs import PassInputs, tree_nodes
 from foretoken.runtime.module import ModuleNetwork
-from foretoken.target import Target
-from foretoken.tree import TokenTree, chain
+from foretoken.runtime.target import Target
 from tests.counting import counted
 from tests.tiny import tiny_model
 

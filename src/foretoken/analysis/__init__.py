@@ -1,16 +1,22 @@
 """The theory of speculative decoding: what a draft length should bring, before it is tried.
 
 `formulas` works on three numbers (the acceptance rate alpha, the draft length gamma, the cost
-ratio c), `laws` on the two distributions p and q themselves. Both are pure functions; numbers of
-theorems and equations are those of Leviathan et al., "Fast Inference from Transformers via
-Speculative Decoding" (2023), unless another paper is named. `measure` and `compare` take the
-numbers from a real model and hold the predictions against the clock; they load PyTorch, so they
-are not imported here.
+ratio c), `distributions` on the two distributions p and q themselves. Both are pure functions;
+numbers of theorems and equations are those of Leviathan et al., "Fast Inference from Transformers
+via Speculative Decoding" (2023), unless another paper is named. `measure` and `compare` take the
+numbers from a real model and hold the predictions against the clock; they load PyTorch, so they are
+not imported here.
 """
 
+from foretoken.analysis.distributions import (
+    acceptance_probability,
+    acceptance_rate,
+    lenient_acceptance_probability,
+    lk_divergence,
+)
 from foretoken.analysis.formulas import (
     MAX_GAMMA,
-    accepted_law,
+    accepted_distribution,
     best_gamma,
     best_gamma_on_curve,
     expected_tokens,
@@ -23,18 +29,12 @@ from foretoken.analysis.formulas import (
     pays,
     specdec_latency,
 )
-from foretoken.analysis.laws import (
-    acceptance_probability,
-    acceptance_rate,
-    lenient_acceptance_probability,
-    lk_divergence,
-)
 
 __all__ = [
     "MAX_GAMMA",
     "acceptance_probability",
     "acceptance_rate",
-    "accepted_law",
+    "accepted_distribution",
     "best_gamma",
     "best_gamma_on_curve",
     "expected_tokens",

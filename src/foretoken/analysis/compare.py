@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foretoken.analysis.formulas import accepted_law, expected_tokens, improvement
+from foretoken.analysis.formulas import accepted_distribution, expected_tokens, improvement
 from foretoken.errors import ConfigError
 
 __all__ = ["AGREEMENT", "Assumptions", "Factors", "StepSample", "Trial", "compare"]
@@ -99,10 +99,10 @@ class Assumptions:
         cost = np.zeros_like(tokens)
         for start in range(len(lengths) - 1, -1, -1):
             drafted = lengths[start]
-            law = accepted_law(self.alpha, drafted)  # [drafted+1]
+            distribution = accepted_distribution(self.alpha, drafted)  # [drafted+1]
             after = slice(start + 1, start + drafted + 2)
-            tokens[start] = law @ (np.arange(1, drafted + 2) + tokens[after])
-            cost[start] = drafted * self.c + self.verify_cost[drafted] + law @ cost[after]
+            tokens[start] = distribution @ (np.arange(1, drafted + 2) + tokens[after])
+            cost[start] = drafted * self.c + self.verify_cost[drafted] + distribution @ cost[after]
         return float(tokens[0]), float(cost[0])
 
     def as_dict(self) -> dict[str, Any]:
@@ -230,7 +230,7 @@ def compare(
         mean_verify_cost=_mean(assumed.verify_cost[step.drafted] for step in steps),
         factors=_factors(assumed, gamma, steps, plain),
         accepted=tuple(_histogram(steps, gamma).tolist()),
-        geometric=tuple(accepted_law(assumed.alpha, gamma).tolist()),
+        geometric=tuple(accepted_distribution(assumed.alpha, gamma).tolist()),
     )
 
 

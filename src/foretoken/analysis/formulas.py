@@ -18,7 +18,7 @@ from foretoken.errors import ConfigError
 
 __all__ = [
     "MAX_GAMMA",
-    "accepted_law",
+    "accepted_distribution",
     "best_gamma",
     "best_gamma_on_curve",
     "expected_tokens",
@@ -55,8 +55,8 @@ def expected_tokens(alpha: float, gamma: int) -> float:
     return float(_powers(alpha, gamma).sum())
 
 
-def accepted_law(alpha: float, gamma: int) -> NDArray[np.float64]:
-    """How many drafted tokens are accepted: the capped geometric law behind equation 1.
+def accepted_distribution(alpha: float, gamma: int) -> NDArray[np.float64]:
+    """How many drafted tokens are accepted: the capped geometric distribution behind equation 1.
 
     Args:
         alpha: acceptance rate, in [0, 1].
@@ -72,8 +72,8 @@ def accepted_law(alpha: float, gamma: int) -> NDArray[np.float64]:
     alpha, gamma = domain.rate("alpha", alpha), domain.count("gamma", gamma)
     at_least = _powers(alpha, gamma)  # [gamma+1] chance of n or more
     more = np.append(at_least[1:], 0.0)
-    law: NDArray[np.float64] = at_least - more
-    return law
+    distribution: NDArray[np.float64] = at_least - more
+    return distribution
 
 
 def improvement(alpha: float, gamma: int, c: float) -> float:

@@ -12,29 +12,28 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from foretoken.acceptance import AcceptanceRule, Accepted, TargetLaws, rule_class
 from foretoken.analysis.compare import Assumptions, StepSample
-from foretoken.config import SamplingParams
 from foretoken.control import Budget, Fixed
-from foretoken.decode import Outcome, StepTimes
+from foretoken.core.acceptance import AcceptanceRule, Accepted, TargetDistributions
+from foretoken.core.distribution import Distribution
+from foretoken.core.noise import StepNoise
+from foretoken.core.params import SamplingParams
+from foretoken.core.sampler import TreeDistributions
+from foretoken.core.tree import Draft, chain
+from foretoken.decode import Outcome
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.none import NoDrafter
-from foretoken.drafters.vocabulary import DraftModel
-from foretoken.engine import Engine
+from foretoken.engine.scheduler import Scheduler
 from foretoken.errors import CompatibilityError, ConfigError
-from foretoken.law import Law
 from foretoken.llm import LLM
-from foretoken.noise import StepNoise
 from foretoken.request import Request
-from foretoken.sampling import Laws
+from foretoken.speculation import Speculation, Strategy
 from foretoken.trace import Trace
-from foretoken.tree import Draft, chain
 
 __all__ = ["Laboratory", "Recorder", "Watch", "overlap", "steps_of"]
 
@@ -42,8 +41,8 @@ PASSES = 7
 """Timed passes of each width and prompt; the median counts."""
 
 
-def overlap(p: Law, q: Law) -> float:
-    """Beta = sum over x of min(p(x), q(x)), for laws on their support: theorem 3.5."""
+def overlap(p: Distribution, q: Distribution) -> float:
+    """Beta = sum over x of min(p(x), q(x)), for distributions on their support: theorem 3.5."""
     q_probs = q.at(p.tokens).to(p.probs)  # [S]
     return float(torch.minimum(p.probs, q_probs).sum())
 
@@ -53,9 +52,9 @@ class Watch(AcceptanceRule):
 
     name: ClassVar[str] = "watch"
     lossless: ClassVar[bool] = True
-    takes_branches: ClassVar[bool] = False
+    takes_trees: ClassVar[bool] = False
 
-    def accept(self, draft: Draft, p: TargetLaws, noise: StepNoise) -> Accepted:
+    def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
         """See `AcceptanceRule.accept`."""
         reason = "watched only" if draft.tree.num_drafted else ""
         return Accepted((), noise.draw(p[0], 0), reason=reason)
@@ -82,21 +81,21 @@ class Recorder(Fixed):
         self.betas: list[float] = []
         self.lengths: list[int] = []
 
-    def budgets(self, batch: Sequence[Request]) -> list[Budget]:
+    def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
         """The full length wherever the context has room."""
         length = self.num_speculative_tokens
         rooms = [self._max_model_len - len(request.token_ids) for request in batch]
         return [Budget(length, max(0, min(length, room))) for room in rooms]
 
-    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
+    def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
         """Record one step; the logits are valid until the next pass."""
         for outcome in outcomes:
             request, tree = outcome.request, outcome.draft.tree
             self.lengths.append(tree.num_drafted)
             if tree.num_drafted:
                 before = request.output_ids[: -len(outcome.committed)]
-                p = Laws(outcome.logits, tree, request.sampler, before)
-                self.betas.append(overlap(p[0], outcome.draft.law(1)))
+                p = TreeDistributions(outcome.output.scores, tree, request.sampler, before)
+                self.betas.append(overlap(p[0], outcome.draft.q_of(1)))
 
 
 @dataclass
@@ -110,21 +109,24 @@ class _Findings:
     pass_seconds: list[float] = field(default_factory=list)  # per prompt
 
 
-class Laboratory(LLM):
-    """An `LLM` whose target and draft model serve many draft lengths in turn.
+class Laboratory:
+    """Runs an `LLM`'s target and draft model at many draft lengths in turn.
 
-    Arguments are those of `LLM`.
+    Args:
+        llm: with the method to be measured.
 
     Raises:
         CompatibilityError: the drafter proposes trees, which the theory is not about.
     """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._drafts: dict[str, DraftModel] = {}
-        super().__init__(*arguments, **options)
-        if self._fresh_drafter(1).makes_branches:
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self._target, self._config = llm.engine.target, llm.speculative_config
+        self._rule = self._config.rule
+        self._strategies = llm.engine.strategies.sharing_models()
+        if self._fresh_drafter(1).drafts_trees:
             raise CompatibilityError(
-                f"method '{self.speculative_config.method}' drafts trees: the theory of alpha and "
+                f"method '{self._config.method_name}' drafts trees: the theory of alpha and "
                 "gamma is about chains."
             )
 
@@ -135,7 +137,7 @@ class Laboratory(LLM):
 
         Args:
             prompts: token ids; at least one prompt.
-            params: how to sample; p and q are the laws under these parameters.
+            params: how to sample; p and q are the distributions under these parameters.
             max_gamma: longest draft of interest, at least 1.
 
         Raises:
@@ -146,7 +148,7 @@ class Laboratory(LLM):
             self._examine(prompt, params, max_gamma, found)
         if not found.betas or not found.c:
             raise ConfigError(
-                f"method '{self.speculative_config.method}' drafted nothing on these prompts: "
+                f"method '{self._config.method_name}' drafted nothing on these prompts: "
                 "there is no alpha to measure. Take other prompts or more tokens."
             )
         return Assumptions(
@@ -166,18 +168,17 @@ class Laboratory(LLM):
             params: how to sample.
             gamma: drafted tokens per step.
         """
-        config = self.speculative_config
-        rule = rule_class(config.rule_name)(config.rule_options)
         drafter = self._fresh_drafter(gamma) if gamma else NoDrafter()
-        return steps_of(self._generate(prompt, params, drafter, rule, Fixed(gamma))[1])
+        strategy = Strategy(drafter, Fixed(gamma), self._rule)
+        return steps_of(self._generate(prompt, params, strategy)[1])
 
     def _examine(
         self, prompt: Sequence[int], params: SamplingParams, max_gamma: int, found: _Findings
     ) -> None:
         """One prompt, watched; the passes are timed right after, so that they see one machine."""
-        recorder = Recorder(max_gamma, self.max_model_len)
-        drafter = self._fresh_drafter(max_gamma)
-        request, trace = self._generate(prompt, params, drafter, Watch(), recorder)
+        recorder = Recorder(max_gamma, self.llm.max_model_len)
+        strategy = Strategy(self._fresh_drafter(max_gamma), recorder, Watch())
+        request, trace = self._generate(prompt, params, strategy)
         # A context as long as the average one while generating.
         average = (len(prompt) + len(request.token_ids)) // 2
         passes = self._time_passes(request.token_ids[:average], max_gamma)
@@ -190,26 +191,21 @@ class Laboratory(LLM):
             found.c.append(median(drafting) / passes[0])
 
     def _generate(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        drafter: Drafter,
-        rule: AcceptanceRule,
-        controller: Fixed,
+        self, prompt: Sequence[int], params: SamplingParams, strategy: Strategy
     ) -> tuple[Request, Trace]:
-        engine = Engine(self._target, drafter, rule, controller, max_num_seqs=1)
-        (request,) = self._requests(list(prompt), params, False)
-        engine.add(request)
+        scheduler = Scheduler(self._target, Speculation(strategy), max_num_seqs=1)
+        (request,) = self.llm.engine.make_requests(list(prompt), params)
+        scheduler.add(request)
         try:
             while not request.finished:
-                engine.step()
+                scheduler.step()
         finally:
-            engine.abort([request])
+            scheduler.abort([request])
         return request, request.output().trace
 
     def _time_passes(self, tokens: Sequence[int], max_gamma: int) -> list[float]:
         """[G+1] median seconds of a pass over 0 to G drafted tokens, taken in turn."""
-        tokens = tokens[: max(1, self.max_model_len - max_gamma - 1)]
+        tokens = tokens[: max(1, self.llm.max_model_len - max_gamma - 1)]
         trees = [chain([tokens[-1]] * (gamma + 1)) for gamma in range(max_gamma + 1)]
         seconds: list[list[float]] = [[] for _ in trees]
         key = -2  # no request has it
@@ -228,18 +224,12 @@ class Laboratory(LLM):
 
     def _wait(self) -> None:
         """Until the device has done what it was told."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.llm.device.type == "cuda":
+            torch.cuda.synchronize(self.llm.device)
 
     def _fresh_drafter(self, gamma: int) -> Drafter:
         """A drafter of its own for every run: none learns from the runs of another length."""
-        return self._drafter_of(self.speculative_config)
-
-    def _load_draft_model(self, model: Any) -> DraftModel:
-        key = str(model) if isinstance(model, str | Path) else str(id(model))
-        if key not in self._drafts:
-            self._drafts[key] = super()._load_draft_model(model)
-        return self._drafts[key]
+        return self._strategies.drafter(self._config, self._rule)
 
 
 def steps_of(trace: Trace) -> list[StepSample]:

@@ -15,8 +15,9 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from foretoken.target import Target
-from foretoken.tree import TokenTree, chain
+from foretoken.core.tree import TokenTree, chain
+from foretoken.runtime.network import LOGITS, Need, PassOutput
+from foretoken.runtime.target import Target
 
 __all__ = ["RowsVerifier"]
 
@@ -55,7 +56,13 @@ class RowsVerifier:
         self.num_copied = 0
 
     @torch.inference_mode()
-    def verify(self, keys: Sequence[int], trees: Sequence[TokenTree]) -> list[Tensor]:
+    def verify(
+        self,
+        keys: Sequence[int],
+        trees: Sequence[TokenTree],
+        num_computed: Sequence[int] | None = None,
+        need: Need = LOGITS,
+    ) -> list[PassOutput]:
         """One forward pass over all paths of all trees; see `Target.verify`.
 
         Returns:
@@ -71,14 +78,15 @@ class RowsVerifier:
             for path in self._paths[key]
         ]
         self.num_positions += sum(map(len, chains))
-        scores = iter(self._target.verify([path.key for path in paths], chains))
+        assert num_computed is None
+        assert need == LOGITS, "a node may be on several paths"
+        outputs = iter(self._target.verify([path.key for path in paths], chains))
         return [
-            _by_node(len(tree), [(path, next(scores)) for path in self._paths[key]])
+            PassOutput(
+                _by_node(len(tree), [(path, next(outputs).scores) for path in self._paths[key]])
+            )
             for key, tree in zip(keys, trees, strict=True)
         ]
-
-    def likeliest(self, key: int) -> None:
-        """See `Target.likeliest`: not known, as a node may be on several paths."""
 
     def commit(self, key: int, nodes: Sequence[int]) -> None:
         """Keep the KV of these nodes, root included; `key` takes over the row that has them."""

@@ -150,8 +150,8 @@ def _method(text: str, draft_model: str | None, quantization: str | None) -> Con
 
 def _complete(fields: dict[str, Any], draft_model: str | None) -> None:
     """Add the draft model where the method takes one, and check the configuration."""
+    from foretoken.config import SpeculativeConfig
     from foretoken.drafters.registry import METHODS
-    from foretoken.speculative import SpeculativeConfig
 
     known = METHODS.get(fields["method"])
     if known is not None and known.takes_model and draft_model is not None:
@@ -179,7 +179,7 @@ def peers(text: str, setting: Setting) -> list[Contestant]:
 def _labels(name: str, setting: Setting) -> list[str]:
     families = list(dict.fromkeys(peer.family for peer in PEERS.values()))
     if name not in (*PEERS, *families):
-        from foretoken.config import nearest
+        from foretoken.core.config import nearest
 
         known = nearest(name, [*families, *PEERS])
         raise ConfigError(f"--peers: unknown peer '{name}': {known}")

@@ -14,7 +14,7 @@ __all__ = ["BYTES", "kv_bytes", "peak_bytes", "weight_bytes"]
 
 
 BYTES = {"int8": 34 / 32, "int4": 20 / 32}
-"""Of a quantised weight: groups of 32 have a scale in 16 bits, and with 4 bits an offset."""
+"""Of a quantized weight: groups of 32 have a scale in 16 bits, and with 4 bits an offset."""
 
 
 def peak_bytes(device: str) -> int:
@@ -33,7 +33,7 @@ def weight_bytes(folder: Path, itemsize: int, quantization: str | None = None) -
     """Bytes of the weights that one forward pass reads.
 
     An input embedding that is not tied to the output layer does not count: a pass looks up single
-    rows of it. Quantised matrices count with the scales of their groups.
+    rows of it. Quantized matrices count with the scales of their groups.
 
     Args:
         folder: a Hugging Face folder with safetensors.
@@ -51,11 +51,11 @@ def weight_bytes(folder: Path, itemsize: int, quantization: str | None = None) -
     for name, shape in shapes.items():
         if untied and name.endswith(("embed_tokens.weight", "wte.weight", "embed_in.weight")):
             continue
-        quantised = len(shape) > 1 and quantization is not None
+        quantized = len(shape) > 1 and quantization is not None
         # The head stays in int8, and so does the embedding that it is tied to.
         is_head = name.endswith(("lm_head.weight", "embed_tokens.weight"))
         form = "int8" if is_head else str(quantization)
-        total += _product(shape) * (BYTES[form] if quantised else itemsize)
+        total += _product(shape) * (BYTES[form] if quantized else itemsize)
     return int(total)
 
 

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 
 from foretoken import models
-from foretoken.acceptance import rule_class
 from foretoken.bench.contestants import Contestant, Setting
 from foretoken.bench.memory import kv_bytes, weight_bytes
-from foretoken.config import SamplingParams
+from foretoken.bench.prompts_file import cut_middle
+from foretoken.core.params import SamplingParams
 from foretoken.errors import ConfigError
 from foretoken.llm import LLM
 from foretoken.outputs import RequestOutput
-from foretoken.prompts_file import cut_middle
 from foretoken.trace import StepTrace
 
 __all__ = ["OwnRunner"]
@@ -67,7 +66,7 @@ class OwnRunner:
             "dtype": str(llm.dtype).removeprefix("torch."),
             "runtime": llm.runtime,
             "max_model_len": llm.max_model_len,
-            "lossless": rule_class(llm.speculative_config.rule_name).lossless,
+            "lossless": llm.speculative_config.rule.lossless,
             "weight_bytes": weight_bytes(llm.model_path, itemsize, quantization),
             "kv_bytes": kv_bytes(llm.model_path, itemsize),
             "draft_bytes": _draft_bytes(draft, itemsize, quantization),

@@ -55,7 +55,7 @@ class TransformersRunner:
 
         from foretoken import models
         from foretoken.bench.memory import kv_bytes, weight_bytes
-        from foretoken.support import default_device, default_dtype
+        from foretoken.models.support import default_device, default_dtype
 
         torch.set_num_threads(setting.threads)
         place = default_device(setting.device)

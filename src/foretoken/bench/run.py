@@ -15,8 +15,8 @@ from foretoken.bench.energy import open_meter
 from foretoken.bench.journal import Journal
 from foretoken.bench.machine import host
 from foretoken.bench.process import Process
+from foretoken.bench.prompts_file import Prompt
 from foretoken.bench.rounds import order
-from foretoken.prompts_file import Prompt
 
 __all__ = ["FORMAT", "Job", "Plan", "Unit", "pending", "run"]
 

@@ -235,7 +235,7 @@ class Results:
         return [position for position in found if position is not None]
 
     def _promised(self, label: str, calls: Sequence[Mapping[str, Any]]) -> bool:
-        """Law 7 speaks of lossless rules, the same weights, and chains; in float32 of trees too."""
+        """Whether bits must agree: a lossless rule, the same weights, chains (trees in float32)."""
         one, facts = self._contestants[label], self.facts[label]
         same = one.quantization == self._contestants[BASELINE.label].quantization
         if one.kind != OWN or not same or not facts["lossless"]:

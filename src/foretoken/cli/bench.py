@@ -20,9 +20,9 @@ from foretoken.cli.session import resolve
 
 if TYPE_CHECKING:
     from foretoken.bench.journal import Journal
+    from foretoken.bench.prompts_file import Prompt
     from foretoken.bench.run import Plan
     from foretoken.bench.summary import Results
-    from foretoken.prompts_file import Prompt
 
 __all__ = ["EXAMPLES", "bench"]
 
@@ -112,7 +112,7 @@ class Amount:
 
     def sample(self, file: Path) -> tuple[Prompt, ...]:
         """Prompts of the file."""
-        from foretoken.prompts_file import read_prompts, stratified
+        from foretoken.bench.prompts_file import read_prompts, stratified
 
         prompts = read_prompts(file)
         if self.everything:

@@ -20,7 +20,7 @@ from foretoken.cli.writer import TokenWriter
 from foretoken.errors import PromptError
 
 if TYPE_CHECKING:
-    from foretoken.config import SamplingParams
+    from foretoken.core.params import SamplingParams
     from foretoken.llm import LLM
 
 __all__ = ["EXAMPLES", "chat"]

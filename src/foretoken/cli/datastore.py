@@ -14,7 +14,7 @@ from foretoken.cli.root import examples
 from foretoken.cli.session import open_tokenizer
 
 if TYPE_CHECKING:
-    from foretoken.datastore import Datastore
+    from foretoken.drafters.text.datastore import Datastore
 
 __all__ = ["EXAMPLES", "app"]
 
@@ -45,7 +45,7 @@ def build(
     check_writable(output)
     total = sum(file.stat().st_size for file in files)
     tokenizer = open_tokenizer(model)
-    from foretoken.datastore import build_datastore
+    from foretoken.drafters.text.datastore import build_datastore
     from foretoken.models.progress import progress
 
     with progress("Building the datastore", "7 seconds per 10 megabytes", total) as shown:
@@ -61,7 +61,7 @@ def info(
     ],
 ) -> None:
     """What is in a datastore."""
-    from foretoken.datastore import Datastore
+    from foretoken.drafters.text.datastore import Datastore
 
     _show(file, Datastore.load(file))
 

@@ -20,10 +20,10 @@ from foretoken.cli.session import resolve, shaped
 from foretoken.cli.writer import TokenWriter
 
 if TYPE_CHECKING:
-    from foretoken.config import SamplingParams
+    from foretoken.config import SpeculativeConfig
+    from foretoken.core.params import SamplingParams
     from foretoken.llm import LLM
     from foretoken.outputs import CompletionOutput
-    from foretoken.speculative import SpeculativeConfig
 
 __all__ = ["EXAMPLES", "demo"]
 
@@ -55,7 +55,7 @@ def demo(
     weights, in turn. Ends with 1 if any of the outputs differ.
     """
     with working("Starting"):
-        from foretoken.config import SamplingParams
+        from foretoken.core.params import SamplingParams
 
         if speculation == SpeculationOptions():
             speculation = SpeculationOptions(num_speculative_tokens=DEFAULT_NUM_SPECULATIVE_TOKENS)
@@ -82,7 +82,7 @@ def _load(target: ModelOptions, config: SpeculativeConfig) -> tuple[LLM, LLM]:
     with working(f"Loading {target.model}"):
         from foretoken.llm import LLM
         from foretoken.models import load_model, load_tokenizer
-        from foretoken.support import default_device, default_dtype
+        from foretoken.models.support import default_device, default_dtype
 
         device = default_device(target.device)
         model = load_model(folder, default_dtype(target.dtype, device), device)

@@ -27,7 +27,7 @@ from foretoken.cli.session import open_llm, shaped
 from foretoken.cli.writer import TokenWriter, retold
 
 if TYPE_CHECKING:
-    from foretoken.config import SamplingParams
+    from foretoken.core.params import SamplingParams
     from foretoken.llm import LLM, Prompt
     from foretoken.outputs import CompletionOutput, RequestOutput
 

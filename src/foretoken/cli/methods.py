@@ -13,8 +13,8 @@ from foretoken.cli.report import as_json
 from foretoken.cli.root import examples
 
 if TYPE_CHECKING:
-    from foretoken.acceptance import AcceptanceRule
     from foretoken.control import Controller
+    from foretoken.core.acceptance import AcceptanceRule
 
 __all__ = ["EXAMPLES", "methods"]
 
@@ -28,8 +28,8 @@ def methods(
 ) -> None:
     """List drafters, acceptance rules and controllers."""
     with working("Starting", quiet=json_output):
-        from foretoken.acceptance import RULES
         from foretoken.control import CONTROLLERS
+        from foretoken.core.acceptance import RULES
         from foretoken.drafters.registry import METHODS
 
     drafters = [

@@ -41,8 +41,8 @@ def build(
     check_writable(output)
     total = sum(file.stat().st_size for file in files)
     tokenizer = open_tokenizer(model)
+    from foretoken.drafters.text.ngrams import build_ngrams
     from foretoken.models.progress import bytes_text, progress
-    from foretoken.ngrams import build_ngrams
 
     with progress("Counting n-grams", "a second per megabyte", total) as shown:
         tables = build_ngrams(files, tokenizer, shown)

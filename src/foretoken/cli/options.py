@@ -11,11 +11,11 @@ import typer
 from foretoken.cli.advice import flag
 from foretoken.cli.flat import in_panel
 from foretoken.cli.root import UsageError
-from foretoken.memory import num_bytes
+from foretoken.core.memory import num_bytes
 
 if TYPE_CHECKING:
-    from foretoken.config import SamplingParams
-    from foretoken.speculative import SpeculativeConfig
+    from foretoken.config import SpeculativeConfig
+    from foretoken.core.params import SamplingParams
 
 __all__ = [
     "CachingOptions",
@@ -221,7 +221,7 @@ class SamplingOptions:
     """How the next token is drawn: `SamplingParams`, with defaults for the command line."""
 
     temperature: Annotated[
-        float | None, _sampling("0 is greedy; 1 is the model's own law.", show_default="0")
+        float | None, _sampling("0 is greedy; 1 is the model's own distribution.", show_default="0")
     ] = None
     top_k: Annotated[int | None, _sampling("Keep the k most probable tokens.")] = None
     top_p: Annotated[float | None, _sampling("Keep the most probable with this mass.")] = None
@@ -270,7 +270,7 @@ class SamplingOptions:
             UsageError: a flag cannot be read, or would have no effect.
             ConfigError: a value is out of range or contradicts another.
         """
-        from foretoken.config import SamplingParams
+        from foretoken.core.params import SamplingParams
 
         fields = {name: value for name, value in asdict(self).items() if value is not None}
         if self.temperature is None:
@@ -322,7 +322,7 @@ def _agree(flag_value: Any, field: Any) -> bool:
 
 
 def _speculative_config(fields: dict[str, Any]) -> SpeculativeConfig:
-    from foretoken.speculative import SpeculativeConfig
+    from foretoken.config import SpeculativeConfig
 
     if not isinstance(fields.get("model"), str | None):
         raise UsageError("model in --speculative-config must be a path or an alias")

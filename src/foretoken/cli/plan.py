@@ -22,7 +22,7 @@ from foretoken.cli.report import as_json
 from foretoken.cli.root import UsageError, examples
 
 if TYPE_CHECKING:
-    from foretoken.speculative import SpeculativeConfig
+    from foretoken.config import SpeculativeConfig
 
 __all__ = ["EXAMPLES", "plan"]
 

@@ -135,7 +135,7 @@ def _agreement(trial: Trial) -> str:
         "drafts": f"drafts have {trial.mean_drafted:.1f} tokens on average, not {trial.gamma}",
         "acceptance": (
             f"acceptance is not i.i.d. with alpha (accepted lengths are {trial.distance:.2f} from "
-            "the geometric law in total variation)"
+            "the geometric distribution in total variation)"
         ),
         "verification": f"a pass costs {trial.mean_verify_cost:.2f} plain ones, not 1",
         "drafting": "a drafted token did not cost the measured c",

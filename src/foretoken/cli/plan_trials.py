@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from foretoken.bench.prompts_file import read_prompts
 from foretoken.cli.console import working
 from foretoken.cli.demo_prompts import PROMPTS
 from foretoken.cli.root import UsageError
-from foretoken.cli.session import open_as, shaped
-from foretoken.prompts_file import read_prompts
+from foretoken.cli.session import open_llm, shaped
 
 if TYPE_CHECKING:
     from foretoken.analysis.compare import Assumptions, StepSample, Trial
     from foretoken.analysis.measure import Laboratory
     from foretoken.cli.options import ModelOptions
-    from foretoken.config import SamplingParams
-    from foretoken.speculative import SpeculativeConfig
+    from foretoken.config import SpeculativeConfig
+    from foretoken.core.params import SamplingParams
 
 __all__ = ["Trials", "check_plots", "open_laboratory", "read_texts", "run_trials"]
 
@@ -77,7 +77,7 @@ def check_plots(folder: Path) -> None:
 
 
 def read_texts(file: Path | None) -> list[str]:
-    """Prompts of a file (`foretoken.prompts_file`), or three built-in ones.
+    """Prompts of a file (`foretoken.bench.prompts_file`), or three built-in ones.
 
     Raises:
         ForetokenError: the file cannot be read.
@@ -90,13 +90,10 @@ def read_texts(file: Path | None) -> list[str]:
 
 def open_laboratory(options: ModelOptions, config: SpeculativeConfig, *, quiet: bool) -> Laboratory:
     """Load target and draft model, once for all draft lengths."""
+    llm = open_llm(options, config, quiet=quiet)
+    from foretoken.analysis.measure import Laboratory
 
-    def kind() -> type[Laboratory]:
-        from foretoken.analysis.measure import Laboratory
-
-        return Laboratory
-
-    return open_as(kind, options, config, quiet=quiet)
+    return Laboratory(llm)
 
 
 def run_trials(
@@ -123,7 +120,7 @@ def run_trials(
     """
     from foretoken.analysis.compare import compare
 
-    prompts = [laboratory.encode(shaped(laboratory, text)) for text in texts]
+    prompts = [laboratory.llm.encode(shaped(laboratory.llm, text)) for text in texts]
     seeded = params.model_copy(update={"seed": params.seed or 0})
     with working("Measuring alpha, c and the cost of verification", quiet=quiet):
         assumed = laboratory.assumptions(prompts, seeded, gammas[-1])
@@ -132,8 +129,8 @@ def run_trials(
         with working(f"Measuring speed, round {index + 1} of {rounds}", quiet=quiet):
             samples.append(_round(laboratory, prompts, seeded, [0, *gammas], index))
     return Trials(
-        method=laboratory.speculative_config.method,
-        acceptance=laboratory.speculative_config.rule_name,
+        method=laboratory.llm.speculative_config.method_name,
+        acceptance=laboratory.llm.speculative_config.rule.name,
         temperature=params.temperature,
         prompts=len(prompts),
         rounds=rounds,

@@ -48,7 +48,7 @@ class RootGroup(TyperGroup):
         if code == INTERRUPTED:
             say("interrupted")
         for stream in (sys.stdout, sys.stderr):
-            _settle(stream)
+            _finish_draft(stream)
         sys.exit(code or 0)
 
     def invoke(self, ctx: Any) -> None:
@@ -100,7 +100,7 @@ def _line(error: Exception) -> str:
     return f"error: {in_flags(str(error))}"
 
 
-def _settle(stream: TextIO) -> None:
+def _finish_draft(stream: TextIO) -> None:
     """Drop what cannot be written, or Python would try and complain once more when it exits."""
     try:
         stream.flush()

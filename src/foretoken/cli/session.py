@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from foretoken.cli.console import errors, plain, working
 from foretoken.cli.options import ModelOptions
@@ -13,12 +12,10 @@ from foretoken.cli.root import UsageError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from foretoken.config import SpeculativeConfig
     from foretoken.llm import LLM, Prompt
-    from foretoken.speculative import SpeculativeConfig
 
-AnyLLM = TypeVar("AnyLLM", bound="LLM")
-
-__all__ = ["open_as", "open_llm", "open_tokenizer", "resolve", "shaped"]
+__all__ = ["open_llm", "open_tokenizer", "resolve", "shaped"]
 
 
 def open_llm(
@@ -32,29 +29,13 @@ def open_llm(
         quiet: show no progress.
         engine: further arguments of `LLM`.
     """
-
-    def kind() -> type[LLM]:
-        from foretoken.llm import LLM
-
-        return LLM
-
-    return open_as(kind, options, config, quiet=quiet, **engine)
-
-
-def open_as(
-    kind: Callable[[], type[AnyLLM]],
-    options: ModelOptions,
-    config: SpeculativeConfig,
-    *,
-    quiet: bool,
-    **engine: Any,
-) -> AnyLLM:
-    """The same as a class of one's own, which `kind` imports while the progress line shows."""
     for name in (options.model, config.model):
         if name is not None:
             resolve(name)
     with working(f"Loading {options.model}", quiet=quiet):
-        llm = kind()(
+        from foretoken.llm import LLM
+
+        llm = LLM(
             options.model,
             speculative_config=config,
             dtype=options.dtype,

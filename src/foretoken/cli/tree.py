@@ -16,12 +16,13 @@ from foretoken.cli.options import ModelOptions, SamplingOptions, SpeculationOpti
 from foretoken.cli.plan_trials import read_texts
 from foretoken.cli.report import as_json
 from foretoken.cli.root import UsageError, examples
+from foretoken.cli.session import open_llm
 from foretoken.cli.tree_report import show_found
-from foretoken.cli.tree_search import Found, measured, open_laboratory, solved
-from foretoken.tree_file import MAX_DEPTH, MAX_NODES, MAX_RANKS
+from foretoken.cli.tree_search import Found, measured, solved
+from foretoken.drafters.tree_file import MAX_DEPTH, MAX_NODES, MAX_RANKS
 
 if TYPE_CHECKING:
-    from foretoken.speculative import SpeculativeConfig
+    from foretoken.config import SpeculativeConfig
 
 __all__ = ["EXAMPLES", "tree"]
 
@@ -107,7 +108,7 @@ class DrafterOptions:
             UsageError: the JSON is not an object, contradicts a flag, or says how much to draft.
             ConfigError: a value is unknown or out of range, or the method takes no trees.
         """
-        from foretoken.analysis.measure_tree import one_level
+        from foretoken.tuning.measure_tree import one_level
 
         for name in _FOUND_HERE:
             if name in parse_object("--speculative-config", self.speculative_config):
@@ -176,7 +177,7 @@ def _refuse_unused(prompts: Path | None, *unused: Any) -> None:
 
 def _parse_vector(text: str) -> tuple[float, ...]:
     with working("Starting"):
-        from foretoken.analysis.sequoia import acceptance_vector
+        from foretoken.tuning.sequoia import acceptance_vector
     try:
         entries = [float(part) for part in text.split(",")]
     except ValueError:
@@ -200,10 +201,10 @@ def _on_a_model(
     texts = read_texts(prompts)
     with working("Starting", quiet=quiet):
         config, params = drafter.config(ranks), sampling.params()
-    laboratory = open_laboratory(target, config, quiet=quiet)
+    llm = open_llm(target, config, quiet=quiet)
     timed = shape.nodes is None
-    acceptance, costs = measured(laboratory, texts, params, ranks, costs=timed, quiet=quiet)
-    origin = {"method": config.method, "model": target.model}
+    acceptance, costs = measured(llm, texts, params, ranks, costs=timed, quiet=quiet)
+    origin = {"method": config.method_name, "model": target.model}
     if vector is not None:
         return solved(vector, shape.nodes, shape.depth, None, costs, **origin)
     return solved(acceptance.vector, shape.nodes, shape.depth, acceptance, costs, **origin)

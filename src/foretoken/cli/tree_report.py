@@ -14,8 +14,8 @@ from rich.tree import Tree
 from foretoken.cli.console import display, plain
 
 if TYPE_CHECKING:
-    from foretoken.analysis.measure_tree import Acceptance
     from foretoken.cli.tree_search import Found
+    from foretoken.tuning.measure_tree import Acceptance
 
 __all__ = ["drawn", "show_found"]
 

@@ -7,18 +7,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from foretoken.cli.console import working
-from foretoken.cli.session import open_as, shaped
-from foretoken.tree_file import TreeFile
+from foretoken.cli.session import shaped
+from foretoken.drafters.tree_file import TreeFile
 
 if TYPE_CHECKING:
-    from foretoken.analysis.measure_tree import Acceptance, TreeLaboratory
-    from foretoken.analysis.sequoia import BestTree
-    from foretoken.cli.options import ModelOptions
-    from foretoken.config import SamplingParams
-    from foretoken.control.costs import CostCurve
-    from foretoken.speculative import SpeculativeConfig
+    from foretoken.core.params import SamplingParams
+    from foretoken.llm import LLM
+    from foretoken.runtime.costs import CostCurve
+    from foretoken.tuning.measure_tree import Acceptance
+    from foretoken.tuning.sequoia import BestTree
 
-__all__ = ["LARGEST", "Costs", "Found", "Rival", "measured", "open_laboratory", "solved"]
+__all__ = ["LARGEST", "Costs", "Found", "Rival", "measured", "solved"]
 
 LARGEST = 128
 """Most nodes where the cost decides; beyond 64 positions it is extrapolated."""
@@ -85,7 +84,7 @@ class Found:
     def rivals(self) -> list[Rival]:
         """The tree, the chain of as many nodes, the best full tree, and no draft at all."""
         from foretoken.analysis import expected_tokens
-        from foretoken.analysis.sequoia import best_widths
+        from foretoken.tuning.sequoia import best_widths
 
         nodes = self.tree.num_nodes
         none = Rival("no draft", 0, 0, 1.0)
@@ -134,7 +133,7 @@ def solved(
     **origin: str,
 ) -> Found:
     """The best tree of this many nodes; None takes the number that costs say is best."""
-    from foretoken.analysis.sequoia import BestTree, best_size, best_tree
+    from foretoken.tuning.sequoia import BestTree, best_size, best_tree
 
     levels = depth
     if nodes is None:
@@ -145,21 +144,8 @@ def solved(
     return Found(tuple(acceptance), measured, costs, tree, depth, **origin)
 
 
-def open_laboratory(
-    options: ModelOptions, config: SpeculativeConfig, *, quiet: bool
-) -> TreeLaboratory:
-    """Load target and drafting model."""
-
-    def kind() -> type[TreeLaboratory]:
-        from foretoken.analysis.measure_tree import TreeLaboratory
-
-        return TreeLaboratory
-
-    return open_as(kind, options, config, quiet=quiet)
-
-
 def measured(
-    laboratory: TreeLaboratory,
+    llm: LLM,
     texts: Sequence[str],
     params: SamplingParams,
     ranks: int,
@@ -170,7 +156,7 @@ def measured(
     """Run the prompts.
 
     Args:
-        laboratory: the model, drafting one level.
+        llm: drafts one level.
         texts: prompts.
         params: how to sample; the seed is 0 if none is given.
         ranks: children of that level.
@@ -180,13 +166,13 @@ def measured(
     Raises:
         ConfigError: nothing was drafted.
     """
-    from foretoken.analysis.measure_tree import measure_acceptance
+    from foretoken.tuning.measure_tree import measure_acceptance, pass_costs
 
-    prompts = [laboratory.encode(shaped(laboratory, text)) for text in texts]
+    prompts = [llm.encode(shaped(llm, text)) for text in texts]
     seeded = params.model_copy(update={"seed": params.seed or 0})
     with working("Measuring the acceptance of every rank", quiet=quiet):
-        found = measure_acceptance(laboratory, prompts, seeded, ranks)
+        found = measure_acceptance(llm, prompts, seeded, ranks)
     if not costs:
         return found, None
     with working("Measuring the cost of verification", quiet=quiet):
-        return found, Costs(laboratory.costs(), found.draft_seconds)
+        return found, Costs(pass_costs(llm), found.draft_seconds)

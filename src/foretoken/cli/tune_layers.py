@@ -18,15 +18,15 @@ from foretoken.cli.options import ModelOptions
 from foretoken.cli.plan_trials import read_texts
 from foretoken.cli.report import as_json
 from foretoken.cli.root import examples
-from foretoken.cli.session import open_as, shaped
+from foretoken.cli.session import open_llm, shaped
 from foretoken.cli.tune_layers_report import show_tuning
 
 if TYPE_CHECKING:
-    from foretoken.analysis.layer_laboratory import LayerLaboratory
-    from foretoken.analysis.skip_sets import Deadline
-    from foretoken.analysis.tune_layers import LayerSearch
-    from foretoken.config import SamplingParams
+    from foretoken.core.params import SamplingParams
     from foretoken.drafters.tuned_layers import TunedLayers
+    from foretoken.tuning.layer_laboratory import LayerLaboratory
+    from foretoken.tuning.skip_sets import Deadline
+    from foretoken.tuning.tune_layers import LayerSearch
 
 __all__ = ["EXAMPLES", "tune_layers"]
 
@@ -53,12 +53,12 @@ class SearchOptions:
         float, in_panel("Search", "Time for everything after the model is loaded.", min=1)
     ] = 600
     temperature: Annotated[
-        float, in_panel("Search", "0 is greedy; 1 is the model's own law.", min=0)
+        float, in_panel("Search", "0 is greedy; 1 is the model's own distribution.", min=0)
     ] = 0
 
     def params(self) -> SamplingParams:
         """How the calibration texts are generated, the same ones in every run."""
-        from foretoken.config import SamplingParams
+        from foretoken.core.params import SamplingParams
 
         return SamplingParams(temperature=self.temperature, max_tokens=self.max_tokens, seed=0)
 
@@ -97,7 +97,7 @@ def tune_layers(
     try:
         with _reporting(found, quiet=json_output) as report:
             report("Generating the calibration texts")
-            encoded = [laboratory.encode(shaped(laboratory, text)) for text in texts]
+            encoded = [laboratory.llm.encode(shaped(laboratory.llm, text)) for text in texts]
             laboratory.calibrate(encoded, params, lambda: deadline.passed(CALIBRATED))
             found.run()
     except KeyboardInterrupt:
@@ -118,19 +118,17 @@ def tune_layers(
 
 
 def _open(target: ModelOptions, *, quiet: bool) -> LayerLaboratory:
-    from foretoken.speculative import SpeculativeConfig
+    from foretoken.config import SpeculativeConfig
 
-    def kind() -> type[LayerLaboratory]:
-        from foretoken.analysis.layer_laboratory import LayerLaboratory
+    llm = open_llm(target, SpeculativeConfig(), quiet=quiet)
+    from foretoken.tuning.layer_laboratory import LayerLaboratory
 
-        return LayerLaboratory
-
-    return open_as(kind, target, SpeculativeConfig(), quiet=quiet)
+    return LayerLaboratory(llm)
 
 
 def _search(laboratory: LayerLaboratory, options: SearchOptions) -> tuple[LayerSearch, Deadline]:
-    from foretoken.analysis.skip_sets import Deadline
-    from foretoken.analysis.tune_layers import LayerSearch
+    from foretoken.tuning.skip_sets import Deadline
+    from foretoken.tuning.tune_layers import LayerSearch
 
     deadline = Deadline(options.seconds)
     return LayerSearch(laboratory, laboratory.num_layers, deadline, options.trials), deadline
@@ -149,15 +147,15 @@ def _reporting(found: LayerSearch, *, quiet: bool) -> Iterator[Callable[[str], N
 
 
 def _tuned(found: LayerSearch, laboratory: LayerLaboratory, target: ModelOptions) -> TunedLayers:
-    from foretoken.analysis.layer_laboratory import layers_of
     from foretoken.drafters.tuned_layers import TunedLayers
+    from foretoken.tuning.layer_laboratory import layers_of
 
     best = found.best
     assert best is not None, "the caller knows of a run"
     measured: dict[str, Any] = {
         "model": target.model,
-        "dtype": str(laboratory.dtype).removeprefix("torch."),
-        "device": str(laboratory.device),
+        "dtype": str(laboratory.llm.dtype).removeprefix("torch."),
+        "device": str(laboratory.llm.device),
         "temperature": laboratory.temperature,
         "prompts": laboratory.num_texts,
         "positions": laboratory.positions,
@@ -175,7 +173,7 @@ def _tuned(found: LayerSearch, laboratory: LayerLaboratory, target: ModelOptions
 
 def _trials(found: LayerSearch) -> list[dict[str, Any]]:
     """Everything that was run, for JSON."""
-    from foretoken.analysis.layer_laboratory import layers_of
+    from foretoken.tuning.layer_laboratory import layers_of
 
     return [{**layers_of(trial.estimate.skip), **trial.as_dict()} for trial in found.trials]
 

@@ -10,10 +10,10 @@ from rich.table import Table
 from foretoken.cli.console import display, plain
 
 if TYPE_CHECKING:
-    from foretoken.analysis.layer_laboratory import LayerLaboratory
-    from foretoken.analysis.skip_sets import Trial
-    from foretoken.analysis.tune_layers import LayerSearch
     from foretoken.drafters.tuned_layers import TunedLayers
+    from foretoken.tuning.layer_laboratory import LayerLaboratory
+    from foretoken.tuning.skip_sets import Trial
+    from foretoken.tuning.tune_layers import LayerSearch
 
 __all__ = ["show_tuning"]
 

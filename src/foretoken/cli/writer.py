@@ -16,7 +16,7 @@ from foretoken.cli.console import display, safe
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from foretoken.config import SamplingParams
+    from foretoken.core.params import SamplingParams
     from foretoken.outputs import CompletionOutput, StreamedToken
 
 __all__ = ["TokenWriter", "retold"]
@@ -97,7 +97,7 @@ def retold(
     output: CompletionOutput, tokenizer: PreTrainedTokenizerBase | None, params: SamplingParams
 ) -> list[StreamedToken]:
     """The tokens of a finished output as a stream would have brought them."""
-    from foretoken.detokenize import Detokenizer
+    from foretoken.core.detokenizer import Detokenizer
     from foretoken.outputs import StreamedToken
 
     text = Detokenizer(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from foretoken.config import nearest
 from foretoken.control.base import Budget, Controller
 from foretoken.control.batch import BatchTable
 from foretoken.control.confidence import Confidence
 from foretoken.control.cost_model import CostModel
-from foretoken.control.costs import CostCurve
 from foretoken.control.fixed import Fixed
 from foretoken.control.heuristic import Heuristic
 from foretoken.control.lookup_model import LookupModel
+from foretoken.core.config import nearest
 from foretoken.errors import ConfigError
+from foretoken.runtime.costs import CostCurve
 
 __all__ = ["CONTROLLERS", "Budget", "Controller", "CostCurve", "Fixed", "controller_class"]
 

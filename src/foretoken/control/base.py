@@ -1,8 +1,8 @@
 """The seam between the loop and the controllers: how much to draft, and when to stop.
 
 A controller gives every request a budget before a step and learns from its outcome. It changes how
-much is guessed and never the law of what is generated; under the rule `coupled`, where bits do not
-depend on the number of nodes, the output is the very same under all of them.
+much is guessed and never the distribution of what is generated; under the rule `coupled`, where
+bits do not depend on the number of nodes, the output is the very same under all of them.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from foretoken.config import Config
-from foretoken.control.costs import CostCurve
+from foretoken.core.config import Config
+from foretoken.core.tree import Draft
+from foretoken.decode import Outcome
 from foretoken.request import Request
-from foretoken.tree import Draft
-
-if TYPE_CHECKING:
-    from foretoken.decode import Outcome, StepTimes
+from foretoken.runtime.costs import CostCurve
 
 __all__ = ["Budget", "Controller"]
 
@@ -31,7 +29,7 @@ class Budget:
         nodes: most drafted nodes.
         depth: deepest drafted node; a chain has as many nodes as its depth.
         min_token_prob: draft nothing below a token that the drafter gave less probability. The
-            token itself stays: by the drafting law no node is dropped for its value.
+            token itself stays: by the drafting invariant no node is dropped for its value.
         min_path_prob: the same for the product of probabilities along the path.
     """
 
@@ -71,9 +69,6 @@ class Controller(ABC):
     needs_costs: ClassVar[bool] = False
     """Whether it chooses by the cost of target passes."""
 
-    others: int = 0
-    """Requests in the present step that other controllers decide about."""
-
     def __init__(
         self,
         num_speculative_tokens: int,
@@ -91,19 +86,29 @@ class Controller(ABC):
         """Make the controller's own state; some have none."""
 
     @abstractmethod
-    def budgets(self, batch: Sequence[Request]) -> list[Budget]:
-        """One budget per request, never deeper than the request may still use."""
+    def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
+        """One budget per request, never deeper than the request may still use.
 
-    def trim(self, batch: Sequence[Request], drafts: Sequence[Draft]) -> list[Draft]:
+        Args:
+            batch: the requests this controller decides about.
+            rows: all requests of the step, other controllers' included.
+        """
+
+    def trim(self, batch: Sequence[Request], drafts: Sequence[Draft], rows: int) -> list[Draft]:
         """What is verified of the drafts; most controllers have said beforehand how much they want.
 
         Only of tokens that are certain, or under a rule to which q is nothing, may any be cut: what
-        was drawn and is dropped for its value would change the law (law 2).
+        was drawn and is dropped for its value would change the distribution (invariant 2).
         """
         return list(drafts)
 
-    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:  # noqa: B027
-        """See what the step brought and how long its parts took; some learn nothing."""
+    def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:  # noqa: B027
+        """Learn from a step; some learn nothing.
+
+        Args:
+            outcomes: of this controller's requests.
+            draft_seconds: wall time their drafter took for proposing and observing.
+        """
 
     def release(self, request: Request) -> None:  # noqa: B027
         """Forget a request that has ended; some keep nothing."""

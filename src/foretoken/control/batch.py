@@ -12,8 +12,8 @@ from typing import Annotated, ClassVar
 from annotated_types import Ge
 from pydantic import field_validator
 
-from foretoken.config import Config
 from foretoken.control.base import Budget, Controller, within
+from foretoken.core.config import Config
 from foretoken.request import Request
 
 __all__ = ["BatchTable"]
@@ -37,10 +37,10 @@ class BatchTable(Controller):
     name: ClassVar[str] = "batch"
     summary: ClassVar[str] = "a table of lengths by batch size, capped by num_speculative_tokens"
 
-    def budgets(self, batch: Sequence[Request]) -> list[Budget]:
+    def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
         """See `Controller.budgets`."""
         assert isinstance(self.options, self.Options)
         lengths = self.options.lengths
-        entry = max(size for size in lengths if size <= max(1, len(batch)))
+        entry = max(size for size in lengths if size <= max(1, rows))
         length = min(lengths[entry], self.num_speculative_tokens)
         return [within(request, length) for request in batch]

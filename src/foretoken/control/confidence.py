@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Le
 
-from foretoken.config import Config
 from foretoken.control.base import Budget, Controller, within
+from foretoken.core.config import Config
+from foretoken.decode import Outcome
 from foretoken.request import Request
-
-if TYPE_CHECKING:
-    from foretoken.decode import Outcome, StepTimes
 
 __all__ = ["Confidence"]
 
@@ -49,7 +47,7 @@ class Confidence(Controller):
         """See `Controller.setup`."""
         self._thresholds: dict[int, float] = {}
 
-    def budgets(self, batch: Sequence[Request]) -> list[Budget]:
+    def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
         """See `Controller.budgets`."""
         return [self._budget(request) for request in batch]
 
@@ -61,7 +59,7 @@ class Confidence(Controller):
             return replace(budget, min_path_prob=threshold)
         return replace(budget, min_token_prob=threshold)
 
-    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
+    def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
         """Move the threshold of every request that drafted."""
         assert isinstance(self.options, self.Options)
         for outcome in outcomes:

@@ -29,13 +29,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 from annotated_types import Ge
 from numpy.typing import NDArray
 
-from foretoken.config import Config
 from foretoken.control.base import Budget, Controller, within
 from foretoken.control.drafting_costs import DraftingCosts
 from foretoken.control.evidence import (
@@ -48,10 +47,9 @@ from foretoken.control.evidence import (
     TreeOdds,
 )
 from foretoken.control.plain_steps import PRICE, SOONEST, PlainSteps
+from foretoken.core.config import Config
+from foretoken.decode import Outcome
 from foretoken.request import Request
-
-if TYPE_CHECKING:
-    from foretoken.decode import Outcome, StepTimes
 
 __all__ = ["CostModel"]
 
@@ -129,16 +127,16 @@ class CostModel(Controller):
 
     # Before a step
 
-    def budgets(self, batch: Sequence[Request]) -> list[Budget]:
+    def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
         """See `Controller.budgets`."""
         known = [self._of(request) for request in batch]
         if self._without_drafts():
             depths = [0] * len(known)
         else:
             self._trying = self._drafting.bounded and any(one.just_started for one in known)
-            alone = len(known) + self.others == 1
-            best = [self._best_depth(known[0])] if alone else self._planned(batch, known)
-            depths = best if all(best) else self._probing(known, best)
+            alone = rows == 1
+            best = [self._best_depth(known[0])] if alone else self._planned(batch, known, rows)
+            depths = best if all(best) else self._probing(known, best, rows)
             if self._trying:
                 depths = [d if one.depth else 0 for d, one in zip(depths, known, strict=True)]
         return [self._budget(*each) for each in zip(batch, known, depths, strict=True)]
@@ -156,11 +154,11 @@ class CostModel(Controller):
             return Budget(self.num_speculative_tokens, budget.depth)
         return budget
 
-    def _probing(self, batch: Sequence[_Known], depths: Sequence[int]) -> list[int]:
+    def _probing(self, batch: Sequence[_Known], depths: Sequence[int], rows: int) -> list[int]:
         """These depths, and a level now and then for requests that do not draft."""
         if not self._sizes.nodes:
             return list(depths)
-        first = self._before_first_probe(len(batch), len(batch) + self.others)
+        first = self._before_first_probe(len(batch), rows)
         waits = [self._probe_every if known.tried else first for known in batch]
         return [
             depth or int(known.plain_steps >= wait - 1)
@@ -194,20 +192,19 @@ class CostModel(Controller):
         self._gain = best_rate * plain
         return best
 
-    def _planned(self, batch: Sequence[Request], known: Sequence[_Known]) -> list[int]:
+    def _planned(self, batch: Sequence[Request], known: Sequence[_Known], rows: int) -> list[int]:
         """`_best_depths`, of a few steps ago where the batch is the same: they cost time, too."""
         keys = [request.key for request in batch]
         if keys != self._plan_keys or self._plan_age >= _PLAN_STEPS or self._trying:
-            self._plan, self._plan_keys, self._plan_age = self._best_depths(known), keys, 0
+            self._plan, self._plan_keys, self._plan_age = self._best_depths(known, rows), keys, 0
         self._plan_age += 1
         return self._plan
 
-    def _best_depths(self, batch: Sequence[_Known]) -> list[int]:
+    def _best_depths(self, batch: Sequence[_Known], rows: int) -> list[int]:
         """The first levels in order of worth, up to where the rate is highest."""
         own, levels = len(batch), len(self._sizes.nodes)
         if not levels:
             return [0] * own
-        rows = own + self.others
         nodes = np.maximum(np.diff(self._sizes.nodes, prepend=0.0), _LEAST_NODES)  # [L]
         prior = self._overall.odds.odds(())
         share = np.array([self._share(known) for known in batch])[:, None]  # [R, 1]
@@ -246,24 +243,20 @@ class CostModel(Controller):
 
     # After a step
 
-    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
+    def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
         """Update the odds, d, the sizes of drafts, and the costs of drafting and of passes."""
-        positions, deepest, asked, caught_up = 0, 0, False, True
+        deepest, asked, caught_up = 0, False, True
         for outcome in outcomes:
             tree = outcome.draft.tree
-            positions += len(tree)
             known = self._of(outcome.request)
             depth = max(tree.depths) if self._branches else tree.num_drafted
             if depth or known.depth:
                 self._learn(known, outcome, max(depth, known.depth))
                 asked, caught_up = True, caught_up and known.caught_up
                 deepest = max(deepest, depth)
-        rows = times.rows or len(outcomes)
-        if not times.noted:
-            self.costs.observe(times.positions or positions, times.verify, rows)
         self._plain_steps.count(drafted=deepest > 0, surprised=self.costs.surprised)
         if asked:
-            self._drafting.add(times.draft, deepest, caught_up=caught_up)
+            self._drafting.add(draft_seconds, deepest, caught_up=caught_up)
 
     def _learn(self, known: _Known, outcome: Outcome, asked: int) -> None:
         drafted, accepted = outcome.draft.tree.num_drafted, outcome.accepted

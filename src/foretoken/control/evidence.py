@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from foretoken.tree import Draft
+from foretoken.core.tree import Draft
 
 __all__ = [
     "LONGEST_CONTEXT",
@@ -127,7 +127,7 @@ _FIRST_RANK = [0.4, 0.5, 0.6]
 _LATER_RANKS = [0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01]
 _BY_RANK = [odds for first in _FIRST_RANK for odds in (first, *_LATER_RANKS)]
 _AT_FIRST = [*_BY_MATCH, *_BY_RANK]
-"""Odds by grounds where nothing is known: 0.2 after a match of one token, 0.9 after sixteen."""
+"""Odds by features where nothing is known: 0.2 after a match of one token, 0.9 after sixteen."""
 
 
 def by_match(length: int, drafted: int) -> tuple[int, ...]:
@@ -146,16 +146,16 @@ def by_rank(rank: int, context: int = 1) -> int:
     return LONGEST_MATCH + 1 + NUM_RANKS * (context - 1) + rank
 
 
-def at_first(grounds: int) -> float:
-    """How likely a token of these grounds is right where nothing is known."""
-    return _AT_FIRST[grounds]
+def at_first(features: int) -> float:
+    """How likely a token of these features is right where nothing is known."""
+    return _AT_FIRST[features]
 
 
 def path_odds(guess: Draft, odds: Callable[[int], float]) -> list[float]:
-    """Of each drafted node that it is right and all before it, by the odds of its grounds."""
+    """Of each drafted node that it is right and all before it, by the odds of its features."""
     path = [1.0]
-    for parent, grounds in zip(guess.tree.parents[1:], guess.grounds, strict=True):
-        path.append(path[parent] * odds(grounds))
+    for parent, features in zip(guess.tree.parents[1:], guess.features, strict=True):
+        path.append(path[parent] * odds(features))
     return path[1:]
 
 
@@ -166,7 +166,7 @@ _MEMORY_OF_ALL, _MEMORY_OF_ONE = 0.99, 0.93
 
 
 class GuessOdds:
-    """Of guesses that were looked up: how often a token is right, by its grounds.
+    """Of guesses that were looked up: how often a token is right, by its features.
 
     Args:
         overall: those of all requests, which those of one begin with; None for these themselves.
@@ -181,14 +181,14 @@ class GuessOdds:
         self._odds: list[float | None] = [None] * len(_AT_FIRST)
         self._right, self._reached = [0.0] * len(_AT_FIRST), [0.0] * len(_AT_FIRST)
 
-    def of(self, grounds: int) -> float:
+    def of(self, features: int) -> float:
         """How likely a token is right, given that its predecessor is."""
-        odds = self._odds[grounds]
-        return self._expected(grounds) if odds is None else odds
+        odds = self._odds[features]
+        return self._expected(features) if odds is None else odds
 
-    def _expected(self, grounds: int) -> float:
+    def _expected(self, features: int) -> float:
         """The same as far as others tell."""
-        return _AT_FIRST[grounds] if self._overall is None else self._overall.of(grounds)
+        return _AT_FIRST[features] if self._overall is None else self._overall.of(features)
 
     def likely(self, guess: Draft, least: float) -> list[tuple[float, int]]:
         """Probability and node: that it is right and all before it; the unlikely left out."""
@@ -196,20 +196,20 @@ class GuessOdds:
             paths = path_odds(guess, self.of)
             return [(odds, node) for node, odds in enumerate(paths, 1) if odds >= least]
         found, path, known = list[tuple[float, int]](), 1.0, self._odds
-        for node, grounds in enumerate(guess.grounds, 1):
-            odds = known[grounds]
-            path *= self._expected(grounds) if odds is None else odds
+        for node, features in enumerate(guess.features, 1):
+            odds = known[features]
+            path *= self._expected(features) if odds is None else odds
             if path < least:
                 break
             found.append((path, node))
         return found
 
-    def add(self, grounds: int, *, right: bool) -> None:
+    def add(self, features: int, *, right: bool) -> None:
         """One more token whose predecessors were right."""
-        self._right[grounds] = self._memory * self._right[grounds] + right
-        self._reached[grounds] = self._memory * self._reached[grounds] + 1
-        known = self._right[grounds] + self._prior * self._expected(grounds)
-        self._odds[grounds] = known / (self._reached[grounds] + self._prior)
+        self._right[features] = self._memory * self._right[features] + right
+        self._reached[features] = self._memory * self._reached[features] + 1
+        known = self._right[features] + self._prior * self._expected(features)
+        self._odds[features] = known / (self._reached[features] + self._prior)
 
 
 class DraftSizes:

@@ -17,6 +17,6 @@ class Fixed(Controller):
     name: ClassVar[str] = "fixed"
     summary: ClassVar[str] = "always num_speculative_tokens"
 
-    def budgets(self, batch: Sequence[Request]) -> list[Budget]:
+    def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
         """See `Controller.budgets`."""
         return [within(request, self.num_speculative_tokens) for request in batch]

@@ -6,16 +6,14 @@ Transformers' schedule for assistant models: plus 2, minus 1, never below 1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Le
 
-from foretoken.config import Config
 from foretoken.control.base import Budget, Controller, within
+from foretoken.core.config import Config
+from foretoken.decode import Outcome
 from foretoken.request import Request
-
-if TYPE_CHECKING:
-    from foretoken.decode import Outcome, StepTimes
 
 __all__ = ["Heuristic"]
 
@@ -37,12 +35,12 @@ class Heuristic(Controller):
         """See `Controller.setup`."""
         self._lengths: dict[int, int] = {}
 
-    def budgets(self, batch: Sequence[Request]) -> list[Budget]:
+    def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
         """See `Controller.budgets`."""
         start = self.num_speculative_tokens
         return [within(request, self._lengths.get(request.key, start)) for request in batch]
 
-    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
+    def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
         """Adapt the length of every request that drafted."""
         assert isinstance(self.options, self.Options)
         for outcome in outcomes:

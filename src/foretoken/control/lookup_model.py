@@ -4,7 +4,7 @@ A lookup takes little time, and how it found a token says how good that is. So t
 for all it has, and of that as much is drafted as pays (`trim`). Such tokens are certain (q is
 one-hot), so that any function of the text may decide which are verified.
 
-How likely a token is right is learnt by its grounds (`Draft.grounds`): the length of its match,
+How likely a token is right is learnt by its features (`Draft.features`): the length of its match,
 which every token of a chain makes longer by one, or its rank after how long a context. Nothing need
 be drafted for that: the text that comes shows what the guess was worth, also where it was cut, and
 there are no probes.
@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -29,11 +29,9 @@ from foretoken.control.cost_model import CostModel
 from foretoken.control.drafting_costs import smoothed
 from foretoken.control.evidence import GuessOdds
 from foretoken.control.plain_steps import PlainSteps
+from foretoken.core.tree import Draft
+from foretoken.decode import Outcome
 from foretoken.request import Request
-from foretoken.tree import Draft
-
-if TYPE_CHECKING:
-    from foretoken.decode import Outcome, StepTimes
 
 __all__ = ["LookupModel"]
 
@@ -126,7 +124,7 @@ class LookupModel(Controller):
 
     # Before a step
 
-    def budgets(self, batch: Sequence[Request]) -> list[Budget]:
+    def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
         """See `Controller.budgets`: as much as a request may use, where it is worth asking."""
         self._asked = []
         budgets = [_NOTHING] * len(batch)
@@ -136,7 +134,6 @@ class LookupModel(Controller):
         due = self._step >= self._due
         if self._asleep and not due and len(batch) == len(self._requests):
             return budgets
-        rows = len(batch) + self.others
         self._price = self._question / self.costs(rows, rows)
         if due:  # next after so many steps that questions in vain cost no more than that
             self._due = self._step + min(self._probe_every, rows * self._price / _PRICE)
@@ -154,18 +151,18 @@ class LookupModel(Controller):
         known = self._requests[request.key] = _Known(GuessOdds(self._overall), self._gain)
         return known
 
-    def trim(self, batch: Sequence[Request], drafts: Sequence[Draft]) -> list[Draft]:
+    def trim(self, batch: Sequence[Request], drafts: Sequence[Draft], rows: int) -> list[Draft]:
         """See `Controller.trim`: the likeliest tokens of all guesses, as many as pay."""
         trimmed, self._promise = list(drafts), 0.0
         if not self._asked:
             return trimmed
         likely: list[tuple[float, int, int]] = []  # probability, row, node
-        least = self._expected_passes(len(batch) + self.others).least
+        least = self._expected_passes(rows).least
         for row, known in self._asked:
             known.guess = draft = drafts[row]
-            if draft.grounds:
+            if draft.features:
                 likely += [(p, row, node) for p, node in known.odds.likely(draft, least)]
-        nodes, gains = self._choose(len(batch), likely)
+        nodes, gains = self._choose(len(batch), rows, likely)
         for row, known in self._asked:
             self._expect(known, gains[row])
             trimmed[row] = drafts[row].only(nodes[row])
@@ -178,11 +175,11 @@ class LookupModel(Controller):
         self._gain += _WEIGHT_OF_ONE * (gain - self._gain)
 
     def _choose(
-        self, own: int, likely: list[tuple[float, int, int]]
+        self, own: int, rows: int, likely: list[tuple[float, int, int]]
     ) -> tuple[list[list[int]], list[float]]:
         """Which nodes of each row's guess are drafted; what a row gains by it, in plain passes."""
         nodes: list[list[int]] = [[] for _ in range(own)]
-        gains, rows = [0.0] * own, own + self.others
+        gains = [0.0] * own
         if not likely:
             return nodes, gains
         # The sort is stable: no token comes before the one it follows.
@@ -217,10 +214,10 @@ class LookupModel(Controller):
 
     # After a step
 
-    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
+    def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
         """Learn what guesses were worth, what asking costs, and what passes do."""
         began = time.perf_counter()
-        if not self._asked and not self.others and self._step % _SLEEPS:
+        if not self._asked and self._step % _SLEEPS:
             self._plain_steps.count(drafted=False)
             return
         drafted = kept = 0
@@ -231,12 +228,9 @@ class LookupModel(Controller):
         memory = _MEMORY_OF_PROMISES * _PROMISES / (_PROMISES + self._promise)
         self._promised = memory * self._promised + self._promise
         self._kept = memory * self._kept + kept
-        if not times.noted:
-            rows = times.rows or len(outcomes)
-            self.costs.observe(times.positions or rows + drafted, times.verify, rows)
         self._plain_steps.count(drafted=drafted > 0, surprised=self.costs.surprised)
-        if times.draft:  # to ask is also to learn from the answer, here as in the drafter
-            self._time(times.draft + time.perf_counter() - began)
+        # To ask is also to learn from the answer, here as in the drafter.
+        self._time(draft_seconds + time.perf_counter() - began)
         for _, known in self._asked:
             known.read = True
 
@@ -251,7 +245,7 @@ class LookupModel(Controller):
     def _learn(self, known: _Known, outcome: Outcome) -> None:
         """Compare the guess with the tokens that came."""
         guess, known.guess = known.guess, None
-        if guess is None or not guess.grounds:
+        if guess is None or not guess.features:
             return
         drafted, accepted = outcome.draft.tree, outcome.accepted
         tree, node = guess.tree, 0
@@ -260,7 +254,7 @@ class LookupModel(Controller):
             for child in tree.children[reached]:
                 right = tree.tokens[child] == true
                 for odds in (known.odds, self._overall):
-                    odds.add(guess.grounds[child - 1], right=right)
+                    odds.add(guess.features[child - 1], right=right)
                 if right:
                     node = child
             if node < 0:

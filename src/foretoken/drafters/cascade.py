@@ -3,25 +3,27 @@
 Spector and Ré, "Accelerating LLM Inference with Staged Speculative Decoding"; the vertical cascade
 of Chen et al., "Cascade Speculative Drafting". The middle model drafts by running the very same
 `step()`, with itself as the target. As the inner rule is lossless, its tokens have exactly the
-middle model's law, which is the q the outer rule is given.
+middle model's distribution, which is the q the outer rule is given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from annotated_types import Ge, Le
 
-from foretoken.acceptance.base import AcceptanceRule
-from foretoken.common_prefix import common_prefix
-from foretoken.control import Budget, Fixed
+from foretoken.control.base import Budget, within
+from foretoken.core.acceptance.base import AcceptanceRule
+from foretoken.core.common_prefix import common_prefix
+from foretoken.core.distribution import Distribution
+from foretoken.core.tree import Draft, chain
+from foretoken.decode import Outcome, StepTimes, step
 from foretoken.drafters.base import Drafter, DrafterOptions
 from foretoken.drafters.room import shared_out
-from foretoken.law import Law
 from foretoken.request import Request
-from foretoken.target import Target
-from foretoken.tree import Draft, chain
+from foretoken.runtime.target import Target
 
 __all__ = ["Cascade", "CascadeOptions"]
 
@@ -37,6 +39,38 @@ class CascadeOptions(DrafterOptions):
 
     drafter: Mapping[str, Any]
     inner_num_speculative_tokens: Annotated[int, Ge(1), Le(64)] = 3
+
+
+@dataclass(frozen=True)
+class _Inner:
+    """The drafting side of the middle model's steps (see `decode.Speculates`).
+
+    Args:
+        drafter: drafts for the middle model.
+        length: most tokens it drafts.
+        acceptance: lossless, or q would be wrong.
+    """
+
+    drafter: Drafter
+    length: int
+    acceptance: AcceptanceRule
+
+    def draft(self, batch: Sequence[Request]) -> list[Draft]:
+        """Always as many tokens."""
+        return self.drafter.propose(batch, [within(request, self.length) for request in batch])
+
+    def rule(self, _: Request) -> AcceptanceRule:
+        """One for all."""
+        return self.acceptance
+
+    def hidden_layers(self, _: Sequence[Request]) -> tuple[int, ...]:
+        """Layers of the middle model."""
+        return self.drafter.hidden_layers
+
+    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> float:
+        """The inner drafter learns; nobody here asks how long it takes."""
+        self.drafter.observe(outcomes, times)
+        return 0.0
 
 
 class Cascade(Drafter):
@@ -62,8 +96,7 @@ class Cascade(Drafter):
         assert rule.lossless
         self._model = model
         self._drafter = drafter
-        self._rule = rule
-        self._controller = Fixed(options.inner_num_speculative_tokens)
+        self._speculation = _Inner(drafter, options.inner_num_speculative_tokens, rule)
         self._coupled = coupled
         self._inner: dict[int, Request] = {}
 
@@ -71,11 +104,11 @@ class Cascade(Drafter):
         """Inner steps until every request has its tokens."""
         lengths = self._lengths(batch, budgets)
         inner = {r.key: self._catch_up(r) for r in batch if lengths[r.key]}
-        laws: dict[int, list[Law]] = {key: [] for key in inner}
-        while drafting := [key for key in inner if len(laws[key]) < lengths[key]]:
-            self._advance({key: inner[key] for key in drafting}, laws)
+        distributions: dict[int, list[Distribution]] = {key: [] for key in inner}
+        while drafting := [key for key in inner if len(distributions[key]) < lengths[key]]:
+            self._advance({key: inner[key] for key in drafting}, distributions)
         return [
-            self._draft(request, budget, inner.get(request.key), laws)
+            self._draft(request, budget, inner.get(request.key), distributions)
             for request, budget in zip(batch, budgets, strict=True)
         ]
 
@@ -86,7 +119,7 @@ class Cascade(Drafter):
             for request, budget in zip(batch, budgets, strict=True)
         }
         wanted = [request for request in batch if lengths[request.key]]
-        ahead = max(lengths.values(), default=0) + self._controller.num_speculative_tokens
+        ahead = max(lengths.values(), default=0) + self._speculation.length
         most = self._model.most_tokens  # all that one row alone may have
         admitted, in_the_way = shared_out(
             self._model,
@@ -97,22 +130,23 @@ class Cascade(Drafter):
             self._free(key)
         return {key: length if key in admitted else 0 for key, length in lengths.items()}
 
-    def _advance(self, inner: Mapping[int, Request], laws: dict[int, list[Law]]) -> None:
-        # The loop imports drafters; a drafter that runs the loop has to wait until it is there.
-        from foretoken.decode import step
-
-        outcomes = step(
-            self._model, self._drafter, self._rule, self._controller, list(inner.values())
-        )
-        for key, outcome in zip(inner, outcomes, strict=True):
-            laws[key] += [outcome.p[node] for node in (0, *outcome.accepted.path)]
+    def _advance(
+        self, inner: Mapping[int, Request], distributions: dict[int, list[Distribution]]
+    ) -> None:
+        keys = {request.key: key for key, request in inner.items()}
+        for outcome in step(self._model, self._speculation, list(inner.values())):
+            key = keys[outcome.request.key]
+            distributions[key] += [outcome.p[node] for node in (0, *outcome.accepted.path)]
+        for request in inner.values():
+            if request.failure is not None:
+                raise request.failure
 
     def _draft(
         self,
         request: Request,
         budget: Budget,
         inner: Request | None,
-        laws: Mapping[int, list[Law]],
+        distributions: Mapping[int, list[Distribution]],
     ) -> Draft:
         """What the middle model generated, up to the budget or where it was not sure."""
         if inner is None:
@@ -120,16 +154,18 @@ class Cascade(Drafter):
         tokens: list[int] = []
         path_prob = 1.0
         generated = inner.token_ids[len(request.token_ids) :]
-        for token, law in zip(generated, laws[request.key], strict=False):
+        for token, distribution in zip(generated, distributions[request.key], strict=False):
             tokens.append(token)
-            token_prob = law.prob(token)
+            token_prob = distribution.prob(token)
             path_prob *= token_prob
             if len(tokens) == budget.chain or budget.stops_below(token_prob, path_prob):
                 break
-        return Draft(chain([request.root, *tokens]), tuple(laws[request.key][: len(tokens)]))
+        return Draft(
+            chain([request.root, *tokens]), tuple(distributions[request.key][: len(tokens)])
+        )
 
     def _catch_up(self, request: Request) -> Request:
-        """The inner request with the committed tokens, its KV by law 1."""
+        """The inner request with the committed tokens, its KV by invariant 1."""
         # Fresh noise in every step, unless the rule wants the target's own.
         position = len(request.token_ids)
         noise = request.noise if self._coupled else request.noise.derived(position)
@@ -146,7 +182,10 @@ class Cascade(Drafter):
                 self._drafter.rewind(inner)
         self._inner[request.key] = inner
         self._model.rollback(inner.key, agreed)
-        self._model.prefill(inner.key, inner.token_ids[agreed:-1])
+        layers = self._drafter.hidden_layers
+        hidden = self._model.prefill(inner.key, inner.token_ids[agreed:-1], layers)
+        if hidden:
+            self._drafter.observe_prefill(inner, agreed, hidden)
         return inner
 
     def rewind(self, request: Request) -> None:

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from annotated_types import Ge, MinLen
+from torch import Tensor
 
 from foretoken.control import Budget
 from foretoken.control.evidence import at_first, path_odds
-from foretoken.drafters.base import Drafter, DrafterOptions
-from foretoken.law import Law
+from foretoken.core.distribution import Distribution
+from foretoken.core.tree import Draft, TokenTree
+from foretoken.decode import Outcome, StepTimes
+from foretoken.drafters.base import Drafter, DrafterOptions, layers_of
 from foretoken.request import Request
-from foretoken.tree import Draft, TokenTree
-
-if TYPE_CHECKING:
-    from foretoken.decode import Outcome, StepTimes
 
 __all__ = ["CombineOptions", "Ensemble", "Switch", "SwitchOptions", "merge"]
 
@@ -52,6 +51,13 @@ class _Several(Drafter):
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         self._drafters = list(drafters)
+        self.hidden_layers = layers_of(drafters)
+
+    def observe_prefill(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
+        """Every drafter that asks for hidden states sees them."""
+        for drafter in self._drafters:
+            if drafter.hidden_layers:
+                drafter.observe_prefill(request, start, hidden)
 
     def rewind(self, request: Request) -> None:
         """Every drafter takes the tokens back."""
@@ -72,7 +78,7 @@ class _Several(Drafter):
 class Ensemble(_Several):
     """All drafters propose; their drafts are merged into one tree (`merge`)."""
 
-    makes_branches = True
+    drafts_trees = True
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         super().__init__(drafters)
@@ -101,34 +107,37 @@ def merge(drafts: Sequence[Draft], limit: int) -> Draft:
 
     A node that was not drawn at random (one-hot q) is merged with an elder sibling of its token:
     once that one is turned down the residual leaves the token nothing, so that trying it again
-    could neither succeed nor change the law. A drawn node is never merged, because its q changes
-    the residual whatever its token is (the drafting law). Where all drafts were looked up a merged
-    node has the better of its grounds, and the likeliest nodes come first; else the highest ones.
+    could neither succeed nor change the distribution. A drawn node is never merged, because its q
+    changes the residual whatever its token is (the drafting invariant). Where all drafts were
+    looked up a merged node has the better of its features, and the likeliest nodes come first; else
+    the highest ones.
     """
     tokens, parents = [drafts[0].tree.tokens[0]], [-1]
-    laws: list[Law] = []
-    grounds: list[int] = []
+    distributions: list[Distribution] = []
+    features: list[int] = []
     places: list[dict[int, int]] = [{0: 0} for _ in drafts]  # of each draft's nodes in the tree
-    known = all(len(draft.grounds) == draft.tree.num_drafted for draft in drafts)
+    known = all(len(draft.features) == draft.tree.num_drafted for draft in drafts)
     for index, node in (_by_odds if known else _by_depth)(drafts):
         draft = drafts[index]
         parent = places[index].get(draft.tree.parents[node])
         if parent is None:
             continue  # its parent did not fit
-        token, law = draft.tree.tokens[node], draft.law(node)
-        place = _child(tokens, parents, parent, token) if law.certain is not None else None
-        if place is None and len(laws) < limit:
+        token, distribution = draft.tree.tokens[node], draft.q_of(node)
+        place = _child(tokens, parents, parent, token) if distribution.certain is not None else None
+        if place is None and len(distributions) < limit:
             place = len(tokens)
             tokens.append(token)
             parents.append(parent)
-            laws.append(law)
-            grounds.append(0)
+            distributions.append(distribution)
+            features.append(0)
         if place is not None:
             places[index][node] = place
             if known:
-                grounds[place - 1] = max(grounds[place - 1], draft.grounds[node - 1], key=at_first)
+                features[place - 1] = max(
+                    features[place - 1], draft.features[node - 1], key=at_first
+                )
     tree = TokenTree(tuple(tokens), tuple(parents))
-    return Draft(tree, tuple(laws), tuple(grounds) if known else ())
+    return Draft(tree, tuple(distributions), tuple(features) if known else ())
 
 
 def _by_depth(drafts: Sequence[Draft]) -> list[tuple[int, int]]:
@@ -200,10 +209,10 @@ class Switch(_Several):
         super().__init__(drafters)
         self._options = options
         self._choices: dict[int, _Choice] = {}
-        self.makes_branches = any(drafter.makes_branches for drafter in drafters)
+        self.drafts_trees = any(drafter.drafts_trees for drafter in drafters)
         self.reads_target_kv = any(drafter.reads_target_kv for drafter in drafters)
         self.independent_siblings = all(
-            drafter.independent_siblings or not drafter.makes_branches for drafter in drafters
+            drafter.independent_siblings or not drafter.drafts_trees for drafter in drafters
         )
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
@@ -229,7 +238,9 @@ class Switch(_Several):
             choice = self._choices[outcome.request.key]
             if choice.drafting:
                 choice.arms[choice.current].add(len(outcome.accepted.path) + 1, seconds)
-            self._drafters[choice.current].observe([outcome], times)
+            for index, drafter in enumerate(self._drafters):
+                if index == choice.current or drafter.hidden_layers:
+                    drafter.observe([outcome], times)
 
     def release(self, request: Request) -> None:
         """Forget the request everywhere; a rewind leaves what was learnt of the drafters."""

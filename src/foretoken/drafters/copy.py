@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from foretoken.control import Budget
 from foretoken.control.evidence import by_match
+from foretoken.core.tree import Draft, chain
 from foretoken.drafters.base import Drafter, DrafterOptions
 from foretoken.request import Request
-from foretoken.tree import Draft, chain
 
 __all__ = ["CopyDrafter", "CopyOptions"]
 
@@ -155,8 +155,8 @@ class CopyDrafter(Drafter):
             self._alignments[request.key] = alignment
         alignment.catch_up(request.token_ids)
         drafted = alignment.rest(length)
-        grounds = by_match(alignment.match, len(drafted))
-        return Draft.deterministic(chain([request.root, *drafted]), grounds)
+        features = by_match(alignment.match, len(drafted))
+        return Draft.deterministic(chain([request.root, *drafted]), features)
 
     def release(self, request: Request) -> None:
         """Drop the request's alignment."""

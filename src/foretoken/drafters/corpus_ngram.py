@@ -1,16 +1,18 @@
 """`corpus_ngram`: unigrams, bigrams and trigrams counted in the user's own text files.
 
 The negligible-cost approximation models of Leviathan et al., "Fast Inference from Transformers via
-Speculative Decoding". The tables come from `foretoken ngrams build` (see `foretoken.ngrams`). With
-n(..) the counts and T(..) the numbers of different successors, the law after tokens a, b is
-interpolated as by Witten and Bell ("The Zero-Frequency Problem", method C):
+Speculative Decoding". The tables come from `foretoken ngrams build` (see
+`foretoken.drafters.text.ngrams`). With n(..) the counts and T(..) the numbers of different
+successors, the distribution after tokens a, b is interpolated as by Witten and Bell ("The
+Zero-Frequency Problem", method C):
 
     P(c | b)    = (n(b, c)    + T(b)    * P(c))     / (n(b)    + T(b))
     P(c | a, b) = (n(a, b, c) + T(a, b) * P(c | b)) / (n(a, b) + T(a, b))
 
 Its support are the tokens that have followed b in the corpus, P(c) being the relative frequency
 among these; where b was never followed by anything, all tokens of the corpus. Every successor of
-a, b is one of b, so the support does not depend on a. This law is q, and sampling stays exact.
+a, b is one of b, so the support does not depend on a. This distribution is q, and sampling stays
+exact.
 """
 
 from __future__ import annotations
@@ -26,14 +28,15 @@ from numpy.typing import NDArray
 from pydantic import FiniteFloat, model_validator
 from transformers import PreTrainedTokenizerBase
 
-from foretoken.config import GREEDY_BELOW, PathText
 from foretoken.control import Budget
-from foretoken.corpus import check_target
+from foretoken.core.config import PathText
+from foretoken.core.distribution import Distribution
+from foretoken.core.params import GREEDY_BELOW
+from foretoken.core.tree import Draft, chain
 from foretoken.drafters.base import Drafter, DrafterOptions
-from foretoken.law import Law
-from foretoken.ngrams import FILE, NgramTables
+from foretoken.drafters.text.corpus import check_target
+from foretoken.drafters.text.ngrams import FILE, NgramTables
 from foretoken.request import Request
-from foretoken.tree import Draft, chain
 
 __all__ = ["CorpusNgramDrafter", "CorpusNgramOptions", "SmoothedNgrams", "load_corpus"]
 
@@ -45,7 +48,7 @@ class CorpusNgramOptions(DrafterOptions):
         corpus: a file made by `foretoken ngrams build`.
         draft_temperature: probabilities are raised to the power of its inverse; 0 drafts the most
             probable token also for sampled requests; None takes 0 for greedy requests and 1 (q is
-            the smoothed law) for sampled ones.
+            the smoothed distribution) for sampled ones.
     """
 
     corpus: PathText = ""
@@ -61,7 +64,7 @@ class CorpusNgramOptions(DrafterOptions):
 
 
 class SmoothedNgrams:
-    """The smoothed law of the next token.
+    """The smoothed distribution of the next token.
 
     Args:
         tables: the counts.
@@ -77,16 +80,20 @@ class SmoothedNgrams:
         counts = self._tables.unigrams[tokens]
         return tokens, counts / counts.sum()
 
-    def law(self, context: Sequence[int], temperature: float) -> Law:
-        """The law after these tokens, of which the last two count; at temperature 0 its mode."""
+    def distribution(self, context: Sequence[int], temperature: float) -> Distribution:
+        """The distribution after these tokens (the last two count); one-hot at temperature 0."""
         tokens, probs = self.probabilities(context)
         if temperature < GREEDY_BELOW:
-            return Law.one_hot(int(tokens[probs.argmax()]))
+            return Distribution.one_hot(int(tokens[probs.argmax()]))
         if temperature != 1:
             probs = (probs / probs.max()) ** (1 / temperature)
             probs /= probs.sum()
-        law = Law(torch.from_numpy(probs), torch.from_numpy(tokens.astype(np.int64)))
-        return law.normalised(law.probs)  # a low temperature may leave nothing of small ones
+        distribution = Distribution(
+            torch.from_numpy(probs), torch.from_numpy(tokens.astype(np.int64))
+        )
+        return distribution.normalised(
+            distribution.probs
+        )  # a low temperature may leave nothing of small ones
 
     def probabilities(
         self, context: Sequence[int]
@@ -108,7 +115,7 @@ class SmoothedNgrams:
 
 
 def _interpolated(counts: NDArray[Any], shorter: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Counts [S] interpolated with the law [S] of the shorter context (Witten-Bell)."""
+    """Counts [S] interpolated with the distribution [S] of the shorter context (Witten-Bell)."""
     different = np.count_nonzero(counts)
     smoothed: NDArray[np.float64] = (counts + different * shorter) / (counts.sum() + different)
     return smoothed
@@ -117,7 +124,7 @@ def _interpolated(counts: NDArray[Any], shorter: NDArray[np.float64]) -> NDArray
 def load_corpus(
     path: str, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None
 ) -> SmoothedNgrams:
-    """The law of a corpus, for a target.
+    """The distribution of a corpus, for a target.
 
     Args:
         path: a file made by `foretoken ngrams build`.
@@ -135,10 +142,10 @@ def load_corpus(
 
 
 class CorpusNgramDrafter(Drafter):
-    """Chains drawn from the corpus' law.
+    """Chains drawn from the corpus' distribution.
 
     Args:
-        ngrams: the law.
+        ngrams: the distribution.
         options: see `CorpusNgramOptions`.
         coupled: whether to draw with the target's own noise.
     """
@@ -160,16 +167,16 @@ class CorpusNgramDrafter(Drafter):
         temperature = self._temperature(request)
         noise = request.noise.at(len(request.token_ids)).drafting(coupled=self._coupled)
         context = request.token_ids[-2:]
-        tokens, laws, path_prob = [request.root], [], 1.0
+        tokens, distributions, path_prob = [request.root], [], 1.0
         for depth in range(budget.chain):
-            laws.append(self._ngrams.law(context, temperature))
-            tokens.append(noise.draw(laws[-1], depth))
-            token_prob = laws[-1].prob(tokens[-1])
+            distributions.append(self._ngrams.distribution(context, temperature))
+            tokens.append(noise.draw(distributions[-1], depth))
+            token_prob = distributions[-1].prob(tokens[-1])
             path_prob *= token_prob
             if budget.stops_below(token_prob, path_prob):
                 break
             context = [context[-1], tokens[-1]]
-        return Draft(chain(tokens), tuple(laws))
+        return Draft(chain(tokens), tuple(distributions))
 
     def _temperature(self, request: Request) -> float:
         if self._options.draft_temperature is None:

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import model_validator
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from foretoken.common_prefix import common_prefix
+from foretoken.core.common_prefix import common_prefix
+from foretoken.core.tree import TokenTree
 from foretoken.drafters.room import shared_out
 from foretoken.drafters.shapes import TreeOptions
 from foretoken.request import Request
-from foretoken.target import Target
-from foretoken.tree import TokenTree
+from foretoken.runtime.network import PassOutput
+from foretoken.runtime.target import Target
 
 __all__ = ["DraftModelOptions", "OwnModel"]
 
@@ -115,12 +115,12 @@ class OwnModel:
         return tokens[agreed:]
 
     def verify(
-        self, keys: Sequence[int], trees: Sequence[TokenTree], known: Sequence[int]
-    ) -> list[Tensor]:
+        self, keys: Sequence[int], trees: Sequence[TokenTree], num_computed: Sequence[int]
+    ) -> list[PassOutput]:
         """One pass of the draft model."""
-        return self._model.verify(keys, trees, known)
+        return self._model.verify(keys, trees, num_computed)
 
-    def settle(self, request: Request, num_tokens: int) -> None:
+    def finish_draft(self, request: Request, num_tokens: int) -> None:
         """The pending tokens are committed ones, so their KV stays; drafted KV goes."""
         self._model.commit(request.key, range(num_tokens))
         self._cached[request.key] = list(self.seen(request))

@@ -10,20 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import Annotated, Any, Self
 
 from annotated_types import Ge, MinLen
 from pydantic import model_validator
+from torch import Tensor
 
 from foretoken.control import Budget
+from foretoken.core.distribution import Distribution
+from foretoken.core.tree import Draft, chain
+from foretoken.decode import Outcome, StepTimes
 from foretoken.drafters.base import Drafter, DrafterOptions
 from foretoken.errors import CompatibilityError
-from foretoken.law import Law
 from foretoken.request import Request
-from foretoken.tree import Draft, chain
-
-if TYPE_CHECKING:
-    from foretoken.decode import Outcome, StepTimes
 
 __all__ = ["HorizontalCascade", "HorizontalOptions"]
 
@@ -60,7 +59,7 @@ class _Chain:
     request: Request
     budget: Budget
     tokens: list[int] = field(default_factory=list)
-    laws: list[Law] = field(default_factory=list)
+    distributions: list[Distribution] = field(default_factory=list)
     path_prob: float = 1.0
     stopped: bool = False
 
@@ -72,15 +71,15 @@ class _Chain:
         return replace(self.budget, nodes=length, depth=length, min_path_prob=least)
 
     def add(self, draft: Draft) -> None:
-        for token, law in zip(draft.tree.tokens[1:], draft.q, strict=True):
-            token_prob = law.prob(token)
+        for token, distribution in zip(draft.tree.tokens[1:], draft.q, strict=True):
+            token_prob = distribution.prob(token)
             self.tokens.append(token)
-            self.laws.append(law)
+            self.distributions.append(distribution)
             self.path_prob *= token_prob
             self.stopped = self.budget.stops_below(token_prob, self.path_prob)
 
     def draft(self) -> Draft:
-        return Draft(chain([self.request.root, *self.tokens]), tuple(self.laws))
+        return Draft(chain([self.request.root, *self.tokens]), tuple(self.distributions))
 
 
 class HorizontalCascade(Drafter):
@@ -98,7 +97,7 @@ class HorizontalCascade(Drafter):
     def __init__(self, drafters: Sequence[Drafter], options: HorizontalOptions) -> None:
         for index, drafter in enumerate(drafters):
             method = options.drafters[index]["method"]
-            if drafter.makes_branches:
+            if drafter.drafts_trees:
                 raise CompatibilityError(
                     f"a horizontal cascade joins chains, and drafter '{method}' proposes trees."
                 )
@@ -108,6 +107,12 @@ class HorizontalCascade(Drafter):
                     "tokens: in a horizontal cascade it can only come first."
                 )
         self.reads_target_kv = drafters[0].reads_target_kv
+        if any(drafter.hidden_layers for drafter in drafters[1:]):
+            raise CompatibilityError(
+                "a drafter that reads hidden states, which end with the committed tokens, can only "
+                "come first in a horizontal cascade."
+            )
+        self.hidden_layers = drafters[0].hidden_layers
         self._stages = [_Stage(*pair) for pair in zip(drafters, options.tokens, strict=True)]
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
@@ -121,6 +126,10 @@ class HorizontalCascade(Drafter):
         """Every drafter sees what came of requests it has drafted for."""
         for stage in self._stages:
             stage.observe(outcomes, times)
+
+    def observe_prefill(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
+        """The first drafter sees them."""
+        self._stages[0].observe_prefill(request, start, hidden)
 
     def rewind(self, request: Request) -> None:
         """Nothing to do: what each drafter has seen is compared with the text anyway."""
@@ -165,9 +174,14 @@ class _Stage:
             drafted.add(draft)
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
-        known = [outcome for outcome in outcomes if outcome.request.key in self._seen]
-        if known:
-            self._drafter.observe(known, times)
+        if not self._drafter.hidden_layers:  # else it has to see all of them
+            outcomes = [outcome for outcome in outcomes if outcome.request.key in self._seen]
+        if outcomes:
+            self._drafter.observe(outcomes, times)
+
+    def observe_prefill(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
+        self._seen.setdefault(request.key, [])  # so that the drafter is told to forget it
+        self._drafter.observe_prefill(request, start, hidden)
 
     def release(self, request: Request) -> None:
         if self._seen.pop(request.key, None) is not None:

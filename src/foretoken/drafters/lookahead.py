@@ -16,17 +16,15 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from annotated_types import Ge, Le
 
 from foretoken.control import Budget
+from foretoken.core.tree import Draft, TokenTree
+from foretoken.decode import Outcome, StepTimes
 from foretoken.drafters.base import Drafter, DrafterOptions
 from foretoken.request import Request
-from foretoken.tree import Draft, TokenTree
-
-if TYPE_CHECKING:
-    from foretoken.decode import Outcome, StepTimes
 
 __all__ = ["LookaheadDrafter", "LookaheadOptions", "Pool", "Window"]
 
@@ -119,7 +117,7 @@ class Window:
 class LookaheadDrafter(Drafter):
     """Deterministic: q is one-hot."""
 
-    makes_branches = True
+    drafts_trees = True
 
     def __init__(self, options: LookaheadOptions) -> None:
         self._options = options
@@ -161,7 +159,7 @@ class LookaheadDrafter(Drafter):
                 node = _find(outcome.draft.tree, path)
                 if node is None:
                     break  # there was no room for it
-                guesses.append(int(outcome.logits[node].argmax()))
+                guesses.append(outcome.output.argmax_of(node))
                 if len(column) == self._options.ngram_size - 1:
                     self._pools[outcome.request.key].add([*column, guesses[-1]])
             window.advance(len(outcome.request.token_ids), guesses)

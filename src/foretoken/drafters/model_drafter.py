@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from foretoken.control import Budget
+from foretoken.core.distribution import Distribution
+from foretoken.core.noise import Noise
+from foretoken.core.tree import Draft, TokenTree
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.shapes import Node, Shape, TreeOptions
-from foretoken.law import Law
-from foretoken.noise import Noise
 from foretoken.request import Request
-from foretoken.tree import Draft, TokenTree
+from foretoken.runtime.network import PassOutput
 
 __all__ = ["ModelDrafter", "Scorer"]
 
@@ -47,12 +48,12 @@ class Scorer(Protocol):
         ...
 
     def verify(
-        self, keys: Sequence[int], trees: Sequence[TokenTree], known: Sequence[int]
-    ) -> list[Tensor]:
-        """Logits [n + 1 - known, V] of the nodes that are new in each tree."""
+        self, keys: Sequence[int], trees: Sequence[TokenTree], num_computed: Sequence[int]
+    ) -> list[PassOutput]:
+        """The logits [n + 1 - num_computed, V] of the nodes that are new in each tree."""
         ...
 
-    def settle(self, request: Request, num_tokens: int) -> None:
+    def finish_draft(self, request: Request, num_tokens: int) -> None:
         """Drafting is over: keep the KV of the first `num_tokens` nodes of the last tree."""
         ...
 
@@ -74,7 +75,7 @@ class _Growth:
     """Nodes whose logits are known or asked for in the coming pass."""
     frontier: list[Node | None] = field(default_factory=lambda: [None])
     """Nodes to be expanded by the coming pass; None is the root."""
-    known: int = 0
+    num_computed: int = 0
 
     def tree(self) -> TokenTree:
         """The pending tokens as a chain, and below the last of them the scored nodes."""
@@ -97,7 +98,7 @@ class _Growth:
         places = {id(node): i for i, node in enumerate(nodes, 1)}
         parents = [places[id(node.parent)] if node.parent else 0 for node in nodes]
         tree = TokenTree((self.request.root, *(n.token for n in nodes)), (-1, *parents))
-        return Draft(tree, tuple(node.law for node in nodes))
+        return Draft(tree, tuple(node.distribution for node in nodes))
 
 
 class ModelDrafter(Drafter):
@@ -117,7 +118,7 @@ class ModelDrafter(Drafter):
         self._options = options
         self._shape = shape
         self._coupled = coupled
-        self.makes_branches = shape.branches
+        self.drafts_trees = shape.branches
         self.reads_target_kv = scorer.reads_target_kv
         self.independent_siblings = options.expansion == "sample_with_replacement"
 
@@ -131,17 +132,17 @@ class ModelDrafter(Drafter):
             for request in batch
         ]
         while growing := [growth for growth in growths if growth and growth.frontier]:
-            scores = self._scorer.verify(
+            outputs = self._scorer.verify(
                 [growth.request.key for growth in growing],
                 [growth.tree() for growth in growing],
-                [growth.known for growth in growing],
+                [growth.num_computed for growth in growing],
             )
-            for growth, logits in zip(growing, scores, strict=True):
-                self._expand(growth, logits)
+            for growth, output in zip(growing, outputs, strict=True):
+                self._expand(growth, output.scores)
                 if not growth.frontier:
                     # At once: a row that is done may ride along in the others' next pass, and
                     # padding is written behind what is settled.
-                    self._scorer.settle(growth.request, len(growth.pending))
+                    self._scorer.finish_draft(growth.request, len(growth.pending))
         return [
             growth.draft(self._shape.kept(growth.nodes, growth.budget.nodes))
             if growth
@@ -151,7 +152,7 @@ class ModelDrafter(Drafter):
 
     def level_sizes(self, limit: int) -> Sequence[int] | None:
         """The shape's own."""
-        return self._shape.level_sizes(limit) if self.makes_branches else None
+        return self._shape.level_sizes(limit) if self.drafts_trees else None
 
     def release(self, request: Request) -> None:
         """Free what the scorer keeps for the request."""
@@ -187,7 +188,7 @@ class ModelDrafter(Drafter):
         `logits` [new nodes, V] belong to the frontier, the last ones computed.
         """
         frontier, budget = growth.frontier, growth.budget
-        growth.known = len(growth.pending) + len(growth.scored)
+        growth.num_computed = len(growth.pending) + len(growth.scored)
         level: list[Node] = []
         for node, row in zip(frontier, logits[-len(frontier) :], strict=True):
             level += self._children(growth, node, row)
@@ -205,28 +206,28 @@ class ModelDrafter(Drafter):
         above = 1.0 if node is None else node.path_prob
         children = []
         drawn = self._draw(growth, node, logits, self._shape.width(ranks))
-        for rank, (token, law, probability) in enumerate(drawn):
-            child = Node(token, law, node, (*ranks, rank), above * probability)
+        for rank, (token, distribution, probability) in enumerate(drawn):
+            child = Node(token, distribution, node, (*ranks, rank), above * probability)
             child.stopped = growth.budget.stops_below(probability, child.path_prob)
             children.append(child)
         return children
 
     def _draw(
         self, growth: _Growth, node: Node | None, logits: Tensor, width: int
-    ) -> list[tuple[int, Law, float]]:
-        """Children's tokens, the law each was drawn from, and the probability it was given."""
+    ) -> list[tuple[int, Distribution, float]]:
+        """Children's tokens, the q each was drawn from, and the probability it was given."""
         request, output = growth.request, growth.output_to(node)
         if self._scorer.partial and _excluded(request.sampler.shaped(logits, output)):
             return []
         temperature = self._temperature(request)
         if self._options.takes_most_probable(temperature):
             return most_probable(request.sampler.untempered(logits, output), width)
-        law = request.sampler.law(logits, output, temperature)
+        distribution = request.sampler.distribution(logits, output, temperature)
         depth = 0 if node is None else node.depth
         noise = request.noise.at(len(request.token_ids)).drafting(coupled=self._coupled)
         if self._options.expansion == "sample_with_replacement":
-            return independent(law, noise, depth, width)
-        return distinct(law, noise, depth, width)
+            return independent(distribution, noise, depth, width)
+        return distinct(distribution, noise, depth, width)
 
     def _temperature(self, request: Request) -> float:
         own = self._options.draft_temperature
@@ -238,27 +239,31 @@ def _excluded(logits: Tensor) -> bool:
     return bool(logits.max() == -torch.inf)
 
 
-def most_probable(law: Law, width: int) -> list[tuple[int, Law, float]]:
+def most_probable(distribution: Distribution, width: int) -> list[tuple[int, Distribution, float]]:
     """The top-k tokens: not drawn, so that every q is one-hot."""
-    best = law.probs.topk(min(width, len(law.probs)))
-    tokens = law.tokens[best.indices].tolist()
+    best = distribution.probs.topk(min(width, len(distribution.probs)))
+    tokens = distribution.tokens[best.indices].tolist()
     return [
-        (token, Law.one_hot(token), probability)
+        (token, Distribution.one_hot(token), probability)
         for token, probability in zip(tokens, best.values.tolist(), strict=True)
     ]
 
 
-def distinct(law: Law, noise: Noise, depth: int, width: int) -> list[tuple[int, Law, float]]:
+def distinct(
+    distribution: Distribution, noise: Noise, depth: int, width: int
+) -> list[tuple[int, Distribution, float]]:
     """Draws without replacement: each q excludes the earlier siblings."""
-    drawn, left = [], law
-    for token in noise.draw_distinct(law, depth, width):
-        drawn.append((token, left, law.prob(token)))
+    drawn, left = [], distribution
+    for token in noise.draw_distinct(distribution, depth, width):
+        drawn.append((token, left, distribution.prob(token)))
         if len(drawn) < width:
             left = left.without(token)
     return drawn
 
 
-def independent(law: Law, noise: Noise, depth: int, width: int) -> list[tuple[int, Law, float]]:
+def independent(
+    distribution: Distribution, noise: Noise, depth: int, width: int
+) -> list[tuple[int, Distribution, float]]:
     """Independent draws; a token drawn twice is drafted twice, as the mathematics has it."""
-    tokens = [noise.draw(law, depth, trial) for trial in range(width)]
-    return [(token, law, law.prob(token)) for token in tokens]
+    tokens = [noise.draw(distribution, depth, trial) for trial in range(width)]
+    return [(token, distribution, distribution.prob(token)) for token in tokens]

@@ -15,9 +15,9 @@ from pydantic import model_validator
 
 from foretoken.control import Budget
 from foretoken.control.evidence import LONGEST_MATCH, by_match
+from foretoken.core.tree import Draft, chain
 from foretoken.drafters.base import Drafter, DrafterOptions
 from foretoken.request import Request
-from foretoken.tree import Draft, chain
 
 __all__ = ["NgramDrafter", "NgramOptions"]
 

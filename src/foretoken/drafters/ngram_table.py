@@ -4,7 +4,7 @@ The n-gram drafter of the akunu engine: tables of orders 2 to 4 are seeded by th
 updated by every token, tokens that leave the window are forgotten, and the successor is read from
 the longest context that has one. A draft chains on its own predictions. Greedy requests get the
 most frequent successor (the latest on a tie); sampled ones a token drawn from the counts, with
-that law as q, so that speculative sampling stays exact.
+that distribution as q, so that speculative sampling stays exact.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from annotated_types import Ge, Le
 from pydantic import FiniteFloat
 
-from foretoken.config import GREEDY_BELOW
 from foretoken.control import Budget
+from foretoken.core.distribution import Distribution
+from foretoken.core.params import GREEDY_BELOW
+from foretoken.core.tree import Draft, chain
 from foretoken.drafters.base import Drafter, DrafterOptions
-from foretoken.law import Law
 from foretoken.request import Request
-from foretoken.tree import Draft, chain
 
 __all__ = ["NgramTable", "NgramTableDrafter", "NgramTableOptions"]
 
@@ -125,19 +125,19 @@ class NgramTableDrafter(Drafter):
         temperature = self._temperature(request)
         noise = request.noise.at(len(request.token_ids)).drafting(coupled=self._coupled)
         context = request.token_ids[-max(ORDERS) :]
-        tokens, laws, path_prob = [request.root], [], 1.0
+        tokens, distributions, path_prob = [request.root], [], 1.0
         for depth in range(budget.chain):
             counts = table.successors(context)
             if not counts:
                 break
-            laws.append(law_of_counts(counts, temperature))
-            tokens.append(noise.draw(laws[-1], depth))
-            token_prob = laws[-1].prob(tokens[-1])
+            distributions.append(distribution_of_counts(counts, temperature))
+            tokens.append(noise.draw(distributions[-1], depth))
+            token_prob = distributions[-1].prob(tokens[-1])
             path_prob *= token_prob
             if budget.stops_below(token_prob, path_prob):
                 break
             context = [*context[1 - max(ORDERS) :], tokens[-1]]
-        return Draft(chain(tokens), tuple(laws))
+        return Draft(chain(tokens), tuple(distributions))
 
     def _temperature(self, request: Request) -> float:
         if self._options.draft_temperature is None:
@@ -149,11 +149,11 @@ class NgramTableDrafter(Drafter):
         self._tables.pop(request.key, None)
 
 
-def law_of_counts(counts: dict[int, int], temperature: float) -> Law:
+def distribution_of_counts(counts: dict[int, int], temperature: float) -> Distribution:
     """Q proportional to count^(1/temperature); at 0 the most frequent, the latest on a tie."""
     if temperature < GREEDY_BELOW:
         best = max(counts.values())
-        return Law.one_hot(next(t for t in reversed(counts) if counts[t] == best))
+        return Distribution.one_hot(next(t for t in reversed(counts) if counts[t] == best))
     tokens, order = torch.tensor(list(counts)).sort()
     numbers = torch.tensor(list(counts.values()), dtype=torch.float32)[order]
-    return Law((numbers.log() / temperature).softmax(-1), tokens)
+    return Distribution((numbers.log() / temperature).softmax(-1), tokens)

@@ -1,13 +1,13 @@
-"""`none`: no speculation. The baseline is the same loop with an empty draft (law 3)."""
+"""`none`: no speculation. The baseline is the same loop with an empty draft (invariant 3)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from foretoken.control import Budget
+from foretoken.core.tree import Draft
 from foretoken.drafters.base import Drafter
 from foretoken.request import Request
-from foretoken.tree import Draft
 
 __all__ = ["NoDrafter"]
 

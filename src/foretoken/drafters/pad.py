@@ -14,17 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isqrt
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from annotated_types import Ge
 
 from foretoken.control import Budget
+from foretoken.core.tree import Draft, TokenTree
+from foretoken.decode import Outcome, StepTimes
 from foretoken.drafters.base import Drafter, DrafterOptions
 from foretoken.request import Request
-from foretoken.tree import Draft, TokenTree
-
-if TYPE_CHECKING:
-    from foretoken.decode import Outcome, StepTimes
 
 __all__ = ["PadDrafter", "PadOptions"]
 
@@ -47,7 +45,7 @@ class PadDrafter(Drafter):
         pad_token_id: the padding.
     """
 
-    makes_branches = True
+    drafts_trees = True
 
     def __init__(self, pad_token_id: int) -> None:
         self._pad = pad_token_id
@@ -81,7 +79,7 @@ class PadDrafter(Drafter):
             guesses = []
             while padding := [n for n in tree.children[node] if tree.tokens[n] == self._pad]:
                 node = padding[-1]
-                guesses.append(int(outcome.logits[node].argmax()))
+                guesses.append(outcome.output.argmax_of(node))
             self._guesses[outcome.request.key] = (len(outcome.request.token_ids), guesses)
 
     def release(self, request: Request) -> None:

@@ -2,8 +2,8 @@
 
 The baseline of Leviathan et al.: even random tokens are accepted now and then, since the acceptance
 rate is the sum over x of min(p(x), 1 / V): 1 / V where the target is sure of itself, more where it
-is not. It shows what a drafter has to beat, and that the output law does not depend on how bad a
-drafter is.
+is not. It shows what a drafter has to beat, and that the output distribution does not depend on how
+bad a drafter is.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from functools import lru_cache
 import torch
 
 from foretoken.control import Budget
+from foretoken.core.distribution import Distribution
+from foretoken.core.tree import Draft, chain
 from foretoken.drafters.base import Drafter
-from foretoken.law import Law
 from foretoken.request import Request
-from foretoken.tree import Draft, chain
 
 __all__ = ["RandomDrafter"]
 
@@ -41,17 +41,17 @@ class RandomDrafter(Drafter):
 
     def _propose(self, request: Request, budget: Budget) -> Draft:
         vocab_size = request.sampler.vocab_size
-        law = uniform(vocab_size)
+        distribution = uniform(vocab_size)
         noise = request.noise.at(len(request.token_ids)).drafting(coupled=self._coupled)
         drafted: list[int] = []
         while len(drafted) < budget.chain:
-            drafted.append(noise.draw(law, len(drafted)))
+            drafted.append(noise.draw(distribution, len(drafted)))
             if budget.stops_below(1 / vocab_size, vocab_size ** -len(drafted)):
                 break
-        return Draft(chain([request.root, *drafted]), (law,) * len(drafted))
+        return Draft(chain([request.root, *drafted]), (distribution,) * len(drafted))
 
 
 @lru_cache(maxsize=8)
-def uniform(vocab_size: int) -> Law:
+def uniform(vocab_size: int) -> Distribution:
     """Probability 1 / V for each of V tokens."""
-    return Law(torch.full((vocab_size,), 1 / vocab_size))
+    return Distribution(torch.full((vocab_size,), 1 / vocab_size))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import Annotated, TypeAlias
 
 import numpy as np
 from annotated_types import Ge, Le
@@ -20,13 +20,11 @@ from torch import Tensor
 
 from foretoken.control import Budget
 from foretoken.control.evidence import LONGEST_CONTEXT, NUM_RANKS, at_first, by_rank
+from foretoken.core.tree import Draft, TokenTree
+from foretoken.decode import Outcome, StepTimes
 from foretoken.drafters.base import Drafter, DrafterOptions
 from foretoken.drafters.best_first import best_first
 from foretoken.request import Request
-from foretoken.tree import Draft, TokenTree
-
-if TYPE_CHECKING:
-    from foretoken.decode import Outcome, StepTimes
 
 __all__ = ["RecycleDrafter", "RecycleOptions", "most_probable"]
 
@@ -48,7 +46,7 @@ class RecycleOptions(DrafterOptions):
 
 Context: TypeAlias = tuple[int, ...]
 Place: TypeAlias = tuple[Context, int]
-"""The last tokens up to a node, and the node's grounds."""
+"""The last tokens up to a node, and the node's features."""
 
 _LEAST = 0.01
 """Nothing less likely is guessed."""
@@ -88,7 +86,7 @@ class Memory:
 class RecycleDrafter(Drafter):
     """Deterministic: q is one-hot. Proposes nothing after tokens that have not come before."""
 
-    makes_branches = True
+    drafts_trees = True
     looks_up = True
 
     def __init__(self, options: RecycleOptions) -> None:
@@ -108,12 +106,12 @@ class RecycleDrafter(Drafter):
             return Draft.empty(request.root)
         start = tuple(request.token_ids[-self._options.recycle_context :]), 0
         tokens, parents, kinds = [request.root], [-1], []
-        for parent, token, _, (_, grounds) in best_first(
+        for parent, token, _, (_, features) in best_first(
             start, self._successors, budget.nodes, budget, _LEAST
         ):
             tokens.append(token)
             parents.append(parent + 1)
-            kinds.append(grounds)
+            kinds.append(features)
         return Draft.deterministic(TokenTree(tuple(tokens), tuple(parents)), tuple(kinds))
 
     def _successors(self, place: Place) -> Iterator[tuple[int, float, Place]]:
@@ -122,8 +120,8 @@ class RecycleDrafter(Drafter):
         length, found = self._memory.find(context)
         rest = context[1:] if len(context) == self._options.recycle_context else context
         for rank, token in enumerate(found):
-            grounds = by_rank(rank, length)
-            yield token, at_first(grounds), ((*rest, token), grounds)
+            features = by_rank(rank, length)
+            yield token, at_first(features), ((*rest, token), features)
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
         """Keep what was probable along the path, of requests that were asked for."""
@@ -133,7 +131,7 @@ class RecycleDrafter(Drafter):
                 self._asked.discard(outcome.request.key)
                 path = [0, *outcome.accepted.path]
                 for node, context in zip(path, self._contexts(outcome), strict=True):
-                    best = most_probable(outcome.logits[node], self._options.recycle_top_k)
+                    best = most_probable(outcome.output.scores[node], self._options.recycle_top_k)
                     self._memory.keep(context, best)
 
     def _contexts(self, outcome: Outcome) -> Iterator[Context]:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from foretoken.config import Structured
 from foretoken.control import Budget
+from foretoken.core.grammar import Grammar, Grammars
+from foretoken.core.params import Structured
+from foretoken.core.tree import Draft, chain
 from foretoken.drafters.base import Drafter, DrafterOptions
-from foretoken.grammar import Grammar, Grammars
 from foretoken.request import Request
-from foretoken.tree import Draft, chain
 
 __all__ = ["RegexDrafter", "RegexOptions"]
 

@@ -1,16 +1,20 @@
 """Method names and what they stand for: the only place that knows drafters by name.
 
-A new drafter is one file and one entry here; the law suite runs over every entry.
+A new drafter is one file and one entry here; the invariant suite runs over every entry.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from foretoken.acceptance.coupled import Coupled
-from foretoken.config import nearest
+from transformers import PreTrainedTokenizerBase
+
+from foretoken.core.acceptance.coupled import Coupled
+from foretoken.core.config import nearest
+from foretoken.core.grammar import Grammars
+from foretoken.core.plugins import plugin, plugin_names
 from foretoken.drafters.base import Drafter, DrafterOptions
 from foretoken.drafters.cascade import Cascade, CascadeOptions
 from foretoken.drafters.combine import CombineOptions, Ensemble, Switch, SwitchOptions
@@ -39,12 +43,7 @@ from foretoken.drafters.shapes import shape_of
 from foretoken.drafters.suffix import SuffixDrafter, SuffixOptions
 from foretoken.drafters.vocabulary import DraftModel, Vocabularies
 from foretoken.errors import ConfigError
-from foretoken.grammar import Grammars
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from foretoken.target import Target
+from foretoken.runtime.target import Target
 
 __all__ = ["METHODS", "DrafterParts", "DrafterSpec", "drafter_spec"]
 
@@ -88,6 +87,10 @@ class DrafterSpec:
     takes_model: bool = False
     steady: bool = False
     summary: str = ""
+
+
+INSTANCE_TOKENS = 5
+"""Default draft length of drafters that are given as instances."""
 
 
 class NoOptions(DrafterOptions):
@@ -269,12 +272,28 @@ METHODS: dict[str, DrafterSpec] = {
 }
 
 
+PLUGINS = "foretoken.drafters"
+"""Entry points of other packages that name a `DrafterSpec`."""
+
+
 def drafter_spec(method: str) -> DrafterSpec:
-    """The entry of this method.
+    """The entry of this method, here or in another package.
 
     Raises:
         ConfigError: no method has this name.
     """
-    if method not in METHODS:
-        raise ConfigError(f"unknown method '{method}': {nearest(method, list(METHODS))}")
-    return METHODS[method]
+    known = METHODS.get(method) or plugin(PLUGINS, method)
+    if known is None:
+        names = [*METHODS, *plugin_names(PLUGINS)]
+        raise ConfigError(f"unknown method '{method}': {nearest(method, names)}")
+    if not isinstance(known, DrafterSpec):
+        raise ConfigError(
+            f"method '{method}': the entry point in {PLUGINS} has to name a DrafterSpec, not "
+            f"{known!r}."
+        )
+    return known
+
+
+def spec_of(drafter: Drafter) -> DrafterSpec:
+    """An entry for a drafter that is given as an instance."""
+    return DrafterSpec(NoOptions, lambda _: drafter, INSTANCE_TOKENS)

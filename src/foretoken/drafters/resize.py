@@ -7,14 +7,15 @@ infinity.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from foretoken.target import Target
-from foretoken.tree import TokenTree
+from foretoken.core.tree import TokenTree
+from foretoken.runtime.network import LOGITS, Need, PassOutput
+from foretoken.runtime.target import Target
 
 __all__ = ["resized"]
 
@@ -32,16 +33,24 @@ class _Resized(Target):
         self._own_size = model.vocab_size
         self.vocab_size = vocab_size
 
-    def prefill(self, key: int, tokens: Sequence[int]) -> None:
+    def prefill(
+        self, key: int, tokens: Sequence[int], hidden_layers: tuple[int, ...] = ()
+    ) -> Mapping[int, Tensor]:
         """See `Target.prefill`."""
-        super().prefill(key, self._known(tokens))
+        return super().prefill(key, self._known(tokens), hidden_layers)
 
     def verify(
-        self, keys: Sequence[int], trees: Sequence[TokenTree], known: Sequence[int] | None = None
-    ) -> list[Tensor]:
+        self,
+        keys: Sequence[int],
+        trees: Sequence[TokenTree],
+        num_computed: Sequence[int] | None = None,
+        need: Need = LOGITS,
+    ) -> list[PassOutput]:
         """See `Target.verify`."""
         trees = [TokenTree(self._known(tree.tokens), tree.parents) for tree in trees]
-        return [self._fitted(logits) for logits in super().verify(keys, trees, known)]
+        outputs = super().verify(keys, trees, num_computed, need)
+        # The argmax may be a token that is cut off.
+        return [PassOutput(self._fitted(o.scores), hidden=o.hidden) for o in outputs]
 
     def _known(self, tokens: Sequence[int]) -> tuple[int, ...]:
         # The target's padding says nothing, and this model has no place for it.

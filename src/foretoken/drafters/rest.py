@@ -1,10 +1,11 @@
 """`rest`: what followed the longest suffix of the text in a datastore of the user's own text.
 
 He et al., "REST: Retrieval-Based Speculative Decoding". The datastore comes from `foretoken
-datastore build` (see `foretoken.datastore`). The longest suffix that occurs in it is looked up, and
-the continuations of its occurrences are merged into a trie; a node's weight is the number of
-continuations that run through it, its probability that number over its parent's. Drafted are the
-nodes of greatest weight (section 3.2), or, as a chain, the most frequent token again and again.
+datastore build` (see `foretoken.drafters.text.datastore`). The longest suffix that occurs in it is
+looked up, and the continuations of its occurrences are merged into a trie; a node's weight is the
+number of continuations that run through it, its probability that number over its parent's. Drafted
+are the nodes of greatest weight (section 3.2), or, as a chain, the most frequent token again and
+again.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from annotated_types import Ge, Le
 from pydantic import model_validator
 from transformers import PreTrainedTokenizerBase
 
-from foretoken.config import PathText
 from foretoken.control import Budget
 from foretoken.control.evidence import by_match
-from foretoken.corpus import check_target
-from foretoken.datastore import FILE, Datastore
+from foretoken.core.config import PathText
+from foretoken.core.tree import Draft, TokenTree
 from foretoken.drafters.base import Drafter, DrafterOptions
 from foretoken.drafters.best_first import best_first
+from foretoken.drafters.text.corpus import check_target
+from foretoken.drafters.text.datastore import FILE, Datastore
 from foretoken.request import Request
-from foretoken.tree import Draft, TokenTree
 
 __all__ = ["RestDrafter", "RestOptions", "load_datastore"]
 
@@ -71,7 +72,7 @@ class RestDrafter(Drafter):
     """
 
     def __init__(self, datastore: Datastore, options: RestOptions) -> None:
-        self.makes_branches = options.branching
+        self.drafts_trees = options.branching
         self.looks_up = not options.branching
         self._datastore = datastore
         self._options = options
@@ -94,8 +95,8 @@ class RestDrafter(Drafter):
             tokens.append(token)
             parents.append(parent + 1)
         tree = TokenTree(tuple(tokens), tuple(parents))
-        grounds = by_match(match, tree.num_drafted) if self.looks_up else ()
-        return Draft.deterministic(tree, grounds)
+        features = by_match(match, tree.num_drafted) if self.looks_up else ()
+        return Draft.deterministic(tree, features)
 
     def _continuations(self, text: Sequence[int], length: int) -> tuple[int, list[list[int]]]:
         """Length of the longest suffix that occurs, and up to `length` tokens that followed."""

@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import takewhile
 
-from foretoken.config import SamplingParams
 from foretoken.control import Budget
+from foretoken.core.params import SamplingParams
+from foretoken.core.tree import Draft, chain
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.draft_model import OwnModel
 from foretoken.drafters.model_drafter import ModelDrafter
 from foretoken.drafters.shapes import Chain, TreeOptions
 from foretoken.drafters.translation import INCOMPLETE, Script, Translator
 from foretoken.request import Request
-from foretoken.target import Target
-from foretoken.tree import Draft, chain
+from foretoken.runtime.target import Target
 
 __all__ = ["Splitter", "TextDrafter"]
 

@@ -1,16 +1,16 @@
 """Whom a draft model has memory for, where it is limited (`kv_cache_memory`).
 
 What does not fit is found out before any work: the oldest requests are drafted for, and the others
-go without drafts, which changes their speed and nothing else (law 3), as does one that is too long
-to fit all by itself. Should more be needed than was reckoned with, the slab says so (`OverBudget`),
-and the engine has everyone go without for that step.
+go without drafts, which changes their speed and nothing else (invariant 3), as does one that is too
+long to fit all by itself. Should more be needed than was reckoned with, the slab says so
+(`OverBudget`), and the engine has everyone go without for that step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from foretoken.target import Target
+from foretoken.runtime.target import Target
 
 __all__ = ["shared_out"]
 

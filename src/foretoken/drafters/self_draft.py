@@ -13,16 +13,15 @@ from typing import Annotated, Self
 
 from annotated_types import Ge
 from pydantic import PrivateAttr, model_validator
-from torch import Tensor
 
-from foretoken.config import PathText
+from foretoken.core.config import PathText
+from foretoken.core.tree import TokenTree
 from foretoken.drafters.shapes import TreeOptions
 from foretoken.drafters.tuned_layers import LayerIndices, TunedLayers
 from foretoken.errors import ConfigError
 from foretoken.request import Request
-from foretoken.runtime.network import Network
-from foretoken.target import Target
-from foretoken.tree import TokenTree
+from foretoken.runtime.network import Network, PassOutput
+from foretoken.runtime.target import Target
 
 __all__ = [
     "EarlyExitOptions",
@@ -109,16 +108,16 @@ class SharedLayers:
         return requests
 
     def pending(self, request: Request) -> list[int]:
-        """Just the root: the KV of everything before it is the target's (law 1)."""
+        """Just the root: the KV of everything before it is the target's (invariant 1)."""
         return [request.root]
 
     def verify(
-        self, keys: Sequence[int], trees: Sequence[TokenTree], known: Sequence[int]
-    ) -> list[Tensor]:
+        self, keys: Sequence[int], trees: Sequence[TokenTree], num_computed: Sequence[int]
+    ) -> list[PassOutput]:
         """One pass of the remaining layers."""
-        return self._target.verify(keys, trees, known)
+        return self._target.verify(keys, trees, num_computed)
 
-    def settle(self, request: Request, num_tokens: int) -> None:
+    def finish_draft(self, request: Request, num_tokens: int) -> None:
         """Nothing to keep: verification computes the root in all layers."""
 
     def release(self, request: Request) -> None:

@@ -14,11 +14,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from annotated_types import Ge, Le, Len
 from pydantic import field_validator, model_validator
 
-from foretoken.config import GREEDY_BELOW
 from foretoken.control import Budget
+from foretoken.core.distribution import Distribution
+from foretoken.core.params import GREEDY_BELOW
 from foretoken.drafters.base import DrafterOptions
-from foretoken.law import Law
-from foretoken.tree_file import MAX_NODES, TreeFile, is_tree_file
+from foretoken.drafters.tree_file import MAX_NODES, TreeFile, is_tree_file
 
 __all__ = ["Chain", "Dynamic", "Node", "Paths", "Shape", "TreeOptions", "Widths", "shape_of"]
 
@@ -29,14 +29,14 @@ class Node:
 
     Args:
         token: the token.
-        law: the law it was drawn from.
+        distribution: the distribution it was drawn from.
         parent: the node above it; None for the root's children.
         ranks: how many earlier siblings it and each of its ancestors have, from the top.
         path_prob: the drafter's probability of the path down to it.
     """
 
     token: int
-    law: Law
+    distribution: Distribution
     parent: Node | None
     ranks: tuple[int, ...]
     path_prob: float = 1.0
@@ -248,8 +248,8 @@ class TreeOptions(DrafterOptions):
 
     @model_validator(mode="after")
     def _dynamic_trees_are_not_sampled(self) -> Self:
-        # Its last selection drops nodes for their probability, which the drafting law forbids for
-        # nodes that were drawn.
+        # Its last selection drops nodes for their probability, which the drafting invariant forbids
+        # for nodes that were drawn.
         if self.tree == "dynamic" and self.expansion not in ("auto", "top_k"):
             raise ValueError(f"tree 'dynamic' takes expansion 'top_k', not '{self.expansion}'.")
         return self

@@ -21,11 +21,11 @@ from annotated_types import Ge, Gt, Le
 
 from foretoken.control import Budget
 from foretoken.control.evidence import by_match
+from foretoken.core.tree import Draft, TokenTree
 from foretoken.drafters.base import Drafter, DrafterOptions
 from foretoken.drafters.best_first import best_first
 from foretoken.drafters.suffix_trie import Node, Place, SuffixTrie, Text
 from foretoken.request import Request
-from foretoken.tree import Draft, TokenTree
 
 __all__ = ["SuffixDrafter", "SuffixOptions"]
 
@@ -76,12 +76,12 @@ class Candidate:
     match: int = 0
     source: int = -1
 
-    def draft(self, root: int, *, with_grounds: bool) -> Draft:
-        """The same as a deterministic draft; only chains can have grounds."""
+    def draft(self, root: int, *, with_features: bool) -> Draft:
+        """The same as a deterministic draft; only chains can have features."""
         parents = (-1, *(parent + 1 for parent in self.parents))
         tree = TokenTree((root, *self.tokens), parents)
-        grounds = by_match(self.match, tree.num_drafted) if with_grounds else ()
-        return Draft.deterministic(tree, grounds)
+        features = by_match(self.match, tree.num_drafted) if with_features else ()
+        return Draft.deterministic(tree, features)
 
 
 class EarlierOutputs:
@@ -151,7 +151,7 @@ class SuffixDrafter(Drafter):
     """Deterministic: q is one-hot. Proposes nothing where no suffix has occurred before."""
 
     def __init__(self, options: SuffixOptions) -> None:
-        self.makes_branches = options.branching
+        self.drafts_trees = options.branching
         self.looks_up = not options.branching
         self._options = options
         self._depth = options.suffix_decoding_max_tree_depth
@@ -183,7 +183,7 @@ class SuffixDrafter(Drafter):
         chosen = self._best(earlier.longest(recent), partial(earlier.find, recent), budget, best)
         if chosen is not best:
             self._earlier.used(chosen.source)
-        return chosen.draft(request.root, with_grounds=self.looks_up)
+        return chosen.draft(request.root, with_features=self.looks_up)
 
     def _best(
         self, longest: int, match: Callable[[int], Place], budget: Budget, best: Candidate

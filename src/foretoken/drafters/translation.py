@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
-from foretoken.common_prefix import common_prefix
+from foretoken.core.common_prefix import common_prefix
 from foretoken.request import Request
 
 __all__ = ["INCOMPLETE", "Script", "Translator"]

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from annotated_types import Ge, Le
 from pydantic import Field, Strict, model_validator
 
-from foretoken.config import Config
+from foretoken.core.config import Config
 from foretoken.errors import CompatibilityError, ForetokenError
 
 __all__ = ["LayerIndices", "TunedLayers"]

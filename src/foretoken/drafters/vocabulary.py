@@ -2,8 +2,8 @@
 
 Timor et al., "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for
 Heterogeneous Vocabularies". `TranslatedModel` is their token-level intersection: q is the draft
-model's law on the tokens that both models have, renormalised, so that any lossless rule stays so.
-Their other way, drafting text, is in `retokenise.py`; how committed tokens are read is in
+model's distribution on the tokens that both models have, renormalised, so that any lossless rule
+stays so. Their other way, drafting text, is in `retokenise.py`; how committed tokens are read is in
 `translation.py`. Vocabularies that differ only by padding behind the last token are the same.
 """
 
@@ -14,48 +14,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from foretoken import models
+from foretoken.core.tree import TokenTree
 from foretoken.drafters.draft_model import OwnModel
+from foretoken.drafters.overlap import VocabularyOverlap, Way
 from foretoken.drafters.resize import resized
 from foretoken.drafters.retokenise import Splitter, TextDrafter
 from foretoken.drafters.translation import Script, Translator
 from foretoken.errors import CompatibilityError, ConfigError
 from foretoken.request import Request
-from foretoken.target import Target
-from foretoken.tree import TokenTree
+from foretoken.runtime.network import PassOutput
+from foretoken.runtime.target import Target
 
-__all__ = ["DraftModel", "TranslatedModel", "Vocabularies", "VocabularyOverlap", "Way", "resized"]
-
-Way: TypeAlias = Literal["same", "intersection", "text"]
-
-
-@dataclass(frozen=True)
-class VocabularyOverlap:
-    """How a draft model's tokens compare with the target's, and what was made of it.
-
-    Args:
-        way: "same", "intersection" or "text" (see `DraftModelOptions.vocabulary`).
-        shared: number of tokens that both have.
-        target: number of the target's tokens.
-        draft: number of the draft model's tokens.
-    """
-
-    way: Way
-    shared: int
-    target: int
-    draft: int
-
-    def __str__(self) -> str:
-        return (
-            f"{self.shared:,} of the target's {self.target:,} tokens are among the draft model's "
-            f"{self.draft:,} (vocabulary '{self.way}')"
-        )
+__all__ = ["DraftModel", "TranslatedModel", "Vocabularies", "resized"]
 
 
 @dataclass(frozen=True)
@@ -240,8 +217,8 @@ class TranslatedModel(OwnModel):
     """A draft model seen through the tokens that both models have (see `Scorer`).
 
     It reads the committed tokens in translation. Drafted tokens are shared ones, so that they have
-    ids in both vocabularies; the others have logits of minus infinity, and the sampler's law of
-    what is left is the restricted, renormalised q.
+    ids in both vocabularies; the others have logits of minus infinity, and the sampler's
+    distribution of what is left is the restricted, renormalised q.
 
     Args:
         model: the draft model.
@@ -272,11 +249,12 @@ class TranslatedModel(OwnModel):
         return pending
 
     def verify(
-        self, keys: Sequence[int], trees: Sequence[TokenTree], known: Sequence[int]
-    ) -> list[Tensor]:
+        self, keys: Sequence[int], trees: Sequence[TokenTree], num_computed: Sequence[int]
+    ) -> list[PassOutput]:
         """One pass of the draft model; logits of the target's tokens."""
         trees = [self._read(*pair) for pair in zip(keys, trees, strict=True)]
-        return [self._restricted(logits) for logits in super().verify(keys, trees, known)]
+        outputs = super().verify(keys, trees, num_computed)
+        return [PassOutput(self._restricted(output.scores)) for output in outputs]
 
     def release(self, request: Request) -> None:
         """Free the request's row, and forget its translation."""

@@ -52,7 +52,7 @@ _ALIASES = (
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         download_bytes=92_871_040,
         converted_bytes=545_000_000,
-        description="SmolLM2-135M-Instruct, Llama architecture, 4-bit weights dequantised",
+        description="SmolLM2-135M-Instruct, Llama architecture, 4-bit weights dequantized",
         licence="Apache-2.0",
     ),
 )

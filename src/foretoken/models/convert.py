@@ -44,7 +44,7 @@ def converted_bytes(file: GgufFile) -> int:
 def convert_gguf(file: GgufFile, scratch: Path, folder: Path) -> None:
     """Convert a GGUF file to a Hugging Face folder with float32 safetensors.
 
-    The weights are the exact dequantised values: 16-bit formats would round most of them.
+    The weights are the exact dequantized values: 16-bit formats would round most of them.
 
     Args:
         file: The GGUF file.
@@ -120,7 +120,7 @@ def _save_configs(file: GgufFile, model: PreTrainedModel, folder: Path) -> None:
 def _write_weights(
     file: GgufFile, model: PreTrainedModel, folder: Path, report: Callable[[int], None]
 ) -> None:
-    """Dequantise every tensor and write it under its Hugging Face name."""
+    """Dequantize every tensor and write it under its Hugging Face name."""
     from safetensors.numpy import save_file
 
     names = _tensor_names(file, model)
@@ -170,7 +170,7 @@ def _tensor_names(file: GgufFile, model: PreTrainedModel) -> dict[str, str]:
 
 
 def _shards(file: GgufFile) -> Iterator[list[Any]]:
-    """The file's tensors in groups of at most `_SHARD_BYTES` dequantised bytes, or one tensor."""
+    """The file's tensors in groups of at most `_SHARD_BYTES` dequantized bytes, or one tensor."""
     shard: list[Any] = []
     size = 0
     for tensor in file.reader.tensors:

@@ -2,7 +2,7 @@
 
 On a CPU, scaled dot-product attention gives a query row the same bits whatever rows stand beside
 it, provided that the number of rows is a multiple of 4 and the keys are whole blocks of 512
-(law 7). The slab supplies the blocks and the mask; this function pads the rows.
+(invariant 7). The slab supplies the blocks and the mask; this function pads the rows.
 """
 
 from __future__ import annotations

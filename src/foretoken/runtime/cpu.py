@@ -2,7 +2,7 @@
 
 `F.linear` reorders a weight into oneDNN's blocked layout on every call. Packed once, a pass is two
 to three times faster, and its bits do not depend on the number of rows as long as there are at
-least two (a single row may take another kernel, which sums in another order): law 7. The int8
+least two (a single row may take another kernel, which sums in another order): invariant 7. The int8
 kernel keeps it for any number of rows.
 """
 

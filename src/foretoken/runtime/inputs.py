@@ -16,8 +16,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from foretoken.core.tree import TokenTree
 from foretoken.runtime.attention import padded_rows
-from foretoken.tree import TokenTree
 
 __all__ = ["PassInputs", "RowNodes", "tree_nodes"]
 
@@ -45,20 +45,22 @@ class RowNodes:
         return len(self.tokens)
 
 
-def tree_nodes(tree: TokenTree, known: int, length: int) -> RowNodes:
-    """A tree behind `length` committed tokens, its first `known` nodes left out.
+def tree_nodes(tree: TokenTree, num_computed: int, length: int) -> RowNodes:
+    """A tree behind `length` committed tokens, its first `num_computed` nodes left out.
 
     A node sees the committed tokens, its ancestors and itself.
     """
-    start = length + known
+    start = length + num_computed
     if tree.is_chain:
         stop = length + len(tree)
-        return RowNodes(start, tree.tokens[known:], range(start, stop), range(start + 1, stop + 1))
-    sights = tree.sights[known:]
+        return RowNodes(
+            start, tree.tokens[num_computed:], range(start, stop), range(start + 1, stop + 1)
+        )
+    sights = tree.sights[num_computed:]
     return RowNodes(
         start,
-        tree.tokens[known:],
-        [length + depth for depth in tree.depths[known:]],
+        tree.tokens[num_computed:],
+        [length + depth for depth in tree.depths[num_computed:]],
         [length + prefix for prefix, _ in sights],
         [[length + node for node in tail] for _, tail in sights],
     )

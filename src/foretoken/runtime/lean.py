@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from foretoken.cache import KVSlab
 from foretoken.runtime.attention import attend_grouped, grouped_mask
 from foretoken.runtime.cpu import Int8Linear, PackedLinear
 from foretoken.runtime.inputs import PassInputs
+from foretoken.runtime.kv_slab import KVSlab
 from foretoken.runtime.llama import LayerWeights, LinearWeights, LlamaWeights
+from foretoken.runtime.network import Need, PassOutput
 
 __all__ = ["LeanDecoder", "Linear"]
 
@@ -76,7 +77,6 @@ class LeanDecoder:
 
     name = "lean"
     exact_trees = False
-    likeliest = None
 
     @property
     def least_nodes(self) -> int:
@@ -106,18 +106,24 @@ class LeanDecoder:
         other._layers = layers
         return other
 
-    def forward(self, inputs: PassInputs, slab: KVSlab, *, scored: bool) -> Tensor | None:
+    def forward(self, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:
         """See `Network.forward`."""
         x = F.embedding(inputs.flat(inputs.tokens), self._embedding)  # [T, E]
         cos, sin = self._angles_at(inputs.flat(inputs.positions))  # [T, 1, D]
         nodes, group = inputs.nodes, self._heads // self._key_heads
         mask = grouped_mask(inputs.mask, nodes, group)
-        for layer in self._layers:
+        hidden: dict[int, Tensor] = {}
+        for place, layer in enumerate(self._layers):
+            if place in need.hidden:
+                hidden[place] = x
             if layer.attends:
                 x = x + self._attention(layer, x, (cos, sin), inputs, mask, slab)
             if layer.computes:
                 x = x + self._mlp(layer, x)
-        return self._head(self._normalised(x, self._norm)) if scored else None
+        if len(self._layers) in need.hidden:
+            hidden[len(self._layers)] = x
+        logits = self._head(self._normalised(x, self._norm)) if need.logits else None
+        return PassOutput(logits, hidden=hidden)
 
     def _attention(
         self,

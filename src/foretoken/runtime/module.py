@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from foretoken.cache import KVSlab
 from foretoken.errors import CompatibilityError
 from foretoken.runtime.attention import IMPLEMENTATION
 from foretoken.runtime.cpu import Int8Linear, PackedLinear, pack
 from foretoken.runtime.inputs import PassInputs
+from foretoken.runtime.kv_slab import KVSlab
+from foretoken.runtime.network import Need, PassOutput
 from foretoken.runtime.share import decoder_layers, share
 
 __all__ = ["ModuleNetwork"]
@@ -30,7 +32,6 @@ class ModuleNetwork:
 
     name = "module"
     exact_trees = False
-    likeliest = None
 
     def __init__(self, model: PreTrainedModel, least_nodes: int = 1) -> None:
         self.least_nodes = least_nodes
@@ -56,18 +57,22 @@ class ModuleNetwork:
         """Decoder layers."""
         return int(self._model.config.get_text_config().num_hidden_layers)
 
-    def forward(self, inputs: PassInputs, slab: KVSlab, *, scored: bool) -> Tensor | None:
+    def forward(self, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:
         """See `Network.forward`; a module computes the padding, too."""
-        keep = {"logits_to_keep": 1} if self._skips_logits and not scored else {}
-        output = self._model(
-            input_ids=inputs.tokens,
-            position_ids=inputs.positions,
-            attention_mask=inputs.mask,
-            past_key_values=slab,
-            use_cache=True,
-            **keep,
+        keep = {"logits_to_keep": 1} if self._skips_logits and not need.logits else {}
+        with _HiddenStates(self._model, need.hidden) as hidden:
+            output = self._model(
+                input_ids=inputs.tokens,
+                position_ids=inputs.positions,
+                attention_mask=inputs.mask,
+                past_key_values=slab,
+                use_cache=True,
+                **keep,
+            )
+        return PassOutput(
+            inputs.flat(output.logits) if need.logits else None,
+            hidden={layer: inputs.flat(states) for layer, states in hidden.items()},
         )
-        return inputs.flat(output.logits) if scored else None
 
     def first_layers(self, count: int) -> ModuleNetwork:
         """See `Network.first_layers`.
@@ -92,6 +97,49 @@ class ModuleNetwork:
             for index in indices:
                 _skip(layers[index], Skipped.KINDS[kind])
         return ModuleNetwork(model, self.least_nodes)
+
+
+class _HiddenStates:
+    """Notes what enters layers of a module while it runs; hooks nothing if nobody asks.
+
+    Args:
+        model: the module.
+        layers: layer ids (see `Need`).
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: Collection[int]) -> None:
+        self._model, self._layers = model, layers
+        self._hooks: list[RemovableHandle] = []
+        self._found: dict[int, Tensor] = {}
+
+    def __enter__(self) -> dict[int, Tensor]:
+        """Layer id -> [B, N, E], filled in by the pass."""
+        if self._layers:
+            stack = decoder_layers(self._model)
+            for layer in self._layers:
+                if layer < len(stack):
+                    note = self._entering(layer)
+                    hook = stack[layer].register_forward_pre_hook(note, with_kwargs=True)
+                else:
+                    hook = stack[-1].register_forward_hook(self._leaving(layer))
+                self._hooks.append(hook)
+        return self._found
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _entering(self, layer: int) -> Callable[..., None]:
+        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._found[layer] = args[0] if args else kwargs["hidden_states"]
+
+        return note
+
+    def _leaving(self, layer: int) -> Callable[..., None]:
+        def note(_: nn.Module, __: Any, output: Any) -> None:
+            self._found[layer] = output[0] if isinstance(output, tuple) else output
+
+        return note
 
 
 class Skipped(nn.Module):

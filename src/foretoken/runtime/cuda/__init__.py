@@ -1,28 +1,16 @@
-"""The GPU runtime: a static slab, a graph per bucket, and whole steps on the device.
-
-A target takes `cuda_network` and the slab that goes with it (`slab_for`); `step.py` runs whole
-steps on the device where the requests allow it. Only `graphs.py` touches CUDA itself.
-"""
+"""The GPU runtime: a static slab and a CUDA graph per bucket; only `graphs.py` touches CUDA."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from transformers import PreTrainedModel
 
-from foretoken.cache import KVSlab
 from foretoken.runtime.cuda.decoder import decoder_for
 from foretoken.runtime.cuda.graphs import Capture, CudaGraphs
 from foretoken.runtime.cuda.network import CudaNetwork
 from foretoken.runtime.cuda.slab import StaticSlab
+from foretoken.runtime.network import Network
 
-if TYPE_CHECKING:
-    from foretoken.runtime.network import Network
-
-__all__ = ["cuda_network", "eager_network", "slab_for"]
-
-_POSITIONS = 2048
-"""Of every row to begin with: more than most requests take, since growing costs the graphs."""
+__all__ = ["StaticSlab", "cuda_network", "eager_network"]
 
 
 def cuda_network(
@@ -50,10 +38,3 @@ def eager_network(network: Network) -> Network:
     Graphs take their own slab only, and nodes that see all of what is committed there.
     """
     return network.inner if isinstance(network, CudaNetwork) else network
-
-
-def slab_for(network: Network, max_model_len: int) -> KVSlab:
-    """The kind of slab that a network wants, for rows of at most so many tokens."""
-    if not isinstance(network, CudaNetwork):
-        return KVSlab()
-    return StaticSlab(positions=min(max_model_len, _POSITIONS))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +12,7 @@ from transformers import PreTrainedModel
 from foretoken.runtime.lean import LeanDecoder
 from foretoken.runtime.llama import is_llama
 from foretoken.runtime.module import ModuleNetwork
-
-if TYPE_CHECKING:
-    from foretoken.runtime.network import Network
+from foretoken.runtime.network import Network
 
 __all__ = ["DenseLinear", "DeviceDecoder", "decoder_for"]
 

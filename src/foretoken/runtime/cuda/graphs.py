@@ -7,25 +7,15 @@ operations with their addresses and numbers, and replays just those.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["Capture", "Captures", "CudaGraphs", "Staging", "Uncaptured"]
+__all__ = ["Capture", "CudaGraphs", "Staging", "Uncaptured"]
 
 WARM_UPS = 2
 """Runs before a capture: libraries make their handles and choose their kernels in them."""
-
-
-class Captures:
-    """What captures have taken in this process, by whichever network.
-
-    Each takes several passes' time, or that of a compiler: who learns from seconds has to leave
-    them out, a draft model's as well as the target's.
-    """
-
-    seconds: ClassVar[float] = 0.0
 
 
 class Capture(Protocol):

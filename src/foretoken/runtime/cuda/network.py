@@ -11,25 +11,22 @@ then runs its passes as they are from that time on; one that was asked for says 
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from foretoken.cache import KVSlab
 from foretoken.errors import CompatibilityError, ForetokenError
 from foretoken.runtime.cuda.buckets import Bucket, Buckets
-from foretoken.runtime.cuda.graphs import Capture, Captures
+from foretoken.runtime.cuda.graphs import Capture
 from foretoken.runtime.cuda.inputs import StaticInputs
 from foretoken.runtime.cuda.slab import StaticSlab
 from foretoken.runtime.inputs import PassInputs
-
-if TYPE_CHECKING:
-    from foretoken.runtime.network import Network
+from foretoken.runtime.kv_slab import KVSlab
+from foretoken.runtime.network import Need, Network, PassOutput
 
 __all__ = ["CudaNetwork"]
 
@@ -41,6 +38,7 @@ class _Graph:
     """A captured pass and the buffers it reads."""
 
     inputs: StaticInputs
+    hidden: Mapping[int, Tensor]  # layer id -> [B N, E]
     replay: Callable[[], None]
 
 
@@ -60,10 +58,8 @@ class CudaNetwork:
     Attributes:
         capture: as given; None once a capture has failed.
         failure: why it did, in one line.
-        capture_seconds: what captures have taken so far, those of parts not included.
     """
 
-    likeliest = None
     exact_trees = False
     """See `Network.exact_trees`: kernels are chosen by shape."""
 
@@ -82,10 +78,9 @@ class CudaNetwork:
         self.device = device
         self.capture = capture
         self.failure: str | None = None
-        self.capture_seconds = 0.0
         self._compiler, self._required = compiler, required
         self._buckets = Buckets() if buckets is None else buckets
-        self._graphs: dict[Bucket, _Graph] = {}
+        self._graphs: dict[tuple[Bucket, tuple[int, ...]], _Graph] = {}
         self._owner: tuple[StaticSlab, int] | None = None
         self._output: Tensor | None = None  # [most places, V], of whichever graph ran last
 
@@ -125,20 +120,22 @@ class CudaNetwork:
             inner, self.device, self.capture, compiler, self._buckets, required=self._required
         )
 
-    def forward(self, inputs: PassInputs, slab: KVSlab, *, scored: bool) -> Tensor | None:
+    def forward(self, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:
         """See `Network.forward`."""
         assert isinstance(slab, StaticSlab), "graphs need buffers that stay where they are"
         lengths = slab.lengths[inputs.first : inputs.first + len(inputs.rows)]
-        bucket = self._bucket(inputs, slab, lengths) if scored else None
-        graph = None if bucket is None else self._graph(bucket, slab, inputs)
+        bucket = self._bucket(inputs, slab, lengths) if need.logits else None
+        graph = None if bucket is None else self._graph(bucket, need, slab, inputs)
         if graph is None:
-            return self.inner.forward(inputs, slab, scored=scored)
+            return self.inner.forward(inputs, slab, need)
         graph.inputs.load(inputs, lengths)
         graph.replay()
         assert self._output is not None
         nodes = sum(len(row) for row in inputs.rows)
-        # A copy: the next replay writes over the output.
-        return self._output.index_select(0, graph.inputs.places[:nodes])
+        places = graph.inputs.places[:nodes]
+        # Copies: the next replay writes over the output.
+        hidden = {layer: states.index_select(0, places) for layer, states in graph.hidden.items()}
+        return PassOutput(self._output.index_select(0, places), hidden=hidden)
 
     def attempt(self, prepare: Callable[[], T]) -> T | None:
         """What `prepare` makes by capturing; None if that fails and need not succeed.
@@ -149,7 +146,6 @@ class CudaNetwork:
         Raises:
             CompatibilityError: it fails, and graphs were asked for.
         """
-        began = time.perf_counter()
         try:
             return prepare()
         except (AssertionError, ForetokenError):  # our own mistakes; what the module refuses itself
@@ -161,10 +157,6 @@ class CudaNetwork:
                     f"runtime: {self.name} needs passes that can be captured in CUDA graphs, and "
                     f"here that failed ({self.failure}): take 'auto' or 'torch'."
                 ) from error
-        finally:
-            spent = time.perf_counter() - began
-            self.capture_seconds += spent
-            Captures.seconds += spent
         self.capture = self._output = None
         self._graphs.clear()
         warnings.warn(
@@ -185,38 +177,43 @@ class CudaNetwork:
         needed = Bucket(rows, nodes, known + nodes, inputs.span)
         return self._buckets.fit(needed, replace(needed, rows=slab.rows, span=slab.positions))
 
-    def _graph(self, bucket: Bucket, slab: StaticSlab, inputs: PassInputs) -> _Graph | None:
+    def _graph(
+        self, bucket: Bucket, need: Need, slab: StaticSlab, inputs: PassInputs
+    ) -> _Graph | None:
         """The graph for a pass that has begun; None where it cannot be captured."""
         if self._owner != (slab, slab.version):  # graphs of buffers that are gone
             self._graphs.clear()
             self._owner = (slab, slab.version)
-        if bucket not in self._graphs:
-            graph = self.attempt(lambda: self._captured(bucket, slab, inputs.dtype))
+        shape = (bucket, need.hidden)
+        if shape not in self._graphs:
+            graph = self.attempt(lambda: self._captured(bucket, need, slab, inputs.dtype))
             if graph is None:  # the slab was told of another pass in between
                 starts, counts = [r.start for r in inputs.rows], [len(r) for r in inputs.rows]
                 slab.begin(inputs.first, starts, counts, inputs.nodes)
                 return None
-            self._graphs[bucket] = graph
-        return self._graphs[bucket]
+            self._graphs[shape] = graph
+        return self._graphs[shape]
 
-    def _captured(self, bucket: Bucket, slab: StaticSlab, dtype: torch.dtype) -> _Graph:
+    def _captured(self, bucket: Bucket, need: Need, slab: StaticSlab, dtype: torch.dtype) -> _Graph:
         """A graph, captured while its inputs are padding alone."""
         assert self.capture is not None
         inputs = StaticInputs(bucket, self.device, slab.scratch, dtype)
 
-        def scores() -> Tensor:
+        def compute() -> tuple[Tensor, ...]:
             slab.begin_static(inputs.slots, bucket.span)
-            logits = self.inner.forward(inputs.as_pass(), slab, scored=True)  # [B N, V]
-            assert logits is not None
-            return logits
+            found = self.inner.forward(inputs.as_pass(), slab, need)
+            return (found.scores, *(found.hidden[layer] for layer in need.hidden))  # [B N, ...]
 
-        scores = self.compiled(scores)
-        output = self.output(scores())
+        compute = self.compiled(compute)
+        logits, *hidden = compute()
+        outputs = (self.output(logits), *(torch.zeros_like(states) for states in hidden))
 
         def run() -> None:
-            output.copy_(scores())
+            for output, found in zip(outputs, compute(), strict=True):
+                output.copy_(found)
 
-        return _Graph(inputs, self.capture.capture(run))
+        states = dict(zip(need.hidden, outputs[1:], strict=True))
+        return _Graph(inputs, states, self.capture.capture(run))
 
     def output(self, logits: Tensor) -> Tensor:
         """[B N, V] for logits like these: of one buffer, for whichever graph runs last."""

@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foretoken.cache import KVSlab, SlabFull, whole_blocks
 from foretoken.runtime.attention import KEY_BLOCK
 from foretoken.runtime.cuda.buckets import doubled
+from foretoken.runtime.kv_slab import KVSlab, SlabFull, whole_blocks
 
 __all__ = ["StaticSlab"]
 

@@ -3,7 +3,7 @@
 // A query sees a prefix of its row's slots, and behind it, in a token tree, some slots more: its
 // ancestors and itself. What it sees is numbered in order of position. Every score is one dot product, and the weighted
 // sum of values runs over these numbers in ascending order, so a node of a tree gets the bits that the same
-// tokens would get in a chain, and chains get those of plain decoding (law 7).
+// tokens would get in a chain, and chains get those of plain decoding (invariant 7).
 
 #pragma once
 

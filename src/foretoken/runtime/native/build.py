@@ -29,7 +29,7 @@ _FLAGS = (
     "-O3",
     "-march=native",
     *(("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()),
-    "-ffp-contract=off",  # the same rounding wherever an expression is inlined (law 7)
+    "-ffp-contract=off",  # the same rounding wherever an expression is inlined (invariant 7)
     "-fno-strict-aliasing",  # numbers are read in pairs and fours
     "-fopenmp",  # of g++: PyTorch has loaded its library already, so that both share the threads
     "-fPIC",

@@ -38,7 +38,7 @@ struct Buffers {
 };
 
 struct Pass {
-    int32_t nodes, scored, threads, most_seen;
+    int32_t nodes, need_logits, threads, most_seen;
     const int64_t* tokens;       // [T]
     const int32_t* positions;    // [T]
     const int32_t* rows;         // [T] of the slab
@@ -49,7 +49,9 @@ struct Pass {
     const Buffers* buffers;      // of each layer
     const float *cos, *sin;      // [positions, D/2]
     float* logits;               // [T, V]
-    int64_t* likeliest;          // [T] the token of the largest logit, the first of equals
+    int64_t* argmax;             // [T] the token of the largest logit, the first of equals
+    uint8_t* hidden;             // [layers asked for, T, E] in the model's dtype, or null
+    const int32_t* hidden_slots; // [num_layers + 1] which of those a layer's input is, or -1
     uint8_t* workspace;
 };
 
@@ -122,10 +124,12 @@ public:
         barrier_.wait();
         for (int i = 0; i < d_.num_layers; i++) {
             const Layer& layer = d_.layers[i];
+            keep_hidden(i, id);
             if (layer.attends) attention(layer, id);
             if (layer.computes) mlp(layer, id);
         }
-        if (!p_.scored) return;
+        keep_hidden(d_.num_layers, id);
+        if (!p_.need_logits) return;
         normalise(d_.norm, d_.head.format, id);
         long vocabulary = d_.head.outputs;
         Best* best = best_ + (long)id * p_.nodes;
@@ -142,7 +146,7 @@ public:
         for (int node = 0; node < p_.nodes; node++) {
             Best best{};
             for (int id = 0; id < threads_; id++) best.add(best_[(long)id * p_.nodes + node]);
-            p_.likeliest[node] = best.token();
+            p_.argmax[node] = best.token();
         }
     }
 
@@ -190,6 +194,20 @@ private:
         const uint8_t* from = d_.embedding + p_.tokens[node] * d_.hidden * (d_.is_bf16 ? 2 : 4);
         for (int i = 0; i < d_.hidden; i += LANES)
             store(to + i, d_.is_bf16 ? widen((const bf16*)from + i) : load<f32x16>((const float*)from + i));
+    }
+
+    // The stream entering a layer, for whoever asked. The threads have met since it was written, and
+    // meet again before it is written next, so that no barrier is needed.
+    void keep_hidden(int layer, int id) {
+        if (!p_.hidden || p_.hidden_slots[layer] < 0) return;
+        share(p_.nodes, id, [&](int node) {
+            const float* from = stream_ + (long)node * d_.hidden;
+            long place = ((long)p_.hidden_slots[layer] * p_.nodes + node) * d_.hidden;
+            for (int i = 0; i < d_.hidden; i += LANES) {
+                if (d_.is_bf16) Bf16Cache::write(from + i, (bf16*)p_.hidden + place + i);
+                else FloatCache::write(from + i, (float*)p_.hidden + place + i);
+            }
+        });
     }
 
     static void rms_norm(const float* from, const float* weight, float epsilon, int size, float* to) {
@@ -368,7 +386,7 @@ void foretoken_forward(const foretoken::Decoder* decoder, const foretoken::Pass*
         run.begin(omp_get_num_threads());
         run.thread(omp_get_thread_num());
     }
-    if (pass->scored) run.choose();
+    if (pass->need_logits) run.choose();
 }
 
 // Of the structures that the caller knows, too, and of the largest hidden size.

@@ -1,8 +1,8 @@
 """`NativeDecoder`: the Llama family through the C++ of this folder (see `Network`).
 
-Every kernel sums in one order whatever stands beside: law 7 holds for any number of nodes, rows and
-processes, down to a single node, and for trees, too. Logits are float32: in bfloat16 and int8 the
-numbers between the layers are not rounded as often as in PyTorch.
+Every kernel sums in one order whatever stands beside: invariant 7 holds for any number of nodes,
+rows and processes, down to a single node, and for trees, too. Logits are float32: in bfloat16 and
+int8 the numbers between the layers are not rounded as often as in PyTorch.
 """
 
 from __future__ import annotations
@@ -12,19 +12,13 @@ from collections.abc import Collection, Sequence
 from copy import copy
 from ctypes import (
     CDLL,
-    POINTER,
     Array,
-    Structure,
     addressof,
     byref,
-    c_float,
     c_int32,
-    c_int64,
     c_size_t,
-    c_void_p,
     sizeof,
 )
-from itertools import chain, repeat
 from threading import Lock
 from typing import Any
 
@@ -32,11 +26,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from foretoken.cache import KVSlab
 from foretoken.runtime.inputs import PassInputs
+from foretoken.runtime.kv_slab import KVSlab
 from foretoken.runtime.llama import LayerWeights, LinearWeights, LlamaWeights, is_llama
+from foretoken.runtime.native.arguments import CBuffers, CDecoder, CLayer, CPass, NodeArrays
 from foretoken.runtime.native.build import NativeLibraryError, library
 from foretoken.runtime.native.pack import GROUP, CLinear, Format, PackedWeights, in_turns, pack
+from foretoken.runtime.network import Need, PassOutput
 
 __all__ = ["NativeDecoder", "why_not_native"]
 
@@ -48,73 +44,6 @@ _ANGLES = 256
 
 _FORMATS = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16}
 _QUANTIZED = {"int8": Format.INT8, "int4": Format.INT4}
-
-
-class _CLayer(Structure):
-    _fields_ = (
-        ("qkv", CLinear),
-        ("output", CLinear),
-        ("gate_up", CLinear),
-        ("down", CLinear),
-        ("attention_norm", c_void_p),
-        ("query_norm", c_void_p),
-        ("key_norm", c_void_p),
-        ("mlp_norm", c_void_p),
-        ("index", c_int32),
-        ("attends", c_int32),
-        ("computes", c_int32),
-        ("unused", c_int32),
-    )
-
-
-class _CDecoder(Structure):
-    _fields_ = (
-        ("layers", POINTER(_CLayer)),
-        ("head", CLinear),
-        ("norm", c_void_p),
-        ("embedding", c_void_p),
-        ("num_layers", c_int32),
-        ("hidden", c_int32),
-        ("heads", c_int32),
-        ("key_heads", c_int32),
-        ("width", c_int32),
-        ("intermediate", c_int32),
-        ("is_bf16", c_int32),
-        ("epsilon", c_float),
-        ("scaling", c_float),
-        ("unused", c_int32),
-    )
-
-
-class _CBuffers(Structure):
-    _fields_ = (
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("key_slots", c_int64),
-        ("value_slots", c_int64),
-    )
-
-
-class _CPass(Structure):
-    _fields_ = (
-        ("nodes", c_int32),
-        ("scored", c_int32),
-        ("threads", c_int32),
-        ("most_seen", c_int32),
-        ("tokens", c_void_p),
-        ("positions", c_void_p),
-        ("rows", c_void_p),
-        ("slots", c_void_p),
-        ("prefixes", c_void_p),
-        ("tail_starts", c_void_p),
-        ("tails", c_void_p),
-        ("buffers", c_void_p),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
-        ("logits", c_void_p),
-        ("likeliest", c_void_p),
-        ("workspace", c_void_p),
-    )
 
 
 def why_not_native(model: PreTrainedModel) -> str | None:
@@ -168,8 +97,6 @@ class NativeDecoder:
     least_nodes = 1
     name = "native"
     exact_trees = True
-    likeliest: Sequence[int] | None = None
-    """See `Network.likeliest`."""
 
     def __init__(
         self, model: PreTrainedModel, quantization: str | None = None, *flags: str
@@ -187,9 +114,9 @@ class NativeDecoder:
         self._cos, self._sin = _empty(0, weights.width // 2), _empty(0, weights.width // 2)
         self._workspace = _empty(0, dtype=torch.uint8)
         self._seen_addresses: list[tuple[int, int, int, int]] = []
-        self._buffers = (_CBuffers * 0)()
+        self._buffers = (CBuffers * 0)()
         self._like = _empty(1, weights.key_heads, 1, weights.width, dtype=model.dtype)
-        self._decoder = _CDecoder(
+        self._decoder = CDecoder(
             # A head chooses among all tokens: in int4 it would lose more than the layers do.
             head=self._linear(weights.head, Format.INT8 if form is Format.INT4 else form),
             norm=self._float(weights.norm),
@@ -205,13 +132,13 @@ class NativeDecoder:
         )
         self._use(layers)
 
-    def _use(self, layers: Sequence[_CLayer]) -> None:
-        self._layers = (_CLayer * len(layers))(*layers)
+    def _use(self, layers: Sequence[CLayer]) -> None:
+        self._layers = (CLayer * len(layers))(*layers)
         self._decoder.layers = self._layers
         self._decoder.num_layers = len(layers)
 
-    def _layer(self, index: int, weights: LayerWeights, form: Format) -> _CLayer:
-        return _CLayer(
+    def _layer(self, index: int, weights: LayerWeights, form: Format) -> CLayer:
+        return CLayer(
             qkv=self._linear(weights.qkv, form),
             output=self._linear(weights.output, form),
             gate_up=self._linear(in_turns(weights.gate_up), form),
@@ -250,69 +177,70 @@ class NativeDecoder:
         """See `Network.without`."""
         layers = []
         for place, layer in enumerate(self._layers):
-            other = _CLayer.from_buffer_copy(layer)
+            other = CLayer.from_buffer_copy(layer)
             other.attends = layer.attends and place not in attention
             other.computes = layer.computes and place not in mlp
             layers.append(other)
         return self._with(layers)
 
-    def _with(self, layers: Sequence[_CLayer]) -> NativeDecoder:
+    def _with(self, layers: Sequence[CLayer]) -> NativeDecoder:
         other = copy(self)
-        other._decoder = _CDecoder.from_buffer_copy(self._decoder)
+        other._decoder = CDecoder.from_buffer_copy(self._decoder)
         other._use(layers)
         return other
 
-    def forward(self, inputs: PassInputs, slab: KVSlab, *, scored: bool) -> Tensor | None:
+    def forward(self, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:
         """See `Network.forward`; padding is not computed."""
-        nodes = _Nodes(inputs)
-        logits = _empty(len(nodes) if scored else 0, self._vocab_size)
-        likeliest = array("q", bytes(8 * len(logits)))
-        with self._lock:
-            self._reach(inputs.span)
-            self._run(inputs, nodes, slab, logits, likeliest)
-        if not scored:
-            return None
-        self.likeliest = likeliest
-        return logits
-
-    def _run(
-        self,
-        inputs: PassInputs,
-        nodes: _Nodes,
-        slab: KVSlab,
-        logits: Tensor,
-        likeliest: array[int],
-    ) -> None:
-        arguments = _CPass(
+        nodes = NodeArrays(inputs)
+        logits = _empty(len(nodes) if need.logits else 0, self._vocab_size)
+        argmax = array("q", bytes(8 * len(logits)))
+        hidden = _empty(len(need.hidden), len(nodes), self._decoder.hidden, dtype=self._like.dtype)
+        arguments = CPass(
             nodes=len(nodes),
-            scored=len(logits) > 0,
+            need_logits=need.logits,
             threads=torch.get_num_threads(),
             most_seen=inputs.span,
-            buffers=addressof(self._buffers_of(slab)),
-            cos=self._cos.data_ptr(),
-            sin=self._sin.data_ptr(),
             logits=logits.data_ptr(),
-            likeliest=likeliest.buffer_info()[0],
+            argmax=argmax.buffer_info()[0],
             **nodes.addresses(),
         )
+        if need.hidden:
+            slots = self._hidden_slots(need.hidden)
+            arguments.hidden, arguments.hidden_slots = hidden.data_ptr(), slots.buffer_info()[0]
+        with self._lock:
+            self._reach(inputs.span)
+            self._run(arguments, slab)
+        states = dict(zip(need.hidden, hidden, strict=True))
+        return PassOutput(logits, argmax, states) if need.logits else PassOutput(None, None, states)
+
+    def _hidden_slots(self, layers: Sequence[int]) -> array[int]:
+        """Of each layer's input, and of the final norm's, which of the layers asked for it is."""
+        slots = array("i", [-1] * (self.num_layers + 1))
+        for slot, layer in enumerate(layers):
+            slots[layer] = slot
+        return slots
+
+    def _run(self, arguments: CPass, slab: KVSlab) -> None:
+        arguments.buffers = addressof(self._buffers_of(slab))
+        arguments.cos, arguments.sin = self._cos.data_ptr(), self._sin.data_ptr()
         needed = self._library.foretoken_workspace(byref(self._decoder), byref(arguments))
         if len(self._workspace) < needed:
             self._workspace = _empty(needed, dtype=torch.uint8)
         arguments.workspace = self._workspace.data_ptr()
         self._library.foretoken_forward(byref(self._decoder), byref(arguments))
 
-    def _buffers_of(self, slab: KVSlab) -> Array[_CBuffers]:
+    def _buffers_of(self, slab: KVSlab) -> Array[CBuffers]:
         """As `Pass` takes them, made anew when the slab has moved."""
         if self._seen_addresses is not slab.addresses:
             slab.reserve([layer.index for layer in self._layers], self._like)
             addresses = self._seen_addresses = slab.addresses
-            self._buffers = (_CBuffers * len(addresses))(*(_CBuffers(*at) for at in addresses))
+            self._buffers = (CBuffers * len(addresses))(*(CBuffers(*at) for at in addresses))
         return self._buffers
 
     def _reach(self, positions: int) -> None:
         """Rotary angles of at least so many positions.
 
-        In pieces of one size: how PyTorch computes them may depend on their number (law 7).
+        In pieces of one size: how PyTorch computes them may depend on their number (invariant 7).
         """
         known, half = self._cos.shape
         pieces = [
@@ -334,40 +262,6 @@ def _checked(loaded: CDLL) -> CDLL:
     loaded.foretoken_workspace.restype = c_size_t
     sizes = (c_int32 * 6)()
     loaded.foretoken_sizes(sizes)
-    ours = [sizeof(each) for each in (CLinear, _CLayer, _CDecoder, _CBuffers, _CPass)]
+    ours = [sizeof(each) for each in (CLinear, CLayer, CDecoder, CBuffers, CPass)]
     assert list(sizes) == [*ours, _MOST_HIDDEN]
     return loaded
-
-
-class _Nodes:
-    """The nodes of all rows as the arrays that `Pass` points to."""
-
-    def __init__(self, inputs: PassInputs) -> None:
-        rows = [row for row in inputs.rows if len(row)]
-        self._tokens = array("q", chain.from_iterable(row.tokens for row in rows))
-        numbers = [range(row.start, row.start + len(row)) for row in rows]
-        self._ints = {
-            "positions": array("i", chain.from_iterable(row.positions for row in rows)),
-            "prefixes": array("i", chain.from_iterable(row.prefixes for row in rows)),
-            "slots": array("i", chain.from_iterable(numbers)),
-            "rows": array("i"),
-            "tails": array("i"),
-        }
-        starts = array("i", [0])
-        for index, row in enumerate(inputs.rows, inputs.first):
-            self._ints["rows"].extend(repeat(index, len(row)))
-            if row.tails:
-                for tail in row.tails:
-                    self._ints["tails"].extend(tail)
-                    starts.append(len(self._ints["tails"]))
-            else:
-                starts.extend(repeat(starts[-1], len(row)))
-        self._ints["tail_starts"] = starts
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def addresses(self) -> dict[str, int]:
-        """Field of `Pass` -> address, valid as long as this object lives."""
-        found = {name: numbers.buffer_info()[0] for name, numbers in self._ints.items()}
-        return {"tokens": self._tokens.buffer_info()[0], **found}

@@ -2,7 +2,7 @@
 //
 // A weight [N, K] is cut into panels of 32 outputs, and a panel is stored in the order in which it
 // is read, front to back, once for up to ROWS input rows. Every output is one sum over k in
-// ascending order whatever the number of rows beside it: bits do not depend on the company (law 7),
+// ascending order whatever the number of rows beside it: bits do not depend on the company (invariant 7),
 // without padding and down to a single row.
 //
 //   format  weights of a panel                                                  input row

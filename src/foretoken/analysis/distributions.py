@@ -1,0 +1,99 @@
+"""From the two distributions to the acceptance rate: definitions 3.1 and 3.2, theorem 3.5, A.5.
+
+p is the target's distribution and q the drafter's, as dense arrays [V]. For distributions kept on
+their support, as decoding has them, see `foretoken.analysis.measure.overlap`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from foretoken.analysis import domain
+from foretoken.errors import ConfigError
+
+__all__ = [
+    "acceptance_probability",
+    "acceptance_rate",
+    "lenient_acceptance_probability",
+    "lk_divergence",
+]
+
+
+def lk_divergence(p: ArrayLike, q: ArrayLike) -> float:
+    """D_LK(p, q) = sum over x of |p - M| with M = (p + q) / 2: definition 3.2.
+
+    Equal to 1 - sum of min(p, q) by lemma 3.3; 0 for equal distributions, 1 for disjoint ones,
+    symmetric. It is the total variation distance.
+
+    Args:
+        p: [V] the target's probabilities.
+        q: [V] the drafter's.
+
+    Raises:
+        ConfigError: not a pair of distributions of one length.
+    """
+    p, q = _pair(p, q)
+    return float(np.abs(p - (p + q) / 2).sum())
+
+
+def acceptance_probability(p: ArrayLike, q: ArrayLike) -> float:
+    """Beta: how likely a token drawn from q is accepted against p.
+
+    Definition 3.1; by theorem 3.5 it is 1 - D_LK(p, q) = sum over x of min(p(x), q(x)).
+
+    Args:
+        p: [V] the target's probabilities.
+        q: [V] the drafter's.
+
+    Raises:
+        ConfigError: not a pair of distributions of one length.
+    """
+    p, q = _pair(p, q)
+    return float(np.minimum(p, q).sum())
+
+
+def acceptance_rate(p: ArrayLike, q: ArrayLike) -> float:
+    """Alpha = E[beta] = E[sum of min(p, q)], over positions: corollary 3.6.
+
+    Args:
+        p: [N, V] the target's probabilities at N positions of a text drawn from the target.
+        q: [N, V] the drafter's.
+
+    Raises:
+        ConfigError: not two lists of distributions of one shape.
+    """
+    p, q = _pair(p, q, dimensions=2)
+    return float(np.minimum(p, q).sum(axis=-1).mean())
+
+
+def lenient_acceptance_probability(p: ArrayLike, q: ArrayLike, lenience: float) -> float:
+    """Beta under lenience l, where x passes with probability min(1, p / (l q)): appendix A.5.
+
+        E over x from q of p / max(p, l q) = 1/l * sum over x of min(p(x), l q(x))
+
+    No token is then emitted with more than p(x) / l. With l = 1 this is theorem 3.5.
+
+    Args:
+        p: [V] the target's probabilities.
+        q: [V] the drafter's.
+        lenience: l, in (0, 1].
+
+    Raises:
+        ConfigError: not a pair of distributions of one length, or l out of range.
+    """
+    p, q = _pair(p, q)
+    if domain.positive("lenience", lenience) > 1:
+        raise ConfigError(f"lenience: must be above 0 and at most 1, got {lenience}.")
+    return float(np.minimum(p, lenience * q).sum() / lenience)
+
+
+def _pair(
+    p: ArrayLike, q: ArrayLike, dimensions: int = 1
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    p, q = domain.distribution("p", p), domain.distribution("q", q)
+    if p.shape != q.shape:
+        raise ConfigError(f"p and q: must have one shape, got {p.shape} and {q.shape}.")
+    if p.ndim != dimensions:
+        raise ConfigError(f"p and q: must have {dimensions} dimension(s), got {p.ndim}.")
+    return p, q

@@ -1,0 +1,45 @@
+"""Acceptance rules: which drafted tokens are kept, and which token comes after them.
+
+One rule a file; this registry is the only place that knows them by name.
+"""
+
+from __future__ import annotations
+
+from foretoken.core.acceptance.base import AcceptanceRule, Accepted, Origin, TargetDistributions
+from foretoken.core.acceptance.block import Block
+from foretoken.core.acceptance.coupled import Coupled
+from foretoken.core.acceptance.k_sequential import KSequential
+from foretoken.core.acceptance.lenient import Lenient
+from foretoken.core.acceptance.rejection import Rejection
+from foretoken.core.acceptance.top_beta import TopBeta
+from foretoken.core.acceptance.typical import Typical
+from foretoken.core.config import nearest
+from foretoken.core.plugins import plugin, plugin_names
+from foretoken.errors import ConfigError
+
+__all__ = ["RULES", "AcceptanceRule", "Accepted", "Origin", "TargetDistributions", "rule_class"]
+
+PLUGINS = "foretoken.acceptance"
+"""Entry points of other packages that name a rule's class."""
+
+RULES: dict[str, type[AcceptanceRule]] = {
+    rule.name: rule for rule in (Coupled, Rejection, KSequential, Block, Typical, TopBeta, Lenient)
+}
+
+
+def rule_class(name: str) -> type[AcceptanceRule]:
+    """The rule of this name.
+
+    Raises:
+        ConfigError: no rule has this name.
+    """
+    known = RULES.get(name) or plugin(PLUGINS, name)
+    if known is None:
+        names = [*RULES, *plugin_names(PLUGINS)]
+        raise ConfigError(f"unknown acceptance rule '{name}': {nearest(name, names)}")
+    if not (isinstance(known, type) and issubclass(known, AcceptanceRule)):
+        raise ConfigError(
+            f"acceptance rule '{name}': the entry point in {PLUGINS} has to name a subclass of "
+            f"AcceptanceRule, not {known!r}."
+        )
+    return known

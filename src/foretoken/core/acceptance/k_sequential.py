@@ -1,0 +1,141 @@
+"""K-sequential selection: one scale for all siblings, drawn independently from one q.
+
+Sun et al., "SpecTr: Fast Speculative Decoding via Optimal Transport" (K-SEQ). Of k
+siblings drawn from q, each in turn passes with probability min(1, p(x) / (rho * q(x))), that is
+with beta = sum_x min(q(x), p(x) / rho) before its token is known. After n = (1 - (1 - beta)^k) /
+beta siblings tried on average, what none of them gave is drawn from
+
+    norm(p(x) - n * min(q(x), p(x) / rho))
+
+which is a distribution where n <= rho; the smallest such rho in [1, k] accepts most. One sibling
+has rho 1: plain speculative sampling. Each level of a tree is selected from by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from foretoken.core.acceptance.base import AcceptanceRule, Accepted, TargetDistributions
+from foretoken.core.distribution import Distribution
+from foretoken.core.noise import StepNoise
+from foretoken.core.tree import Draft
+
+__all__ = ["KSequential", "Selection"]
+
+PRECISION = 1e-12
+"""How far rho may lie above the best: it costs acceptance, not exactness."""
+
+
+class KSequential(AcceptanceRule):
+    """Lossless, for chains and for trees whose siblings are independent draws from one q."""
+
+    name: ClassVar[str] = "k_sequential"
+    lossless: ClassVar[bool] = True
+    takes_trees: ClassVar[bool] = True
+    needs_independent_siblings: ClassVar[bool] = True
+
+    def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
+        """See `AcceptanceRule.accept`."""
+        node, depth = 0, 0
+        path: list[int] = []
+        rejected: list[int] = []
+        while children := draft.tree.children[node]:
+            q = draft.q_of(children[0])
+            assert all(draft.q_of(child) is q for child in children), (
+                "siblings share their distribution"
+            )
+            selection = Selection.of(p[node], q, len(children))
+            for trial, child in enumerate(children):
+                if noise.accepts(selection.ratio(draft.tree.tokens[child]), depth, trial):
+                    path.append(child)
+                    break
+                rejected.append(child)
+            else:
+                reason = f"none of {len(children)} passed at scale {selection.rho:.3g}"
+                token = noise.draw(selection.residual(), depth)
+                return Accepted(tuple(path), token, tuple(rejected), reason)
+            node, depth = path[-1], depth + 1
+        return Accepted(tuple(path), noise.draw(p[node], depth), tuple(rejected))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How one of k siblings is selected.
+
+    Args:
+        p: the target's distribution, in float64.
+        q: the distribution of every sibling, in float64.
+        siblings: k.
+        rho: the scale on q, the smallest that leaves a residual.
+    """
+
+    p: Distribution
+    q: Distribution
+    siblings: int
+    rho: float
+
+    @staticmethod
+    def of(p: Distribution, q: Distribution, siblings: int) -> Selection:
+        """The selection that accepts most."""
+        p, q = _in_float64(p), _in_float64(q)
+        q_probs = q.at(p.tokens).to(p.probs)  # [S]
+        return Selection(p, q, siblings, _smallest_scale(p.probs, q_probs, siblings))
+
+    def ratio(self, token: int) -> float:
+        """Probability with which this drafted token passes, where below 1."""
+        q_token = self.q.prob(token)
+        assert q_token > 0, "a drafted token has been drawn from its distribution"
+        return self.p.prob(token) / (self.rho * q_token)
+
+    def residual(self) -> Distribution:
+        """Distribution of the token if no sibling passed; p where rounding leaves nothing."""
+        q_probs = self.q.at(self.p.tokens).to(self.p.probs)  # [S]
+        passing = torch.minimum(q_probs, self.p.probs / self.rho)  # [S]
+        tried = _mean_trials(passing, self.siblings)
+        excess = (self.p.probs - tried * passing).clamp(min=0)  # below 0 by rounding alone
+        total = excess.sum()
+        return self.p.normalised(excess / total) if float(total) > 0 else self.p
+
+
+def _in_float64(distribution: Distribution) -> Distribution:
+    probs = distribution.probs.double()
+    return Distribution(probs / probs.sum(), distribution.support)
+
+
+def _smallest_scale(p: Tensor, q: Tensor, siblings: int) -> float:
+    """Rho: the smallest scale that is no less than the trials it takes; p, q [S].
+
+    Larger scales are good and smaller ones are not: rho * beta = sum of min(rho * q, p) grows with
+    rho, and the probability that one of k passes shrinks. So the border is bracketed and closed in
+    on by false position, for speed (Illinois), with every third step a bisection, for certainty.
+    """
+
+    def slack(rho: float) -> float:
+        return rho - _mean_trials(torch.minimum(q, p / rho), siblings)
+
+    low, high = 1.0, float(siblings)
+    below, above = slack(low), slack(high)
+    if below >= 0:
+        return low
+    step, last = 0, 0.0
+    while above > 0 and high - low > PRECISION:
+        step += 1
+        split = 0.5 if step % 3 == 0 else below / (below - above)
+        middle = low + split * (high - low)
+        found = slack(middle)
+        if found < 0:
+            low, below, above = middle, found, above / 2 if last < 0 else above
+        else:
+            high, above, below = middle, found, below / 2 if last > 0 else below
+        last = found
+    return high
+
+
+def _mean_trials(passing: Tensor, siblings: int) -> float:
+    """(1 - (1 - beta)^k) / beta for beta the sum of `passing` [S], as the series: k for beta 0."""
+    fails = max(0.0, 1 - float(passing.sum()))
+    return sum(fails**trial for trial in range(siblings))

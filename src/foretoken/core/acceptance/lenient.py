@@ -1,0 +1,47 @@
+"""Lenient speculative sampling: a factor l on q buys acceptance and gives up exactness.
+
+Leviathan et al., appendix A.5. Sampling compares r with p / (l * q); no token becomes more
+probable than p / l. At temperature 0 a drafted x passes if p(x) >= l * max p, with p taken at
+temperature 1. Lossy for l < 1.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from annotated_types import Gt, Le
+
+from foretoken.core.acceptance.base import AcceptanceRule, Accepted, TargetDistributions
+from foretoken.core.acceptance.rejection import accept_by_ratio
+from foretoken.core.acceptance.walk import accept_longest
+from foretoken.core.config import Config
+from foretoken.core.noise import StepNoise
+from foretoken.core.tree import Draft
+
+__all__ = ["Lenient"]
+
+
+class Lenient(AcceptanceRule):
+    """Lossy: the output distribution may exceed p by the factor 1 / lenience."""
+
+    class Options(Config):
+        """Options of `lenient`: the factor l."""
+
+        lenience: Annotated[float, Gt(0), Le(1)] = 0.5
+
+    name: ClassVar[str] = "lenient"
+    lossless: ClassVar[bool] = False
+    takes_trees: ClassVar[bool] = True
+
+    def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
+        """See `AcceptanceRule.accept`."""
+        assert isinstance(self.options, self.Options)
+        lenience = self.options.lenience
+        if not p.greedy:
+            return accept_by_ratio(draft, p, noise, lenience)
+
+        def passes(node: int, token: int) -> bool:
+            distribution = p.untempered(node)
+            return distribution.prob(token) >= lenience * float(distribution.probs.max())
+
+        return accept_longest(draft, p, noise, passes, f"p below {lenience:g} of the best")

@@ -1,0 +1,54 @@
+"""Speculative sampling: accept with probability min(1, p/q), else draw from the residual.
+
+Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", algorithm 1; over
+a tree the multi-round form of SpecInfer (Miao et al., algorithm 2): siblings are tried in turn,
+each against the residual the last one left. By invariant 2 this is lossless for independent
+siblings, for siblings drawn without replacement and for deterministic ones alike.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from foretoken.core.acceptance.base import AcceptanceRule, Accepted, TargetDistributions
+from foretoken.core.noise import StepNoise
+from foretoken.core.tree import Draft
+
+__all__ = ["Rejection", "accept_by_ratio"]
+
+
+class Rejection(AcceptanceRule):
+    """Lossless for every drafter and tree; greedy decoding is the case of a one-hot p."""
+
+    name: ClassVar[str] = "rejection"
+    lossless: ClassVar[bool] = True
+    takes_trees: ClassVar[bool] = True
+
+    def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
+        """See `AcceptanceRule.accept`."""
+        return accept_by_ratio(draft, p, noise, lenience=1.0)
+
+
+def accept_by_ratio(
+    draft: Draft, p: TargetDistributions, noise: StepNoise, lenience: float
+) -> Accepted:
+    """The accept loop; a drafted x passes if r < p(x) / (lenience * q(x))."""
+    node, depth = 0, 0
+    path: list[int] = []
+    rejected: list[int] = []
+    while True:
+        distribution = p[node]
+        reason = ""
+        for trial, child in enumerate(draft.tree.children[node]):
+            token, q = draft.tree.tokens[child], draft.q_of(child)
+            p_token, q_token = distribution.prob(token), q.prob(token)
+            assert q_token > 0, "a drafted token has been drawn from its distribution"
+            if noise.accepts(p_token / (lenience * q_token), depth, trial):
+                path.append(child)
+                break
+            rejected.append(child)
+            reason = f"p={p_token:.3g} against q={q_token:.3g}"
+            distribution = distribution.residual(q, scale=lenience)
+        else:
+            return Accepted(tuple(path), noise.draw(distribution, depth), tuple(rejected), reason)
+        node, depth = path[-1], depth + 1

@@ -1,0 +1,54 @@
+"""Spec-Verification: keep what is among the target's best and not far behind the very best.
+
+Xia et al., "Speculative Decoding: Exploiting Speculative Execution for Accelerating Seq2seq
+Generation", equations 8 and 9: a drafted x passes if log p(x) >= log p(the beta-th best) and
+log p(best) - log p(x) <= tau. With beta = 1 this is greedy verification. At temperature 0 the
+likelihoods are those at temperature 1. Lossy for beta > 1.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, ClassVar
+
+from annotated_types import Ge
+from pydantic import FiniteFloat
+
+from foretoken.core.acceptance.base import AcceptanceRule, Accepted, TargetDistributions
+from foretoken.core.acceptance.walk import accept_longest
+from foretoken.core.config import Config
+from foretoken.core.noise import StepNoise
+from foretoken.core.tree import Draft
+
+__all__ = ["TopBeta"]
+
+
+class TopBeta(AcceptanceRule):
+    """Lossy; SpecDec's defaults."""
+
+    class Options(Config):
+        """Options of `top_beta`: how many candidates count, and the log-likelihood gap."""
+
+        beta: Annotated[int, Ge(1)] = 3
+        tau: Annotated[FiniteFloat, Ge(0)] = 1.0
+
+    name: ClassVar[str] = "top_beta"
+    lossless: ClassVar[bool] = False
+    takes_trees: ClassVar[bool] = True
+
+    def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
+        """See `AcceptanceRule.accept`."""
+        options = self.options
+        assert isinstance(options, self.Options)
+
+        def passes(node: int, token: int) -> bool:
+            distribution = p.untempered(node) if p.greedy else p[node]
+            best = distribution.probs.topk(
+                min(options.beta, len(distribution.probs))
+            ).values.tolist()
+            probability = distribution.prob(token)
+            if probability < best[-1] or probability == 0:
+                return False
+            return math.log(best[0]) - math.log(probability) <= options.tau
+
+        return accept_longest(draft, p, noise, passes, "outside the target's top candidates")

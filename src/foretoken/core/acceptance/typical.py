@@ -1,0 +1,54 @@
+"""Typical acceptance: keep what is not too unlikely, given how uncertain the target is.
+
+Cai et al., "Medusa", section 2.3.1: a drafted x passes if
+p(x) > min(posterior_threshold, posterior_alpha * exp(-H(p))), H the entropy of p in nats.
+Option names and defaults are vLLM's. Lossy, except at temperature 0.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, ClassVar
+
+import torch
+from annotated_types import Gt, Le, Lt
+
+from foretoken.core.acceptance.base import AcceptanceRule, Accepted, TargetDistributions
+from foretoken.core.acceptance.walk import accept_longest
+from foretoken.core.config import Config
+from foretoken.core.distribution import Distribution
+from foretoken.core.noise import StepNoise
+from foretoken.core.tree import Draft
+
+__all__ = ["Typical"]
+
+
+class Typical(AcceptanceRule):
+    """Lossy when sampling; greedy decoding (entropy 0) accepts the argmax only."""
+
+    class Options(Config):
+        """Options of `typical`: epsilon and delta of the paper, under vLLM's names."""
+
+        posterior_threshold: Annotated[float, Gt(0), Le(1)] = 0.09
+        posterior_alpha: Annotated[float, Gt(0), Lt(1)] = 0.3
+
+    name: ClassVar[str] = "typical"
+    lossless: ClassVar[bool] = False
+    takes_trees: ClassVar[bool] = True
+
+    def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
+        """See `AcceptanceRule.accept`."""
+        options = self.options
+        assert isinstance(options, self.Options)
+
+        def passes(node: int, token: int) -> bool:
+            distribution = p[node]
+            threshold = options.posterior_alpha * math.exp(-entropy(distribution))
+            return distribution.prob(token) > min(options.posterior_threshold, threshold)
+
+        return accept_longest(draft, p, noise, passes, "p below the typical threshold")
+
+
+def entropy(distribution: Distribution) -> float:
+    """Entropy in nats."""
+    return float(-torch.xlogy(distribution.probs, distribution.probs).sum())

@@ -1,0 +1,64 @@
+"""`Config`: the base of everything a user may configure.
+
+It turns pydantic's findings into one line that names the field, the range and, for an unknown
+field, the nearest known one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+from foretoken.errors import ConfigError
+
+__all__ = ["Config", "PathText", "nearest"]
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """' Did you mean ...?' for the closest known name, or the list of all."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if close:
+        return f"did you mean '{close[0]}'?"
+    return f"known: {', '.join(sorted(known))}."
+
+
+class Config(BaseModel):
+    """Base of all configurations: frozen, strict about names and types, errors in one line."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise ConfigError(self._explain(error)) from None
+
+    @classmethod
+    def _explain(cls, error: ValidationError) -> str:
+        first = error.errors()[0]
+        name = str(first["loc"][0]) if first["loc"] else ""
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):  # of a configuration inside this one
+            return f"{name}: {cause}" if name else str(cause)
+        if first["type"] == "extra_forbidden":
+            return f"{cls.__name__} has no field '{name}': {nearest(name, cls.field_names())}"
+        reason = first["msg"].removeprefix("Value error, ")
+        if not name:
+            return reason
+        return f"{name}: {reason[0].lower()}{reason[1:]}, got {first['input']!r}."
+
+    @classmethod
+    def field_names(cls) -> list[str]:
+        """Names a user may set."""
+        return [field.alias or name for name, field in cls.model_fields.items()]
+
+
+def _path_text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+PathText = Annotated[str, BeforeValidator(_path_text)]
+"""An option that names a file: given as text or as a path, kept as text."""

@@ -1,0 +1,272 @@
+"""Counts of unigrams, bigrams and trigrams of a corpus: counted, saved, loaded.
+
+    from foretoken.drafters.text.ngrams import build_ngrams
+
+    build_ngrams(["notes.txt"], tokenizer).save("notes.ngrams")
+
+The file is a safetensors file: the arrays of `NgramTables` under their names, and in its metadata
+`format` (`foretoken-ngrams`), `version`, `vocab_size`, `num_tokens` and, if it is known, the
+`fingerprint` of the tokenizer's vocabulary. Loading maps it into memory and reads next to nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from foretoken.drafters.text.corpus import EMPTY, check_tokens, fingerprint, read_tokens
+from foretoken.drafters.text.tensor_file import TensorFile
+from foretoken.errors import ForetokenError
+
+__all__ = ["FILE", "NgramTables", "build_ngrams", "count_ngrams"]
+
+FILE = TensorFile("foretoken-ngrams", 1, "n-gram file", "foretoken ngrams build")
+MAX_VOCAB = 1 << 21
+"""Three tokens have to fit into 63 bits while they are counted."""
+
+Ints = NDArray[np.int64]
+Int32s = NDArray[np.int32]
+
+_DTYPES = {
+    "unigrams": torch.int64,
+    "bigram_starts": torch.int64,
+    "bigram_tokens": torch.int32,
+    "bigram_counts": torch.int32,
+    "trigram_starts": torch.int64,
+    "trigram_tokens": torch.int32,
+    "trigram_counts": torch.int32,
+}
+
+
+@dataclass(frozen=True)
+class NgramTables:
+    """Successors of every token and of every pair of tokens, with counts, in ascending order.
+
+    Args:
+        unigrams: [V] count of each token.
+        bigram_starts: [V + 1]; the successors of token a are bigrams `starts[a]` to
+            `starts[a + 1]`.
+        bigram_tokens: [B] the successors.
+        bigram_counts: [B] how often each followed.
+        trigram_starts: [B + 1]; likewise the successors of bigram i are trigrams `starts[i]` to
+            `starts[i + 1]`.
+        trigram_tokens: [T].
+        trigram_counts: [T].
+        fingerprint: of the tokenizer's vocabulary, or None where tokens were counted without one.
+    """
+
+    unigrams: Ints
+    bigram_starts: Ints
+    bigram_tokens: Int32s
+    bigram_counts: Int32s
+    trigram_starts: Ints
+    trigram_tokens: Int32s
+    trigram_counts: Int32s
+    fingerprint: str | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return len(self.unigrams)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens counted."""
+        return int(self.unigrams.sum())
+
+    def bigrams(self, first: int) -> slice:
+        """Where in the bigram arrays the successors of a token are."""
+        if first >= self.vocab_size:
+            return slice(0, 0)
+        return slice(int(self.bigram_starts[first]), int(self.bigram_starts[first + 1]))
+
+    def trigrams(self, first: int, second: int) -> slice:
+        """Where in the trigram arrays the successors of a pair are."""
+        row = self.bigrams(first)
+        seconds = self.bigram_tokens[row]
+        index = int(seconds.searchsorted(np.int32(second)))
+        if index == len(seconds) or seconds[index] != second:
+            return slice(0, 0)
+        index += row.start
+        return slice(int(self.trigram_starts[index]), int(self.trigram_starts[index + 1]))
+
+    def save(self, path: str | Path) -> None:
+        """Write the file, whole or not at all.
+
+        Raises:
+            ForetokenError: it cannot be written; what was there before is untouched.
+        """
+        arrays = {name: getattr(self, name) for name in _DTYPES}
+        FILE.save(path, arrays, self._metadata())
+
+    def _metadata(self) -> dict[str, str]:
+        known = {} if self.fingerprint is None else {"fingerprint": self.fingerprint}
+        return {
+            "vocab_size": str(self.vocab_size),
+            "num_tokens": str(self.num_tokens),
+            **known,
+        }
+
+    @staticmethod
+    def load(path: str | Path) -> NgramTables:
+        """Map a file into memory.
+
+        Raises:
+            ForetokenError: there is none, or it is damaged, of another kind or another version.
+        """
+        tensors, metadata = FILE.load(path, _DTYPES)
+        _check_tensors(path, tensors)
+        arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+        return NgramTables(**arrays, fingerprint=metadata.get("fingerprint"))
+
+
+def _check_tensors(path: str | Path, tensors: dict[str, torch.Tensor]) -> None:
+    """What keeps every look-up inside the arrays and every drafted token inside the vocabulary."""
+    fits = all(
+        name in tensors and tensors[name].dtype == dtype and tensors[name].dim() == 1
+        for name, dtype in _DTYPES.items()
+    )
+    if not (
+        fits
+        and len(tensors["unigrams"]) > 0
+        and int(tensors["unigrams"].min()) >= 0
+        and int(tensors["unigrams"].sum()) > 0
+        and _delimits(tensors, "bigram", len(tensors["unigrams"]))
+        and _delimits(tensors, "trigram", len(tensors["bigram_tokens"]))
+        and bool((tensors["unigrams"][tensors["bigram_tokens"]] > 0).all())
+    ):
+        raise FILE.damaged(path)
+
+
+def _delimits(tensors: dict[str, torch.Tensor], order: str, rows: int) -> bool:
+    """Whether the starts divide the successors into rows, and tokens lie in the vocabulary."""
+    starts, tokens = tensors[f"{order}_starts"], tensors[f"{order}_tokens"]
+    counts, vocab_size = tensors[f"{order}_counts"], len(tensors["unigrams"])
+    return (
+        len(starts) == rows + 1
+        and int(starts[0]) == 0
+        and int(starts[-1]) == len(tokens) == len(counts)
+        and bool((starts[1:] >= starts[:-1]).all())
+        and (not len(tokens) or 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size)
+        and (not len(tokens) or int(counts.min()) > 0)
+    )
+
+
+def build_ngrams(
+    files: Iterable[str | Path],
+    tokenizer: PreTrainedTokenizerBase,
+    progress: Callable[[int], None] = lambda _: None,
+) -> NgramTables:
+    """Count the n-grams of text files; none reaches from one file into the next.
+
+    Args:
+        files: UTF-8 text.
+        tokenizer: the target's.
+        progress: called with the bytes read so far.
+
+    Raises:
+        ForetokenError: a file cannot be read or is not UTF-8, or there is no text in any.
+    """
+    counter = _Counter(len(tokenizer))
+    for text in read_tokens(files, tokenizer, progress):
+        counter.begin_text()
+        for tokens in text:
+            counter.add(tokens)
+    return counter.tables(fingerprint(tokenizer))
+
+
+def count_ngrams(texts: Iterable[Sequence[int]], vocab_size: int) -> NgramTables:
+    """The same from token ids below `vocab_size`.
+
+    Raises:
+        ForetokenError: there are no tokens, or a token is outside the vocabulary.
+    """
+    counter = _Counter(vocab_size)
+    for text in texts:
+        counter.begin_text()
+        counter.add(np.array(text, dtype=np.int64))
+    return counter.tables(None)
+
+
+class _Counter:
+    """Counts n-grams of texts that come in pieces, in sorted runs that are merged when alike."""
+
+    def __init__(self, vocab_size: int) -> None:
+        if not 0 < vocab_size <= MAX_VOCAB:
+            raise ForetokenError(
+                f"a vocabulary of {vocab_size} tokens: 1 to {MAX_VOCAB} can be counted."
+            )
+        self._vocab_size = vocab_size
+        self._unigrams = np.zeros(vocab_size, dtype=np.int64)
+        self._runs: dict[int, list[tuple[Ints, Ints]]] = {2: [], 3: []}
+        self._before = np.empty(0, dtype=np.int64)  # the last two tokens of the text
+
+    def begin_text(self) -> None:
+        self._before = self._before[:0]
+
+    def add(self, tokens: Ints) -> None:
+        """Count the n-grams that end in these tokens."""
+        if not len(tokens):
+            return
+        check_tokens(tokens, self._vocab_size)
+        self._unigrams += np.bincount(tokens, minlength=self._vocab_size)
+        text = np.concatenate([self._before, tokens])
+        pairs = text[:-1] * self._vocab_size + text[1:]
+        fresh = pairs[max(0, len(self._before) - 1) :]
+        self._count(2, fresh)
+        self._count(3, pairs[:-1] * self._vocab_size + text[2:])
+        self._before = text[-2:]
+
+    def _count(self, order: int, keys: Ints) -> None:
+        if not len(keys):
+            return
+        runs = self._runs[order]
+        runs.append(np.unique(keys, return_counts=True))
+        # As in a binary counter, every n-gram takes part in few merges.
+        while len(runs) > 1 and len(runs[-1][0]) * 2 > len(runs[-2][0]):
+            runs.append(_merge(runs.pop(), runs.pop()))
+
+    def _all(self, order: int) -> tuple[Ints, Ints]:
+        runs = self._runs[order]
+        empty = np.empty(0, dtype=np.int64)
+        while len(runs) > 1:
+            runs.append(_merge(runs.pop(), runs.pop()))
+        return runs[0] if runs else (empty, empty)
+
+    def tables(self, fingerprint: str | None) -> NgramTables:
+        if not self._unigrams.any():
+            raise ForetokenError(EMPTY)
+        pairs, pair_counts = self._all(2)
+        triples, triple_counts = self._all(3)
+        pair_of_triple = triples // self._vocab_size
+        return NgramTables(
+            unigrams=self._unigrams,
+            bigram_starts=(pairs // self._vocab_size).searchsorted(np.arange(self._vocab_size + 1)),
+            bigram_tokens=(pairs % self._vocab_size).astype(np.int32),
+            bigram_counts=_narrow(pair_counts),
+            trigram_starts=np.append(pair_of_triple.searchsorted(pairs), len(triples)),
+            trigram_tokens=(triples % self._vocab_size).astype(np.int32),
+            trigram_counts=_narrow(triple_counts),
+            fingerprint=fingerprint,
+        )
+
+
+def _merge(first: tuple[Ints, Ints], second: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
+    """Two sorted runs of keys and counts as one."""
+    keys = np.concatenate([first[0], second[0]])
+    counts = np.concatenate([first[1], second[1]])
+    order = keys.argsort(kind="stable")
+    keys, counts = keys[order], counts[order]
+    (starts,) = np.nonzero(np.diff(keys, prepend=-1))
+    return keys[starts], np.add.reduceat(counts, starts)
+
+
+def _narrow(counts: Ints) -> Int32s:
+    """Counts in half the space; one beyond 2^31 says no more than 2^31 does."""
+    return counts.clip(max=np.iinfo(np.int32).max).astype(np.int32)

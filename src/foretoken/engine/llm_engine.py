@@ -1,0 +1,323 @@
+"""`LLMEngine`: requests that come and go while others run, in the words of vLLM's `LLMEngine`.
+
+    engine = LLM("smollm2-135m").engine
+    engine.add_request("Hello", SamplingParams(temperature=0))
+    while engine.has_unfinished_requests():
+        for chunk in engine.step():
+            print(chunk.request_id, chunk.text, chunk.finished)
+
+It owns the model, the strategies and the scheduler; `LLM` is a face of it. Any number of threads
+may use one engine: they take turns, and whoever runs a step advances everybody's requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from foretoken.config import SpeculativeConfig
+from foretoken.core.grammar import Grammars
+from foretoken.core.params import SamplingParams
+from foretoken.engine.kv_budget import KVBudget
+from foretoken.engine.prefix_cache import PrefixCache
+from foretoken.engine.prompts import Prompt
+from foretoken.engine.request_maker import RequestMaker
+from foretoken.engine.scheduler import Scheduler
+from foretoken.engine.strategies import Speculative, StrategyFactory
+from foretoken.engine.turns import Turns
+from foretoken.errors import ConfigError, RequestError
+from foretoken.models.loaded import LoadedModel
+from foretoken.outputs import RequestOutput, StreamChunk
+from foretoken.request import Request
+from foretoken.runtime.target import Target
+from foretoken.speculation import Speculation, Strategy
+
+__all__ = ["EngineOptions", "Job", "LLMEngine"]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What `LLM` says about memory, batches and runtimes; see its arguments."""
+
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_cache_bytes: int | None
+    prefix_cache_bytes: int | None  # None caches no prefixes
+    quantization: str | None
+    runtime: str
+
+
+@dataclass
+class Job:
+    """A prompt and the requests of its outputs.
+
+    Args:
+        prompt: as it was given.
+        requests: one per output.
+        strategy: of these requests; None for the default.
+        request_id: of prompts that were added by hand.
+    """
+
+    prompt: Prompt
+    requests: list[Request]
+    strategy: Strategy | None
+    request_id: str | None = None
+    _reported: set[int] = field(default_factory=set)  # outputs whose last chunk has been taken
+
+    @property
+    def finished(self) -> bool:
+        """Whether all outputs have ended."""
+        return all(request.finished for request in self.requests)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` has something to give, or never will again."""
+        return self.finished or any(r.has_fresh or r.finished for r in self._open())
+
+    @property
+    def all_taken(self) -> bool:
+        """Whether the last chunks of all outputs have been taken."""
+        return not self._open()
+
+    def take(self) -> list[StreamChunk]:
+        """What is new of each output since the last call."""
+        chunks = []
+        for request in self._open():
+            tokens = request.take()
+            if not tokens and not request.finished:
+                continue
+            output = request.output() if request.finished else None
+            chunks.append(StreamChunk(tokens, output, self.request_id, request.index))
+            if request.finished:
+                self._reported.add(request.index)
+        return chunks
+
+    def result(self) -> RequestOutput:
+        """All outputs, as far as they have come."""
+        prompt = self.prompt if isinstance(self.prompt, str) else None
+        outputs = [request.output() for request in self.requests]
+        return RequestOutput(prompt, self.requests[0].prompt_ids, outputs, self.request_id)
+
+    def _open(self) -> list[Request]:
+        return [r for r in self.requests if r.index not in self._reported]
+
+
+class LLMEngine:
+    """Continuous batching by hand; made by `LLM`, as `LLM.engine`.
+
+    Args:
+        loaded: the model and its tokenizer.
+        config: the default way to speculate.
+        options: memory, batches and runtimes.
+
+    Attributes:
+        target: the model being accelerated.
+        strategies: builds drafters, controllers and rules for it.
+
+    Raises:
+        ConfigError: a parameter is out of range.
+        CompatibilityError: model, drafter and rule do not fit together.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, config: SpeculativeConfig, options: EngineOptions
+    ) -> None:
+        self.tokenizer = loaded.tokenizer
+        self._kv_budget = KVBudget(options.kv_cache_bytes)
+        self.target = Target(
+            loaded.module, options.max_model_len, options.quantization, options.runtime
+        )
+        self._kv_budget.add(self.target)
+        grammars = Grammars(self.tokenizer, self.target.vocab_size, loaded.eos_token_ids)
+        self._maker = RequestMaker(self.target, loaded.eos_token_ids, grammars)
+        self.strategies = StrategyFactory(
+            self.target,
+            self.tokenizer,
+            grammars,
+            config,
+            self._kv_budget,
+            quantization=options.quantization,
+            runtime=options.runtime,
+            max_num_seqs=options.max_num_seqs,
+        )
+        default = self.strategies.build(config)
+        prefixes = options.prefix_cache_bytes
+        self._speculation = Speculation(default)
+        self._scheduler = Scheduler(
+            self.target,
+            self._speculation,
+            options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            prefix_cache=None if prefixes is None else PrefixCache(self.target, prefixes),
+        )
+        self._turns = Turns()
+        self._jobs: dict[str, Job] = {}  # added by hand, with something left to report
+        self._known_ids: set[str] = set()
+        self._next_id = count()
+
+    # By hand
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        speculative_config: Speculative = None,
+        *,
+        trace: bool = False,
+        request_id: str | None = None,
+    ) -> str:
+        """Queue a prompt; it joins the others in one of the next steps.
+
+        Args:
+            prompt: text, token ids or a conversation.
+            params: sampling parameters; None takes the defaults.
+            speculative_config: how this request speculates; None as the `LLM` does. Without
+                `acceptance` its rule is the `LLM`'s.
+            trace: see `LLM.generate`.
+            request_id: a name for it that no other request has; None makes one up.
+
+        Returns:
+            The request's id, for `abort` and in `StreamChunk.request_id`.
+
+        Raises:
+            PromptError: the prompt is empty, too long, or has ids outside the vocabulary.
+            ConfigError: parameters or configuration are out of range, or the id is taken.
+            CompatibilityError: the drafter does not fit the model or the rule.
+        """
+        if request_id is not None and request_id in self._known_ids:
+            raise ConfigError(f"request_id: '{request_id}' is taken by another request.")
+        job = self.job(prompt, params, speculative_config, trace=trace)
+        job.request_id = self._free_id() if request_id is None else request_id
+        self._known_ids.add(job.request_id)
+        self._jobs[job.request_id] = job
+        self.start([job])
+        return job.request_id
+
+    def step(self) -> list[StreamChunk]:
+        """Advance everything by one step.
+
+        Returns:
+            A chunk for each output that has new tokens or has ended since the last call. An output
+            whose step failed ends with `finish_reason` "error"; the others go on.
+        """
+        self._turns.take(self._step)
+        chunks = [chunk for job in list(self._jobs.values()) for chunk in job.take()]
+        for request_id in [i for i, job in self._jobs.items() if job.all_taken]:
+            del self._jobs[request_id]
+        return chunks
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether a further `step` has something to do or to report."""
+        return bool(self._jobs)
+
+    def abort(self, request_ids: str | Iterable[str]) -> None:
+        """Give these requests up, wherever they are: they free their place and are not reported.
+
+        Those that have ended already stay as they are.
+
+        Raises:
+            ConfigError: no request ever had this id.
+        """
+        for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
+            if request_id not in self._known_ids:
+                raise ConfigError(f"request_id: no request has the id {request_id!r}.")
+            job = self._jobs.pop(request_id, None)
+            if job is not None:
+                self.end([job])
+
+    def reset_drafter_memory(self) -> None:
+        """See `LLM.reset_drafter_memory`."""
+        for drafter in (self._speculation.default.drafter, *self.strategies.drafters()):
+            self._turns.take(drafter.forget)
+
+    # Jobs: what `LLM` is built from
+
+    def job(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        speculative_config: Speculative = None,
+        *,
+        trace: bool = False,
+    ) -> Job:
+        """A prompt's requests, checked but not queued; arguments and errors as in `add_request`."""
+        requests = self.make_requests(prompt, params or SamplingParams(), trace=trace)
+        job = Job(prompt, requests, None)
+
+        def build() -> None:
+            job.strategy = self.strategies.strategy(speculative_config)
+
+        # Building may load a model or time passes: nobody steps meanwhile.
+        self._turns.take(build)
+        return job
+
+    def make_requests(
+        self, prompt: Prompt, params: SamplingParams, *, trace: bool = False
+    ) -> list[Request]:
+        """One request per output, checked but not queued."""
+        return self._maker.make(prompt, self.tokenizer, params, trace=trace)
+
+    def start(self, jobs: Sequence[Job]) -> None:
+        """Queue the jobs' requests."""
+
+        def add() -> None:
+            for job in jobs:
+                for request in job.requests:
+                    self._scheduler.add(request, job.strategy)
+
+        self._turns.take(add)
+
+    def end(self, jobs: Sequence[Job]) -> None:
+        """Abort whatever of these jobs has not ended."""
+        if all(job.finished for job in jobs):
+            return
+        self._turns.take(lambda: self._scheduler.abort(r for job in jobs for r in job.requests))
+
+    def run(self, jobs: Sequence[Job]) -> list[RequestOutput]:
+        """Queue the jobs, step until they have ended, and collect their results.
+
+        Raises:
+            RequestError: one of them ended with an error; the others' outputs come with it.
+        """
+        try:
+            self.start(jobs)
+            while not all(job.finished for job in jobs):
+                self._turns.take(self._step, unless=lambda: all(job.finished for job in jobs))
+        finally:
+            self.end(jobs)
+        results = [job.result() for job in jobs]
+        for job in jobs:
+            for request in job.requests:
+                if request.failure is not None:
+                    raise RequestError(str(request.error), results) from request.failure
+        return results
+
+    def stream(self, job: Job) -> Generator[StreamChunk, None, None]:
+        """Queue a job and yield its chunks; closing the generator aborts it.
+
+        Raises:
+            RequestError: it ended with an error.
+        """
+        try:
+            self.start([job])
+            while not job.all_taken:
+                # Another thread's or stream's step may have advanced it.
+                yield from job.take()
+                if not job.has_news:
+                    self._turns.take(self._step, unless=lambda: job.has_news)
+        finally:
+            self.end([job])
+        for request in job.requests:
+            if request.failure is not None:
+                raise RequestError(str(request.error), [job.result()]) from request.failure
+
+    # Inside
+
+    def _step(self) -> None:
+        if self._scheduler.busy:
+            self._scheduler.step()
+
+    def _free_id(self) -> str:
+        return next(name for name in map(str, self._next_id) if name not in self._known_ids)

@@ -1,0 +1,125 @@
+"""Prompts in every form a caller may give them in, and the tokens they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from foretoken.core.config import Config
+from foretoken.errors import ConfigError, PromptError
+from foretoken.runtime.target import Target
+
+__all__ = [
+    "Message",
+    "Prompt",
+    "as_list",
+    "check_prompt",
+    "is_conversation",
+    "one_each",
+    "token_ids",
+]
+
+Message: TypeAlias = Mapping[str, Any]
+"""A chat message: {"role": ..., "content": ...}."""
+
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
+"""Text, token ids, or a conversation."""
+
+
+def is_conversation(prompt: Any) -> bool:
+    """Whether it is a list of chat messages."""
+    listed = isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 0
+    return listed and all(isinstance(m, Mapping) and "role" in m for m in prompt)
+
+
+def as_list(prompts: Any) -> list[Any]:
+    """The prompts as a list; one string, one conversation or one list of ids is one prompt.
+
+    Raises:
+        PromptError: it is neither a prompt nor a list.
+    """
+    if isinstance(prompts, str) or is_conversation(prompts):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise PromptError(f"prompts: expected text or a list, got {type(prompts).__name__}.")
+    if len(prompts) > 0 and all(isinstance(item, int) for item in prompts):
+        return [prompts]
+    return list(prompts)
+
+
+def one_each(name: str, prompts: Sequence[Prompt], given: Any) -> list[Any]:
+    """What was given for all prompts or for each of them, once per prompt.
+
+    Raises:
+        ConfigError: it is neither, or not one per prompt.
+    """
+    if given is None or isinstance(given, Config | Mapping):
+        return [given] * len(prompts)
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise ConfigError(f"{name}: expected one, or a list of them, got {given!r}.")
+    if len(given) != len(prompts):
+        raise ConfigError(
+            f"{name}: {len(given)} given for {len(prompts)} prompts; give one for all, or one per "
+            "prompt."
+        )
+    return list(given)
+
+
+def token_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    """The prompt's tokens: text with special tokens, a conversation by its chat template.
+
+    Raises:
+        PromptError: there is no tokenizer or no chat template, or the prompt is malformed.
+    """
+    if not isinstance(prompt, str) and not is_conversation(prompt):
+        return _checked_ids(prompt)
+    if tokenizer is None:
+        raise PromptError("this model has no tokenizer: pass token ids, or LLM(tokenizer=...).")
+    if isinstance(prompt, str):
+        return list(tokenizer.encode(prompt))
+    if not tokenizer.chat_template:
+        raise PromptError("this model has no chat template: pass text instead of messages.")
+    try:
+        ids = tokenizer.apply_chat_template(
+            [dict(message) for message in prompt],  # type: ignore[arg-type]
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+    except TemplateError as error:  # a template may refuse roles or their order
+        raise PromptError(f"the model's chat template refuses this: {error}") from error
+    return list(ids)
+
+
+def check_prompt(ids: Sequence[int], target: Target) -> None:
+    """Refuse what the target cannot continue.
+
+    Raises:
+        PromptError: no tokens, too many of them, or such as the target does not have.
+    """
+    if not ids:
+        raise PromptError("the prompt is empty: give at least one token to continue.")
+    if len(ids) >= target.max_model_len:
+        raise PromptError(
+            f"the prompt has {len(ids)} tokens, which leaves no room in the context of "
+            f"{target.max_model_len}: shorten it."
+        )
+    if len(ids) >= target.most_tokens:
+        raise PromptError(
+            f"the prompt has {len(ids)} tokens, and kv_cache_memory has room for "
+            f"{target.most_tokens}, output included: shorten it, or raise kv_cache_memory."
+        )
+    highest = target.vocab_size - 1
+    for token in ids:
+        if not 0 <= token <= highest:
+            raise PromptError(f"token id {token} is outside the vocabulary (0 to {highest}).")
+
+
+def _checked_ids(prompt: Any) -> list[int]:
+    if not isinstance(prompt, Sequence) or not all(
+        isinstance(token, int) and not isinstance(token, bool) for token in prompt
+    ):
+        raise PromptError("a prompt is text, a list of token ids, or a list of chat messages.")
+    return list(prompt)

@@ -1,0 +1,79 @@
+"""From a prompt and its sampling parameters to requests of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from foretoken.core.grammar import Grammar, Grammars
+from foretoken.core.params import SamplingParams
+from foretoken.engine.prompts import Prompt, check_prompt, token_ids
+from foretoken.errors import ConfigError
+from foretoken.request import Request
+from foretoken.runtime.target import Target
+
+__all__ = ["RequestMaker"]
+
+
+class RequestMaker:
+    """Makes the requests of one model.
+
+    Args:
+        target: the model.
+        eos_token_ids: its end-of-sequence tokens.
+        grammars: compiles structured outputs for its tokens.
+    """
+
+    def __init__(self, target: Target, eos_token_ids: Sequence[int], grammars: Grammars) -> None:
+        self._target = target
+        self._eos_token_ids = eos_token_ids
+        self._grammars = grammars
+
+    def make(
+        self,
+        prompt: Prompt,
+        tokenizer: PreTrainedTokenizerBase | None,
+        params: SamplingParams,
+        *,
+        trace: bool,
+    ) -> list[Request]:
+        """One request per output.
+
+        Args:
+            prompt: text, token ids or a conversation.
+            tokenizer: the model's, or None where it has none.
+            params: sampling parameters.
+            trace: see `LLM.generate`.
+
+        Raises:
+            PromptError: the prompt is empty, too long, or has ids outside the vocabulary.
+            ConfigError: the parameters ask for what the model does not have.
+        """
+        if params.stop_strings and tokenizer is None:
+            raise ConfigError("stop: stop strings need a tokenizer, and this model has none.")
+        ids = token_ids(prompt, tokenizer)
+        check_prompt(ids, self._target)
+        return [
+            Request(
+                ids,
+                params,
+                vocab_size=self._target.vocab_size,
+                eos_token_ids=self._eos_token_ids,
+                max_model_len=self._target.most_tokens,
+                tokenizer=tokenizer,
+                index=index,
+                trace_all=trace,
+                grammar=self._grammar(params),
+            )
+            for index in range(params.n)
+        ]
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        if params.form is None:
+            return None
+        if not self._eos_token_ids:
+            raise ConfigError(
+                "structured_outputs need a model with an end-of-sequence token, to end with."
+            )
+        return self._grammars.compile(params.form)

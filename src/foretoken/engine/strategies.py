@@ -1,0 +1,178 @@
+"""From a `speculative_config` to a `Strategy`: drafter, controller and acceptance rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import copy
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from foretoken import models
+from foretoken.config import SpeculativeConfig
+from foretoken.control import Controller, Fixed, controller_class
+from foretoken.core.acceptance import AcceptanceRule
+from foretoken.core.grammar import Grammars
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.overlap import VocabularyOverlap
+from foretoken.drafters.registry import DrafterParts
+from foretoken.drafters.vocabulary import DraftModel
+from foretoken.engine.kv_budget import KVBudget
+from foretoken.errors import ConfigError
+from foretoken.runtime.costs import CostCurve
+from foretoken.runtime.kv_slab import SlabFull, is_out_of_memory
+from foretoken.runtime.profiling import measure_costs
+from foretoken.runtime.target import Target
+from foretoken.speculation import Strategy
+
+__all__ = ["Speculative", "StrategyFactory"]
+
+Speculative: TypeAlias = SpeculativeConfig | Mapping[str, Any] | None
+"""How one request speculates; None takes the `LLM`'s own way."""
+
+
+class StrategyFactory:
+    """Builds the strategies of one target, each configuration's once.
+
+    Args:
+        target: the model being accelerated.
+        tokenizer: its tokenizer, or None.
+        grammars: compiles structured outputs for its tokens.
+        config: the `LLM`'s own configuration.
+        kv_budget: counts draft models in.
+        quantization: of draft models.
+        runtime: of draft models.
+        max_num_seqs: most rows of a pass whose cost is measured.
+
+    Attributes:
+        vocabulary_overlap: of the last draft model that was built; None without one.
+
+    Raises:
+        ConfigError: a configuration asks for what the model does not have.
+        CompatibilityError: drafter, model and rule do not fit together.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        tokenizer: PreTrainedTokenizerBase | None,
+        grammars: Grammars,
+        config: SpeculativeConfig,
+        kv_budget: KVBudget,
+        *,
+        quantization: str | None,
+        runtime: str,
+        max_num_seqs: int,
+    ) -> None:
+        self.config = config
+        self.vocabulary_overlap: VocabularyOverlap | None = None
+        self._target, self._tokenizer, self._grammars = target, tokenizer, grammars
+        self._kv_budget, self._quantization, self._runtime = kv_budget, quantization, runtime
+        self._max_num_seqs = max_num_seqs
+        self._costs = CostCurve()  # one for all controllers: it is the target's
+        self._built: list[tuple[SpeculativeConfig, Strategy]] = []
+        self._load: Callable[[Any], DraftModel] = self._load_draft_model
+
+    def strategy(self, given: Speculative) -> Strategy | None:
+        """The strategy of a request's configuration, built at its first use; None for None."""
+        if given is None:
+            return None
+        config = SpeculativeConfig.parse(given)
+        for known, strategy in self._built:
+            if known == config:
+                return strategy
+        self._built.append((config, self.build(config)))
+        return self._built[-1][1]
+
+    def drafters(self) -> list[Drafter]:
+        """All drafters that requests have brought so far."""
+        return [strategy.drafter for _, strategy in self._built]
+
+    def build(self, config: SpeculativeConfig) -> Strategy:
+        """A new strategy. A configuration that names no rule has the `LLM`'s."""
+        rule = config.rule if config.names_rule else self.config.rule
+        drafter = self.drafter(config, rule)
+        strategy = Strategy(drafter, self._controller(config, drafter, rule), rule)
+        self._kv_budget.share()
+        self._measure_costs(strategy.controller)
+        return strategy
+
+    def drafter(self, config: SpeculativeConfig, rule: AcceptanceRule) -> Drafter:
+        """A new drafter for the target, whose drafts this rule accepts."""
+        return self._drafter(config, self._target, rule.couples_draft)
+
+    def sharing_models(self) -> StrategyFactory:
+        """The same, but every draft model is loaded once.
+
+        For callers that use one drafter at a time, as those that share a model share its rows.
+        """
+        other = copy(self)
+        loaded: dict[str, DraftModel] = {}
+
+        def load(model: Any) -> DraftModel:
+            key = str(model) if isinstance(model, str | Path) else str(id(model))
+            if key not in loaded:
+                loaded[key] = self._load(model)
+            return loaded[key]
+
+        other._built, other._load = [], load
+        return other
+
+    # Inside
+
+    def _drafter(self, config: SpeculativeConfig, target: Target, coupled: bool) -> Drafter:
+        parts = DrafterParts(
+            options=config.options,
+            coupled=coupled,
+            target=target,
+            tokenizer=self._tokenizer,
+            grammars=self._grammars,
+            load_model=lambda: self._load(config.model),
+            build=lambda inner, *rest: self._drafter(_inner_config(inner), *rest),
+        )
+        drafter = config.drafter_spec.build(parts)
+        self.vocabulary_overlap = drafter.vocabulary_overlap or self.vocabulary_overlap
+        return drafter
+
+    def _controller(
+        self, config: SpeculativeConfig, drafter: Drafter, rule: AcceptanceRule
+    ) -> Controller:
+        name = config.controller_under(rule)
+        exact = self._target.exact_trees if drafter.drafts_trees else self._target.bit_exact
+        if config.controller is None and not exact:
+            name = Fixed.name  # draft lengths go by the clock, and here they would show
+        kind = controller_class(name, looks_up=drafter.looks_up)
+        options = None if config.controller is None else config.controller_options
+        return kind(config.gamma, options, self._costs, drafter.level_sizes(config.gamma))
+
+    def _measure_costs(self, controller: Controller) -> None:
+        """Time passes for controllers that choose by their costs, once for all of them."""
+        if not controller.needs_costs or not controller.num_speculative_tokens:
+            return
+        if self._costs.measured:
+            return
+        try:
+            self._costs.start_from(measure_costs(self._target, self._max_num_seqs))
+        except (SlabFull, MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            # Costs are then learnt from the steps.
+
+    def _load_draft_model(self, model: Any) -> DraftModel:
+        tokenizer = None
+        if not isinstance(model, PreTrainedModel):
+            folder = models.resolve(model)
+            tokenizer = models.load_tokenizer(folder)
+            model = models.load_model(folder, self._target.dtype, self._target.device)
+        target = Target(model, quantization=self._quantization, runtime=self._runtime)
+        self._kv_budget.add(target)
+        return DraftModel(target, tokenizer)
+
+
+def _inner_config(fields: Mapping[str, Any]) -> SpeculativeConfig:
+    """A drafter inside another one; the outer configuration decides about everything else."""
+    for name in ("num_speculative_tokens", "acceptance", "controller"):
+        if name in fields:
+            raise ConfigError(f"{name} belongs to the outer speculative_config, not to {fields}.")
+    return SpeculativeConfig.parse(fields)

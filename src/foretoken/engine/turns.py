@@ -1,0 +1,114 @@
+"""Who may touch the engine: one thread at a time, and no Ctrl-C in the middle of a change.
+
+Threads take turns in the order in which they ask, so that nobody waits for more than the steps of
+those before him. A SIGINT that arrives during a turn is delivered at its end: whatever a step
+changes is changed whole. A process that was forked after loading is refused, since threads of the
+native runtime do not survive a fork.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+from foretoken.errors import ForetokenError
+
+__all__ = ["Turns", "Uninterrupted"]
+
+POLL_SECONDS = 0.05
+"""How often a thread that waits looks whether it has been interrupted."""
+
+
+class Uninterrupted:
+    """A context in which SIGINT waits until its end; only the main thread receives any."""
+
+    def __init__(self) -> None:
+        self.pending = False
+        self._previous: Callable[[int, FrameType | None], Any] | None = None
+        self._frame: FrameType | None = None
+
+    def __enter__(self) -> Uninterrupted:
+        """Hold SIGINT back."""
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler):
+                self._previous = handler
+                signal.signal(signal.SIGINT, self._defer)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Deliver what came in the meantime."""
+        if self._previous is None:
+            return
+        signal.signal(signal.SIGINT, self._previous)
+        if self.pending:
+            self._previous(signal.SIGINT, self._frame)
+
+    def _defer(self, _: int, frame: FrameType | None) -> None:
+        self.pending, self._frame = True, frame
+
+
+class Turns:
+    """A fair lock that can be left while waiting."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._queue: deque[object] = deque()
+        self._owner: int | None = None
+        self._process = os.getpid()
+
+    def take(self, act: Callable[[], object], unless: Callable[[], bool] = lambda: False) -> None:
+        """Run `act` when it is this thread's turn, unless that has become needless by then.
+
+        Args:
+            act: changes the engine.
+            unless: asked whenever another thread has had its turn.
+
+        Raises:
+            ForetokenError: this thread is in the middle of a turn, or another process loaded the
+                model.
+        """
+        if os.getpid() != self._process:
+            raise ForetokenError(
+                "this model was loaded before the process was forked, and its threads are gone: "
+                "load it in the child, or start processes with the 'spawn' method."
+            )
+        if self._owner == threading.get_ident():
+            raise ForetokenError(
+                "the engine was called from inside one of its own steps: a drafter, rule or "
+                "callback may not generate with the model that is calling it."
+            )
+        with Uninterrupted() as uninterrupted:
+            if not self._wait(unless, uninterrupted):
+                return
+            try:
+                act()
+            finally:
+                with self._condition:
+                    self._owner = None
+                    self._condition.notify_all()
+
+    def _wait(self, unless: Callable[[], bool], uninterrupted: Uninterrupted) -> bool:
+        """Whether it is this thread's turn now; False if it needs none any more."""
+        ticket = object()
+        with self._condition:
+            self._queue.append(ticket)
+            while not unless() and not uninterrupted.pending:
+                if self._owner is None and self._queue[0] is ticket:
+                    self._queue.popleft()
+                    self._owner = threading.get_ident()
+                    return True
+                self._condition.wait(POLL_SECONDS)
+            self._queue.remove(ticket)
+            self._condition.notify_all()
+            return False

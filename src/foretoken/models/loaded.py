@@ -1,0 +1,66 @@
+"""The model of an `LLM`: loaded from a path or an alias, or given as a loaded module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from foretoken import models
+from foretoken.errors import ConfigError
+from foretoken.models.support import default_device, default_dtype
+
+__all__ = ["LoadedModel"]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A module, its tokenizer where there is one, and the folder it came from, if any."""
+
+    module: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    path: Path | None
+
+    @staticmethod
+    def of(
+        model: str | Path | PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        dtype: str | torch.dtype,
+        device: str | torch.device,
+    ) -> LoadedModel:
+        """Load what `LLM` was given; a loaded module stays as it is.
+
+        Raises:
+            ModelError: the model cannot be found or read.
+            ConfigError: dtype or device are unknown, or not those of the loaded module.
+        """
+        if isinstance(model, PreTrainedModel):
+            _check_loaded(model, dtype, device)
+            return LoadedModel(model, tokenizer, None)
+        place = default_device(device)
+        path = models.resolve(model)
+        module = models.load_model(path, default_dtype(dtype, place), place)
+        return LoadedModel(module, tokenizer or models.load_tokenizer(path), path)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """End-of-sequence tokens of the model's generation settings, and the tokenizer's own."""
+        ids: set[int] = set()
+        settings = self.module.generation_config
+        configured = settings.eos_token_id if settings else None
+        if configured is not None:
+            ids.update([configured] if isinstance(configured, int) else configured)
+        if self.tokenizer is not None and isinstance(self.tokenizer.eos_token_id, int):
+            ids.add(self.tokenizer.eos_token_id)
+        return tuple(sorted(ids))
+
+
+def _check_loaded(
+    model: PreTrainedModel, dtype: str | torch.dtype, device: str | torch.device
+) -> None:
+    if dtype != "auto" and default_dtype(dtype, model.device) != model.dtype:
+        raise ConfigError(f"dtype: the loaded model is in {model.dtype}; convert it with .to().")
+    if device != "auto" and torch.device(device) != model.device:
+        raise ConfigError(f"device: the loaded model is on {model.device}; move it with .to().")

@@ -1,0 +1,244 @@
+"""The KV slab: preallocated keys and values of all rows, with commit and rollback.
+
+Row r of every layer holds the KV of one request's tokens in order. A forward pass writes the new
+nodes behind the committed ones; `commit` keeps the accepted path, and whatever lies behind the
+committed length is overwritten by the next pass. Rows in use are always the first ones, so that a
+pass over all of them is a view and never a copy.
+
+A row may also carry state that is written once and never rolled back, such as the keys and values
+of an encoder-decoder's cross-attention. It moves, forks, counts and goes with its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from foretoken.runtime.slab_buffers import (
+    OverBudget,
+    SlabBuffers,
+    SlabFull,
+    is_out_of_memory,
+    whole_blocks,
+)
+
+__all__ = ["KVBlock", "KVSlab", "OverBudget", "SlabFull", "is_out_of_memory", "whole_blocks"]
+
+KVBlock: TypeAlias = tuple[tuple[Tensor, Tensor], ...]
+"""Keys and values [G, n, D] of n positions of one row, of every layer."""
+
+
+class KVSlab(SlabBuffers, Cache):
+    """KV of all rows, as the `past_key_values` of a Transformers module."""
+
+    def __init__(self) -> None:
+        Cache.__init__(self, layers=[])
+        SlabBuffers.__init__(self)
+        self._first, self._last = 0, 0
+        self._span = 0
+        self._starts: Sequence[int] = ()
+        self._counts: Sequence[int] = ()
+        self._num_nodes = 0
+        self._slots: Tensor | None = None
+        self._places: tuple[Tensor, Tensor] | None = None
+
+    # Rows
+
+    @torch.inference_mode()
+    def add_row(self) -> int:
+        """A fresh row behind the others; its index.
+
+        Raises:
+            SlabFull: there is no room for it.
+        """
+        if len(self.lengths) == self._rows:
+            self._fit(self._rows + 1, self._positions_in_use)
+        self.lengths.append(0)
+        self._states.append(())
+        return len(self.lengths) - 1
+
+    @torch.inference_mode()
+    def remove_row(self, row: int) -> int:
+        """Free a row; the last row moves into its place.
+
+        Returns:
+            Index of the row that moved (equal to `row` where none had to).
+        """
+        last = len(self.lengths) - 1
+        if row != last:
+            self.copy_row(last, row)
+        self.lengths.pop()
+        self._states.pop()
+        return last
+
+    @torch.inference_mode()
+    def copy_row(self, source: int, row: int) -> None:
+        """Give `row` the committed KV of `source` in place of its own."""
+        length = self.lengths[source]
+        for buffers in (self._keys, self._values):
+            for buffer in buffers.values():
+                buffer[row, :, :length] = buffer[source, :, :length]
+        self.lengths[row] = length
+        self._states[row] = self._states[source]
+
+    def set_state(self, row: int, state: Sequence[Tensor]) -> None:
+        """Give a row tensors that are written once and never rolled back.
+
+        Raises:
+            OverBudget: the limit has no room for them beside the KV there is.
+        """
+        before, self._states[row] = self._states[row], tuple(state)
+        if not self.has_room(len(self.lengths), max(self.lengths)):
+            self._states[row] = before
+            raise OverBudget(
+                f"row state of {sum(t.nbytes for t in state)} bytes is over the budget"
+            )
+
+    def state(self, row: int) -> Sequence[Tensor]:
+        """What `set_state` gave the row; empty if nothing."""
+        return self._states[row]
+
+    def commit(self, row: int, nodes: Sequence[int]) -> None:
+        """Keep these nodes of the last pass, in this order; the others are discarded.
+
+        Args:
+            row: the row.
+            nodes: indices into the row's tree, ascending, the root (0) first.
+        """
+        start = self.lengths[row]
+        if nodes[-1] != len(nodes) - 1:  # a chain already lies in order
+            self._move_together(row, start, nodes)
+        self.lengths[row] = start + len(nodes)
+
+    @torch.inference_mode()
+    def _move_together(self, row: int, start: int, nodes: Sequence[int]) -> None:
+        source = torch.tensor(nodes) + start
+        for buffers in (self._keys, self._values):
+            for buffer in buffers.values():
+                kept = buffer[row, :, source.to(buffer.device)]
+                buffer[row, :, start : start + len(nodes)] = kept
+
+    def rollback(self, row: int, length: int) -> None:
+        """Forget everything behind the first `length` tokens."""
+        assert 0 <= length <= self.lengths[row]
+        self.lengths[row] = length
+
+    # One forward pass
+
+    def begin(
+        self, first: int, starts: Sequence[int], counts: Sequence[int], num_nodes: int
+    ) -> int:
+        """Prepare a pass over adjacent rows.
+
+        Args:
+            first: the first row.
+            starts: per row, the slot of its first new node: behind the committed tokens, and behind
+                nodes of earlier passes that stay.
+            counts: new nodes per row.
+            num_nodes: most of them, padding included.
+
+        Returns:
+            S, the number of key positions that `update` will return, a multiple of `KEY_BLOCK`.
+        """
+        self._span = whole_blocks(max(starts) + num_nodes)
+        if self._span > self._positions:
+            self._grow(self._rows, self._span)
+        self._first, self._last = first, first + len(starts)
+        self._starts, self._counts, self._num_nodes = starts, counts, num_nodes
+        self._slots = self._places = None
+        return self._span
+
+    @property
+    def _padded_slots(self) -> Tensor:
+        """[B, N] slots of a pass over several rows, padding included."""
+        if self._slots is None:
+            self._slots = torch.tensor(self._starts)[:, None] + torch.arange(self._num_nodes)
+        return self._slots
+
+    @property
+    def _node_places(self) -> tuple[Tensor, Tensor]:
+        """Rows and slots [T] of the nodes of a pass over several rows."""
+        if self._places is None:
+            counts = torch.tensor(self._counts)
+            inside = torch.cat([torch.arange(count) for count in self._counts])
+            starts = torch.tensor(self._starts).repeat_interleave(counts)
+            self._places = torch.arange(len(counts)).repeat_interleave(counts), starts + inside
+        return self._places
+
+    def write(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Write a layer's new keys and values of the nodes [T, G, D]; all back, [B, G, S, D]."""
+        if layer not in self._keys:
+            shape = (1, keys.shape[1], 1, keys.shape[2])
+            self._keys[layer] = self._new_buffer(keys.new_empty(shape))
+            self._values[layer] = self._new_buffer(values.new_empty(shape))
+        return (
+            self._write_nodes(self._keys[layer], keys),
+            self._write_nodes(self._values[layer], values),
+        )
+
+    def _write_nodes(self, buffer: Tensor, states: Tensor) -> Tensor:
+        rows = buffer[self._first : self._last]  # [B, G, all positions, D]
+        if len(self._starts) == 1:
+            start = self._starts[0]
+            rows[0, :, start : start + len(states)] = states.transpose(0, 1)
+        else:
+            node_rows, slots = self._node_places
+            # Indexing dimensions 0 and 2 puts them first: [T, G, D].
+            rows[node_rows, :, slots] = states
+        return rows[:, :, : self._span]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write a layer's new keys and values [B, G, N, D]; all of them back, [B, G, S, D]."""
+        if layer_idx not in self._keys:
+            self._keys[layer_idx] = self._new_buffer(key_states)
+            self._values[layer_idx] = self._new_buffer(value_states)
+        return (
+            self._write(self._keys[layer_idx], key_states),
+            self._write(self._values[layer_idx], value_states),
+        )
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of the first row of the pass; modules use it only where no mask is passed."""
+        return self.lengths[self._first] if self.lengths else 0
+
+    def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
+        rows = buffer[self._first : self._last]  # [B, G, all positions, D]
+        if len(self._starts) == 1:
+            start = self._starts[0]
+            rows[:, :, start : start + states.shape[2]] = states
+        else:
+            row_index = torch.arange(len(rows), device=buffer.device)[:, None]  # [B, 1]
+            slots = self._padded_slots.to(buffer.device)  # [B, N]
+            # Indexing dimensions 0 and 2 puts them first: [B, N, G, D].
+            rows[row_index, :, slots] = states.transpose(1, 2)
+        return rows[:, :, : self._span]
+
+    def read(self, row: int, start: int, stop: int) -> KVBlock:
+        """A copy of the KV of these committed positions."""
+        assert stop <= self.lengths[row]
+        return tuple(
+            (self._keys[layer][row, :, start:stop].clone(), values[row, :, start:stop].clone())
+            for layer, values in self._values.items()
+        )
+
+    @torch.inference_mode()
+    def append(self, row: int, block: KVBlock) -> None:
+        """Commit KV that `read` gave, behind what the row has.
+
+        Raises:
+            SlabFull: there is no room for it.
+        """
+        start = self.lengths[row]
+        stop = start + block[0][0].shape[1]
+        if stop > self._positions:
+            self._fit(len(self.lengths), whole_blocks(max(stop, *self.lengths)))
+        for layer, (keys, values) in zip(self._values, block, strict=True):
+            self._keys[layer][row, :, start:stop] = keys
+            self._values[layer][row, :, start:stop] = values
+        self.lengths[row] = stop

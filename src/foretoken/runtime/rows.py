@@ -1,0 +1,138 @@
+"""The rows of a KV slab under their callers' keys: they join, fork and leave between passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from foretoken.core.memory import MIB
+from foretoken.errors import ConfigError
+from foretoken.runtime.attention import KEY_BLOCK, ROW_MULTIPLE
+from foretoken.runtime.kv_slab import KVBlock, KVSlab
+
+__all__ = ["Rows"]
+
+MARGIN = ROW_MULTIPLE - 1
+"""Positions behind a row's tokens that padding may write to."""
+
+
+class Rows:
+    """Rows named by keys (request ids).
+
+    Args:
+        slab: holds their KV.
+        max_model_len: most tokens of a row.
+    """
+
+    def __init__(self, slab: KVSlab, max_model_len: int) -> None:
+        self.max_model_len = max_model_len
+        self._slab = slab
+        self._keys: list[int] = []  # key of each slab row
+
+    def add(self, key: int) -> None:
+        """Open an empty row.
+
+        Raises:
+            SlabFull: there is no room for it.
+        """
+        assert key not in self._keys
+        self._slab.add_row()
+        self._keys.append(key)
+
+    def remove(self, key: int) -> None:
+        """Close a row and free its slot."""
+        row = self._row(key)
+        moved = self._slab.remove_row(row)
+        self._keys[row] = self._keys[moved]
+        self._keys.pop()
+
+    def fork(self, key: int, new_key: int) -> None:
+        """Give row `new_key`, opened if it is not there, a copy of the committed KV of `key`."""
+        if new_key not in self:
+            self.add(new_key)
+        self._slab.copy_row(self._row(key), self._row(new_key))
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._keys
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in use."""
+        return len(self._keys)
+
+    def cached(self, key: int) -> int:
+        """Number of tokens whose KV is committed."""
+        return self._slab.lengths[self._row(key)]
+
+    def commit(self, key: int, nodes: Sequence[int]) -> None:
+        """Commit the KV of these nodes of the last pass, root included, in this order."""
+        self._slab.commit(self._row(key), nodes)
+
+    def rollback(self, key: int, length: int) -> None:
+        """Forget the KV behind the first `length` tokens."""
+        self._slab.rollback(self._row(key), length)
+
+    def read(self, key: int, start: int, stop: int) -> KVBlock:
+        """A copy of the KV of these tokens."""
+        return self._slab.read(self._row(key), start, stop)
+
+    def append(self, key: int, block: KVBlock) -> None:
+        """Commit KV that `read` gave, instead of computing it again."""
+        self._slab.append(self._row(key), block)
+
+    def set_state(self, key: int, state: Sequence[Tensor]) -> None:
+        """Give a row tensors that are written once and never rolled back (see `KVSlab`)."""
+        self._slab.set_state(self._row(key), state)
+
+    def state(self, key: int) -> Sequence[Tensor]:
+        """What `set_state` gave the row; empty if nothing."""
+        return self._slab.state(self._row(key))
+
+    def _row(self, key: int) -> int:
+        return self._keys.index(key)
+
+    # Memory
+
+    def limit_memory(self, num_bytes: int) -> None:
+        """Keep the KV slab within this many bytes.
+
+        Raises:
+            ConfigError: not even one sequence would fit.
+        """
+        cells = num_bytes // self._slab.cell_bytes
+        if cells < KEY_BLOCK:
+            least = KEY_BLOCK * self._slab.cell_bytes / MIB
+            raise ConfigError(
+                f"kv_cache_memory: one sequence of this model takes {least:.1f} MiB at least, got "
+                f"{num_bytes / MIB:.1f} MiB."
+            )
+        self._slab.limit = cells
+        if self._slab.cells > cells:
+            self._slab.shrink()
+
+    def shrink(self) -> None:
+        """Give back the memory of what is not in use."""
+        self._slab.shrink()
+
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens of a row that has all the memory to itself."""
+        if self._slab.limit is None:
+            return self.max_model_len
+        return min(self.max_model_len, self._slab.limit // KEY_BLOCK * KEY_BLOCK - MARGIN)
+
+    def has_room(self, rows: int, tokens: int, state_bytes: int = 0) -> bool:
+        """Whether the memory holds so many rows, the longest of so many tokens.
+
+        Args:
+            rows: in all.
+            tokens: of the longest.
+            state_bytes: of row state that is to come on top of what there is.
+        """
+        return self._slab.has_room(rows, tokens + MARGIN, state_bytes)
+
+    @property
+    def cell_bytes(self) -> int:
+        """Bytes of one token's KV."""
+        return self._slab.cell_bytes

@@ -1,0 +1,252 @@
+"""Measuring skip sets on a model: alpha by teacher forcing, c by the clock, speed by generating.
+
+`layer_skip` drafts on the target's own KV, so the first drafted token at a position depends on the
+target's KV of everything before it and on nothing else that was drafted. All positions of a text
+are therefore scored in one pass: the text's KV is computed once with the whole model and kept, and
+every position is computed again without the skipped sublayers, behind that KV, seeing of it only
+what came before. The result is that of drafting at every position in turn, at the price of reading.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.analysis.measure import Laboratory, overlap
+from foretoken.config import SpeculativeConfig
+from foretoken.control import Fixed
+from foretoken.core.distribution import Distribution
+from foretoken.core.params import SamplingParams
+from foretoken.core.sampler import TreeDistributions
+from foretoken.core.tree import chain
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.none import NoDrafter
+from foretoken.drafters.self_draft import leave_out
+from foretoken.errors import ConfigError
+from foretoken.llm import LLM
+from foretoken.request import Request
+from foretoken.runtime.cuda import eager_network
+from foretoken.runtime.inputs import PassInputs, RowNodes
+from foretoken.runtime.kv_slab import KVSlab
+from foretoken.runtime.network import LOGITS, Network
+from foretoken.runtime.target import Target
+from foretoken.speculation import Strategy
+from foretoken.tuning.skip_sets import KINDS, Run, SkipSet
+
+__all__ = ["LayerLaboratory", "Text", "layers_of"]
+
+MAX_GAMMA = 10
+"""Longest draft that is considered."""
+MAX_TEXTS = 32
+"""Prompts that are used at most: their KV stays in memory."""
+PASSES = 11
+"""Timed passes of a skip set, in turn with the whole model; the median counts."""
+CHUNK = 256
+"""Positions per pass."""
+
+
+def layers_of(skip: SkipSet) -> dict[str, tuple[int, ...]]:
+    """The layers of a skip set, as the options of `layer_skip`."""
+    return {
+        f"skip_{kind}": tuple(sorted(s.layer for s in skip if s.kind == kind)) for kind in KINDS
+    }
+
+
+class Text:
+    """A prompt with the target's continuation, the target's distributions, and its KV.
+
+    Args:
+        request: finished; at least one token was generated.
+        model: the whole target.
+    """
+
+    def __init__(self, request: Request, model: Target) -> None:
+        self.prompt = list(request.prompt_ids)
+        self.average = self.prompt + request.output_ids[: len(request.output_ids) // 2]
+        """A context as long as the average one while generating."""
+        self._sampler = request.sampler
+        self._roots = range(len(self.prompt) - 1, len(request.token_ids) - 1)
+        self._tokens = torch.tensor(request.token_ids)
+        self._slab = KVSlab()
+        self._slab.add_row()
+        for part in _chunks(range(self._roots.start)):
+            self._pass(model, part, commit=True)
+        self._p = self._distributions(model, commit=True)
+
+    @property
+    def positions(self) -> int:
+        """Generated tokens."""
+        return len(self._roots)
+
+    def betas(self, model: Target) -> list[float]:
+        """Sum of min(p, q) for every generated token, q being this model's on our KV."""
+        q = self._distributions(model, commit=False)
+        return [min(1.0, overlap(*pair)) for pair in zip(self._p, q, strict=True)]
+
+    def _distributions(self, model: Target, *, commit: bool) -> list[Distribution]:
+        """The sampler's distribution after every root."""
+        passes = [self._pass(model, part, commit=commit) for part in _chunks(self._roots)]
+        tokens = self._tokens[self._roots.start : self._roots.stop].tolist()
+        distributions = TreeDistributions(torch.cat(passes), chain(tokens), self._sampler, ())
+        return [distributions[node] for node in range(len(tokens))]
+
+    @torch.inference_mode()
+    def _pass(self, model: Target, part: range, *, commit: bool) -> Tensor:
+        """Logits [n, V] of one pass, whose KV is written behind what is committed.
+
+        A position sees the committed KV of the positions before it and its own new one; where
+        those in the pass are not committed yet, it sees the new ones of the pass before it.
+        """
+        committed, network = self._slab.lengths[0], eager_network(model.network)
+        nodes = RowNodes(
+            start=committed,
+            tokens=self._tokens[part.start : part.stop].tolist(),
+            positions=part,
+            prefixes=part,
+            tails=[[committed + node] for node in range(len(part))],
+        )
+        size = max(len(part), network.least_nodes)
+        span = self._slab.begin(0, [committed], [len(part)], size)
+        inputs = PassInputs([nodes], 0, size, span, model.dtype, model.device)
+        logits = network.forward(inputs, self._slab, LOGITS).scores
+        if commit:
+            self._slab.commit(0, range(len(part)))
+        return logits[: len(part)]
+
+
+def _chunks(positions: range) -> list[range]:
+    return [positions[first : first + CHUNK] for first in range(0, len(positions), CHUNK)]
+
+
+class LayerLaboratory(Laboratory):
+    """A model with calibration texts: the `Objective` of the search.
+
+    Args:
+        llm: without speculation.
+
+    Raises:
+        CompatibilityError: the architecture has no layers with attention and MLP to leave out.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        super().__init__(llm)
+        self.num_layers = self._target.network.num_layers
+        every = range(self.num_layers)
+        self._target.network.without(every, every)  # refused before any work if it cannot be
+        self._texts: list[Text] = []
+        self._params = SamplingParams()
+        self.verify_cost: Sequence[float] = ()
+
+    @property
+    def num_texts(self) -> int:
+        """Prompts in use."""
+        return len(self._texts)
+
+    @property
+    def temperature(self) -> float:
+        """Of the texts."""
+        return self._params.temperature
+
+    @property
+    def positions(self) -> int:
+        """Tokens of the continuations."""
+        return sum(text.positions for text in self._texts)
+
+    def calibrate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        enough: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Generate the texts that everything is measured on.
+
+        Args:
+            prompts: token ids; at least one prompt.
+            params: how to sample; seeded, so that every run generates the same.
+            enough: asked after every prompt whether to leave out the rest.
+
+        Raises:
+            ConfigError: every continuation ends at its first token.
+        """
+        assert params.seed is not None
+        self._params = params
+        self._texts = []
+        for prompt in prompts[:MAX_TEXTS]:
+            if self._texts and enough():
+                break
+            self._texts.append(Text(self._continue(prompt, NoDrafter(), 0), self._target))
+        if self.positions == len(self._texts):
+            raise ConfigError(
+                "every output ends at its first token: there is nothing to draft. Take other "
+                "prompts or more tokens."
+            )
+        seconds = self._time_passes(self._texts[0].average, MAX_GAMMA)
+        self.verify_cost = tuple(costs / seconds[0] for costs in seconds)
+
+    def alpha(self, skip: SkipSet) -> float:
+        """See `Objective.alpha`: corollary 3.6, every position of every text."""
+        model = self._target.with_network(self._without(skip))
+        return fmean(beta for text in self._texts for beta in text.betas(model))
+
+    def cost(self, skip: SkipSet) -> float:
+        """See `Objective.cost`."""
+        model = self._target.with_network(self._without(skip))
+        *context, root = self._texts[0].average
+        key = -2  # no request has it
+        seconds: dict[Any, list[float]] = {self._target: [], model: []}
+        self._target.add(key)
+        try:
+            self._target.prefill(key, context)
+            for _ in range(PASSES):
+                for scorer, times in seconds.items():
+                    began = time.perf_counter()
+                    scorer.verify([key], [chain([root])])
+                    self._wait()
+                    times.append(time.perf_counter() - began)
+        finally:
+            self._target.remove(key)
+        return median(seconds[model]) / median(seconds[self._target])
+
+    def measure(self, skip: SkipSet, gamma: int) -> Run:
+        """See `Objective.measure`: text by text with and without, so that both see one machine."""
+        fields: dict[str, Any] = {"method": "layer_skip", **layers_of(skip)}
+        drafter = self._strategies.drafter(SpeculativeConfig.parse(fields), self._rule)
+        plain, drafted = _Speed(), _Speed()
+        ways: list[tuple[Drafter, int, _Speed]]
+        ways = [(NoDrafter(), 0, plain), (drafter, gamma, drafted)]
+        if eager_network(self._target.network) is not self._target.network:
+            self._continue(self._texts[0].prompt, drafter, gamma)  # captures the drafter's graphs
+        for text in self._texts:
+            for how, length, speed in ways:
+                speed.add(self._continue(text.prompt, how, length))
+            ways.reverse()
+        return Run(drafted.tokens_per_second, plain.tokens_per_second)
+
+    def _without(self, skip: SkipSet) -> Network:
+        return leave_out(self._target.network, layers_of(skip))
+
+    def _continue(self, prompt: Sequence[int], drafter: Drafter, gamma: int) -> Request:
+        strategy = Strategy(drafter, Fixed(gamma), self._rule)
+        return self._generate(prompt, self._params, strategy)[0]
+
+
+class _Speed:
+    """Tokens and seconds of several outputs, without reading the prompts."""
+
+    def __init__(self) -> None:
+        self._tokens, self._seconds = 0, 0.0
+
+    def add(self, request: Request) -> None:
+        """Count one output."""
+        self._tokens += request.metrics.generated_tokens
+        self._seconds += request.metrics.seconds - request.metrics.prefill_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all outputs together."""
+        return self._tokens / self._seconds

@@ -1,0 +1,116 @@
+"""Measuring what optimal trees are made from: the positional acceptance vector, and costs.
+
+The method drafts one level of K children at every step, chosen as the request's sampling implies;
+the traces say which rank was accepted. A rank is how many siblings were drafted before. That a
+deeper node fares as the root's children do is Sequoia's assumption, not something measured here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from foretoken.config import SpeculativeConfig
+from foretoken.core.params import SamplingParams
+from foretoken.drafters.registry import METHODS
+from foretoken.drafters.shapes import TreeOptions
+from foretoken.errors import ConfigError
+from foretoken.llm import LLM, Prompt
+from foretoken.runtime.costs import CostCurve
+from foretoken.runtime.profiling import measure_costs
+from foretoken.trace import StepTrace
+
+__all__ = ["Acceptance", "accepted_rank", "measure_acceptance", "one_level", "pass_costs"]
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """How often the child of each rank was accepted.
+
+    Args:
+        accepted: [K] steps whose accepted child had this rank.
+        drafts: steps that drafted.
+        draft_seconds: of drafting one level; the median over steps.
+    """
+
+    accepted: tuple[int, ...]
+    drafts: int
+    draft_seconds: float
+
+    @property
+    def vector(self) -> tuple[float, ...]:
+        """[K] the positional acceptance vector."""
+        return tuple(count / self.drafts for count in self.accepted)
+
+    @property
+    def errors(self) -> tuple[float, ...]:
+        """[K] standard errors, with steps taken for independent."""
+        return tuple((rate * (1 - rate) / self.drafts) ** 0.5 for rate in self.vector)
+
+
+def pass_costs(llm: LLM) -> CostCurve:
+    """Seconds of a target pass by number of positions."""
+    return measure_costs(llm.engine.target)
+
+
+def one_level(config: SpeculativeConfig, ranks: int) -> SpeculativeConfig:
+    """The configuration that drafts one level of `ranks` children, at every step.
+
+    Raises:
+        ConfigError: the method does not grow trees of a given shape.
+    """
+    if not issubclass(config.drafter_spec.options, TreeOptions):
+        able = ", ".join(
+            name for name, spec in METHODS.items() if issubclass(spec.options, TreeOptions)
+        )
+        raise ConfigError(
+            f"method '{config.method_name}' takes no tree: give a draft model, or one of {able}."
+        )
+    fields = {name: getattr(config, name) for name in config.model_fields_set}
+    always = {"tree": (ranks,), "num_speculative_tokens": ranks, "controller": "fixed"}
+    return SpeculativeConfig.parse({**fields, **always})
+
+
+def measure_acceptance(
+    llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, ranks: int
+) -> Acceptance:
+    """Count which rank is accepted while these prompts are answered.
+
+    Args:
+        llm: a model that drafts by a configuration of `one_level`.
+        prompts: one after the other, so that a step's times are one request's.
+        params: how to sample; the vector belongs to these parameters.
+        ranks: K; children of higher ranks are not counted.
+
+    Raises:
+        ConfigError: nothing was drafted, so that there is nothing to count.
+    """
+    counts, seconds = [0] * ranks, []
+    for prompt in prompts:
+        steps = [step for step in _steps(llm, prompt, params) if step.drafted]
+        for rank in map(accepted_rank, steps):
+            if rank is not None and rank < ranks:
+                counts[rank] += 1
+        # A draft model reads the whole prompt in its first step.
+        seconds.append([step.draft_seconds for step in steps])
+    drafts = sum(map(len, seconds))
+    if not drafts:
+        raise ConfigError(
+            f"method '{llm.speculative_config.method_name}' drafted nothing on these prompts: "
+            "there is no acceptance to measure. Take other prompts or more tokens."
+        )
+    timed = [time for times in seconds for time in times[1:]] or [t[0] for t in seconds if t]
+    return Acceptance(tuple(counts), drafts, median(timed))
+
+
+def _steps(llm: LLM, prompt: Prompt, params: SamplingParams) -> list[StepTrace]:
+    (result,) = llm.generate([prompt], params)
+    return [step for output in result.outputs for step in output.trace]
+
+
+def accepted_rank(step: StepTrace) -> int | None:
+    """The rank of the accepted child of the root; None if none was."""
+    if not step.accepted:
+        return None
+    return step.parents[: step.accepted[0]].count(-1)

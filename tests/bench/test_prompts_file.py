@@ -1,0 +1,93 @@
+"""Files of prompts: what is read, what is refused, and what a sample is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foretoken.bench.prompts_file import MULTI_TURN, Prompt, cut_middle, read_prompts, stratified
+from foretoken.errors import ForetokenError, PromptError
+
+
+def write(folder: Path, name: str, *lines: Any) -> Path:
+    file = folder / name
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    file.write_text("\n".join(texts) + "\n")
+    return file
+
+
+def test_spec_bench_lines_give_first_turns_and_six_kinds(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        "questions.jsonl",
+        {"question_id": 81, "category": "writing", "turns": ["a", "b"]},
+        {"question_id": 101, "category": "math", "turns": ["c", "d"]},
+        {"question_id": 171, "category": "math_reasoning", "turns": ["e"], "reference": ["f"]},
+    )
+    assert read_prompts(file) == [
+        Prompt("81", MULTI_TURN, "a"),
+        Prompt("101", MULTI_TURN, "c"),
+        Prompt("171", "math_reasoning", "e"),
+    ]
+
+
+def test_other_json_lines_and_plain_text(tmp_path: Path) -> None:
+    lines = write(tmp_path, "mine.jsonl", {"prompt": "a"}, '"b"', "", {"question": "c"})
+    assert [p.text for p in read_prompts(lines)] == ["a", "b", "c"]
+    assert [p.kind for p in read_prompts(lines)] == ["mine"] * 3
+    text = write(tmp_path, "mine.txt", "one prompt", "", " another ")
+    assert [p.text for p in read_prompts(text)] == ["one prompt", "another"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        ([], "has no prompts"),
+        (["{"], "line 1: not JSON"),
+        (["3"], "line 1: no text"),
+        ([{"turns": []}], "line 1: no text"),
+        ([{"turns": [5]}], "line 1: no text"),
+        ([{"answer": "a"}], "line 1: no text"),
+        ([{"question_id": 1, "text": "a"}, {"question_id": 1, "text": "b"}], "1 occurs twice"),
+    ],
+)
+def test_what_is_not_a_prompt_is_refused(tmp_path: Path, lines: list[Any], told: str) -> None:
+    with pytest.raises(PromptError, match=told):
+        read_prompts(write(tmp_path, "bad.jsonl", *lines))
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ForetokenError, match="cannot read"):
+        read_prompts(tmp_path / "none.jsonl")
+
+
+def many(*kinds: str, each: int = 10) -> list[Prompt]:
+    return [Prompt(f"{kind}{i}", kind, "text") for kind in kinds for i in range(each)]
+
+
+def test_a_sample_has_as_many_of_every_kind_and_takes_turns() -> None:
+    sample = stratified(many("a", "b", "c"), 4, seed=0)
+    assert [p.kind for p in sample] == ["a", "b", "c"] * 4
+    assert len({p.id for p in sample}) == 12
+
+
+def test_a_larger_sample_begins_with_the_smaller_one() -> None:
+    prompts = many("a", "b")
+    assert stratified(prompts, 7, seed=3)[:6] == stratified(prompts, 3, seed=3)
+    assert stratified(prompts, 7, seed=3) != stratified(prompts, 7, seed=4)
+
+
+def test_a_sample_of_one_kind_is_that_of_all() -> None:
+    prompts = many("a", "b")
+    alone = stratified(prompts, 5, seed=1, kinds=["b"])
+    assert alone == [p for p in stratified(prompts, 5, seed=1) if p.kind == "b"]
+    with pytest.raises(PromptError, match="no prompts of kind 'd'; there are: a, b"):
+        stratified(prompts, 5, seed=1, kinds=["d"])
+
+
+def test_a_long_prompt_loses_its_middle() -> None:
+    assert cut_middle([1, 2, 3], 3) == [1, 2, 3]
+    assert cut_middle(list(range(10)), 5) == [0, 1, 7, 8, 9]

@@ -1,0 +1,93 @@
+"""Text piece by piece: characters are never split, stop strings never leak."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from foretoken.core.detokenizer import Detokenizer
+
+# One token per byte: every character outside ASCII is split over tokens.
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {symbol: i for i, symbol in enumerate(ALPHABET)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]
+
+
+TOKENIZER = byte_tokenizer()
+texts = st.text(alphabet="ab \n€é😀日本", max_size=30)
+
+
+def feed(detokenizer: Detokenizer, text: str) -> list[str]:
+    pieces = []
+    for token in TOKENIZER.encode(text):
+        pieces.append(detokenizer.add(token))
+        if detokenizer.stopped_at is not None:
+            break
+    return [*pieces, detokenizer.finish()]
+
+
+@given(texts)
+def test_pieces_make_up_the_text(text: str) -> None:
+    detokenizer = Detokenizer(TOKENIZER)
+    pieces = feed(detokenizer, text)
+    assert "".join(pieces) == detokenizer.text == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+@given(texts, st.lists(st.text(alphabet="ab €😀", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_stop_strings_across_token_borders(text: str, stop: list[str]) -> None:
+    detokenizer = Detokenizer(TOKENIZER, stop)
+    pieces = feed(detokenizer, text)
+    ends = {s: text.find(s) + len(s) for s in stop if s in text}
+    if ends:
+        first = min(ends.values())
+        met = [s for s, end in ends.items() if end == first]
+        assert detokenizer.stopped_at in met
+        assert detokenizer.text == text[: first - max(len(s) for s in met)]
+    else:
+        assert detokenizer.text == text
+    assert "".join(pieces) == detokenizer.text
+
+
+def test_the_stop_string_can_be_kept() -> None:
+    detokenizer = Detokenizer(TOKENIZER, ["b b"], include_stop=True)
+    assert "".join(feed(detokenizer, "a b b a")) == "a b b"
+
+
+def test_a_possible_stop_string_is_held_back_and_then_given() -> None:
+    detokenizer = Detokenizer(TOKENIZER, ["abc"])
+    pieces = [detokenizer.add(token) for token in TOKENIZER.encode("xabxab")]
+    assert pieces == ["x", "", "", "abx", "", ""]
+    assert detokenizer.finish() == "ab"
+
+
+def test_stop_strings_do_not_count_before_the_output_may_end() -> None:
+    detokenizer = Detokenizer(TOKENIZER, ["ab"])
+    for token in TOKENIZER.encode("xabx"):
+        detokenizer.add(token, may_stop=False)
+    assert detokenizer.text == "xabx"
+    for token in TOKENIZER.encode("xab"):
+        detokenizer.add(token)
+    assert detokenizer.stopped_at == "ab"
+    assert detokenizer.text == "xabxx"
+
+
+def test_an_unfinished_character_shows_at_the_end() -> None:
+    detokenizer = Detokenizer(TOKENIZER)
+    assert detokenizer.add(TOKENIZER.encode("€")[0]) == ""
+    assert detokenizer.finish() == "\ufffd"
+
+
+@pytest.mark.parametrize("token", [0, 5])
+def test_without_a_tokenizer_there_is_no_text(token: int) -> None:
+    detokenizer = Detokenizer(None)
+    assert detokenizer.add(token) == detokenizer.finish() == detokenizer.text == ""

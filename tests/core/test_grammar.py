@@ -1,0 +1,188 @@
+"""Structured outputs: only outputs of the form, exactly p among them, with any drafter."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from foretoken import LLM, ConfigError, SamplingParams, StructuredOutputs
+from foretoken.core.grammar import Grammars
+from tests.matrix import LOSSLESS, SPECULATIVE, fits, speculative_config
+from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
+
+EOS = 95
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["ada", "bob"]}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "json": {"json": SCHEMA, "disable_any_whitespace": True},
+    "regex": {"regex": "(ab|ac){4,6}[0-9]{3}"},
+    "choice": {"choice": ["yes", "yesterday", "no"]},
+    "grammar": {"grammar": 'start: "(" start ")" | "x"'},
+}
+
+
+def matches(form: str, text: str) -> bool:
+    match form:
+        case "json":
+            value = json.loads(text)
+            return value["name"] in ("ada", "bob") and value["age"] <= 99 and len(value) == 2
+        case "regex":
+            return re.fullmatch(FORMS["regex"]["regex"], text) is not None
+        case "choice":
+            return text in FORMS["choice"]["choice"]
+        case _:
+            depth = text.count("(")
+            return text == "(" * depth + "x" + ")" * depth
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model(eos_token_id=EOS)
+
+
+def llm_of(model: Any, method: str = "none", rule: str = "coupled", gamma: int = 6) -> LLM:
+    config = speculative_config(method, rule, gamma)
+    return LLM(model, tokenizer=tiny_tokenizer(), speculative_config=config)
+
+
+def params(form: str, temperature: float = 0, seed: int = 0) -> SamplingParams:
+    return SamplingParams(
+        temperature=temperature, seed=seed, max_tokens=120, structured_outputs=FORMS[form]
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("temperature", [0, 1.0, 3.0])
+def test_outputs_have_the_form(model: Any, form: str, temperature: float) -> None:
+    llm = llm_of(model, "ngram_table")
+    finished = 0
+    for seed in range(6):
+        (output,) = llm.generate("some prompt", params(form, temperature, seed))
+        if output.finish_reason == "stop":
+            finished += 1
+            assert output.token_ids[-1] == EOS
+            assert matches(form, output.text), output.text
+    assert finished, "a greedy output may count up forever, all of them should not"
+
+
+@pytest.mark.parametrize("method", SPECULATIVE)
+@pytest.mark.parametrize("form", ["json", "regex"])
+def test_every_drafter_gives_the_output_of_none(model: Any, form: str, method: str) -> None:
+    for temperature in (0, 1.0):
+        prompts = ["one prompt", "another, much longer prompt {}", "x"]
+        sampling = params(form, temperature, seed=5)
+        plain = llm_of(model).generate(prompts, sampling)
+        outputs = llm_of(model, method).generate(prompts, sampling)
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
+
+
+@pytest.mark.parametrize("rule", LOSSLESS)
+def test_every_lossless_rule_stays_in_the_form(model: Any, rule: str) -> None:
+    method = "draft_model" if fits("draft_model", rule) else "ngram"
+    llm = llm_of(model, method, rule)
+    for seed in range(3):
+        (output,) = llm.generate("{", params("regex", 1.0, seed))
+        assert matches("regex", output.text)
+
+
+def test_the_distribution_is_p_restricted_to_what_is_allowed() -> None:
+    outputs = StructuredOutputs(regex="[a-c]x")
+    grammar = Grammars(tiny_tokenizer(), VOCAB_SIZE, [EOS]).compile(outputs)
+    allowed = grammar.allowed([])
+    assert allowed is not None
+    assert allowed.nonzero()[:, 0].tolist() == [65, 66, 67]  # a, b, c
+    from foretoken.core.sampler import Sampler
+
+    fields = SamplingParams(temperature=0.7, structured_outputs=outputs)
+    sampler = Sampler(fields, VOCAB_SIZE, [1], [EOS], grammar)
+    logits = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    distribution = sampler.distribution(logits, [])
+    expected = (logits[65:68] / 0.7).softmax(-1)
+    assert distribution.tokens.tolist() == [65, 66, 67]
+    assert torch.allclose(distribution.probs, expected)
+
+
+def test_a_grammar_goes_to_wherever_it_is_asked() -> None:
+    grammars = Grammars(tiny_tokenizer(), VOCAB_SIZE, [EOS])
+    outputs = StructuredOutputs(regex="(ab|ac)*d")
+    walking = grammars.compile(outputs)
+    a, b, c, d = 65, 66, 67, 68
+    for path in ([a, b], [a, c, a], [], [d], [a, b, a, b, d], [a, b], [b], [a, b, d, EOS], [a]):
+        expected = grammars.compile(outputs).allowed(path)
+        found = walking.allowed(path)
+        assert (expected is None) == (found is None)
+        if expected is not None and found is not None:
+            assert torch.equal(expected, found)
+    assert walking.allowed([b]) is None
+    assert walking.forced([b]) == []
+
+
+def test_forced_tokens_are_drafted_and_accepted(model: Any) -> None:
+    (output,) = llm_of(model, "regex", gamma=16).generate("x", params("json", 1.0, seed=1))
+    metrics = output.metrics
+    assert metrics.acceptance_rate == 1.0
+    forced = len('{"name":"') + len('","age":')
+    assert metrics.num_accepted_tokens >= forced
+    assert metrics.target_passes <= len(output.token_ids) - forced
+
+
+def test_an_expected_form_is_only_a_guess(model: Any) -> None:
+    form = {"regex": "(abc){50}"}
+    config = {"method": "regex", "expected": form, "controller": "fixed"}
+    llm = LLM(model, tokenizer=tiny_tokenizer(), speculative_config=config)
+    free = SamplingParams(temperature=0, max_tokens=30)
+    (output,) = llm.generate("abcabc", free)
+    assert output.token_ids == llm_of(model).generate("abcabc", free)[0].token_ids
+    assert output.metrics.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"regex": "(a"}, r"structured_outputs: not a valid regex: .*unclosed group"),
+        ({"json": {"type": "obj"}}, "not a valid json: Invalid type: obj"),
+        ({"json": "{nope"}, "json: the schema is not valid JSON"),
+        ({"json": "[1]"}, r"a schema is a JSON object"),
+        ({"grammar": "start: foo"}, "not a valid grammar: .*unknown name"),
+        ({"choice": []}, "choice: .*at least 1 item"),
+        ({}, "give one of json, regex.*got none of them"),
+        ({"regex": "a", "choice": ["b"]}, "got regex and choice"),
+        ({"regx": "a"}, "did you mean 'regex'"),
+        ({"regex": "a", "disable_any_whitespace": True}, "is for json, not for regex"),
+    ],
+)
+def test_what_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        SamplingParams(structured_outputs=fields)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "field", [{"min_tokens": 3}, {"ignore_eos": True}, {"allowed_token_ids": [1]}]
+)
+def test_contradictions(field: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="contradicts structured_outputs"):
+        SamplingParams(structured_outputs={"regex": "a"}, **field)
+
+
+def test_models_that_cannot(model: Any) -> None:
+    asked = SamplingParams(structured_outputs={"regex": "a"})
+    with pytest.raises(ConfigError, match="end-of-sequence token"):
+        LLM(tiny_model(), tokenizer=tiny_tokenizer()).generate("a", asked)
+    with pytest.raises(ConfigError, match="fast tokenizer"):
+        LLM(model).generate([1, 2], asked)
+
+
+def test_the_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ConfigError, match=r"pip install 'foretoken\[structured\]'"):
+        SamplingParams(structured_outputs={"regex": "a"})

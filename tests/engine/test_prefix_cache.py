@@ -1,0 +1,152 @@
+"""The prefix cache: what is found, what is dropped, and that nobody can tell."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from foretoken import LLM, SamplingParams
+from foretoken.core.tree import chain
+from foretoken.engine.prefix_cache import BLOCK, PrefixCache
+from foretoken.runtime.attention import KEY_BLOCK
+from foretoken.runtime.target import Target
+from tests.counting import counted
+from tests.tiny import VOCAB_SIZE, tiny_model
+
+PARAMS = SamplingParams(temperature=0.9, seed=3, max_tokens=12, logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model(max_position_embeddings=2 * KEY_BLOCK)
+
+
+def tokens_of(seed: int, length: int) -> list[int]:
+    dice = random.Random(seed)
+    return [dice.randrange(VOCAB_SIZE) for _ in range(length)]
+
+
+def cache_of(target: Target, blocks: int) -> PrefixCache:
+    return PrefixCache(target, blocks * BLOCK * target.cell_bytes)
+
+
+def stored(target: Target, cache: PrefixCache, tokens: list[int]) -> None:
+    target.add(1)
+    target.prefill(1, tokens)
+    cache.store(1, tokens)
+    target.remove(1)
+
+
+def found(target: Target, cache: PrefixCache, tokens: list[int]) -> int:
+    """Tokens found; their KV must give the logits of the whole text."""
+    target.add(2)
+    count = cache.restore(2, tokens)
+    assert target.cached(2) == count
+    target.prefill(2, tokens[count:])
+    (logits,) = target.verify([2], [chain([7])])
+    logits = logits.clone()
+    target.rollback(2, 0)
+    target.prefill(2, tokens)
+    assert torch.equal(target.verify([2], [chain([7])])[0], logits)
+    target.remove(2)
+    return count
+
+
+def test_the_longest_chain_of_whole_blocks(model: PreTrainedModel) -> None:
+    target = Target(model)
+    cache = cache_of(target, 100)
+    text = tokens_of(1, 5 * BLOCK + 9)
+    stored(target, cache, text)
+    assert len(cache) == 5
+    assert found(target, cache, text) == 5 * BLOCK
+    assert found(target, cache, text[: 3 * BLOCK - 1]) == 2 * BLOCK
+    assert found(target, cache, [*text[: 2 * BLOCK], *tokens_of(2, 200)]) == 2 * BLOCK
+    assert found(target, cache, text[BLOCK:]) == 0  # the same tokens at another place
+    assert found(target, cache, tokens_of(3, 200)) == 0
+    stored(target, cache, text)
+    assert len(cache) == 5  # what is known is not kept twice
+
+
+def test_the_least_recently_used_go_first_and_last_blocks_before_first_ones(
+    model: PreTrainedModel,
+) -> None:
+    target = Target(model)
+    cache = cache_of(target, 6)
+    first, second, third = (tokens_of(seed, 3 * BLOCK) for seed in range(3))
+    stored(target, cache, first)
+    stored(target, cache, second)
+    assert found(target, cache, first) == 3 * BLOCK
+    stored(target, cache, third[: 2 * BLOCK])
+    assert len(cache) == 6
+    assert found(target, cache, second) == BLOCK
+    assert found(target, cache, first) == 3 * BLOCK
+
+
+def test_a_text_longer_than_the_cache_keeps_its_beginning(model: PreTrainedModel) -> None:
+    target = Target(model)
+    cache = cache_of(target, 3)
+    stored(target, cache, tokens_of(9, BLOCK))
+    text = tokens_of(1, 8 * BLOCK)
+    stored(target, cache, text)
+    assert len(cache) == 3
+    assert found(target, cache, text) == 3 * BLOCK
+
+
+def test_every_block_can_be_reached(model: PreTrainedModel) -> None:
+    """Whatever was stored and dropped: no block without the one before it."""
+    target = Target(model)
+    cache = cache_of(target, 7)
+    dice = random.Random(0)
+    texts = [tokens_of(seed, 6 * BLOCK) for seed in range(3)]
+    texts += [[*texts[0][: 2 * BLOCK], *tokens_of(7, 3 * BLOCK)]]
+    for _ in range(30):
+        text = dice.choice(texts)[: dice.randrange(7) * BLOCK]
+        stored(target, cache, text) if dice.random() < 0.7 else found(target, cache, text)
+        assert len(cache) <= 7
+        numbers = {entry.number for entry in cache._entries.values()}
+        assert all(parent in numbers or parent == -1 for parent, _ in cache._entries)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_the_bits_are_the_same(dtype: torch.dtype) -> None:
+    model = tiny_model(dtype=dtype, max_position_embeddings=2 * KEY_BLOCK)
+    system = tokens_of(1, 3 * BLOCK + 20)
+    prompts = [[*system, *tokens_of(seed, 5 + 40 * seed)] for seed in range(5)]
+    plain = LLM(model, enable_prefix_caching=False).generate(prompts, PARAMS)
+    cached = LLM(model).generate(prompts, PARAMS)
+    assert [(o.token_ids, o.logprobs) for o in cached] == [(o.token_ids, o.logprobs) for o in plain]
+    assert [o.metrics.cached_prompt_tokens for o in plain] == [0] * 5
+    assert [o.metrics.cached_prompt_tokens for o in cached] == [0, *[3 * BLOCK] * 4]
+
+
+def test_a_shared_beginning_is_computed_once(model: PreTrainedModel) -> None:
+    llm = LLM(model)
+    positions = counted(llm._target)
+    system = tokens_of(1, 4 * BLOCK)
+    llm.generate([[*system, i, i + 1] for i in range(6)], SamplingParams(max_tokens=1))
+    prompts = positions[:-1]  # the last pass is the step
+    assert sum(prompts) <= len(system) + 6 * 4  # and what is left of each, with padding
+    assert all(a >= b for a, b in pairwise(prompts))
+
+
+def test_a_prompt_that_is_known_whole_leaves_the_last_token(model: PreTrainedModel) -> None:
+    llm, plain = LLM(model), LLM(model, enable_prefix_caching=False)
+    text = tokens_of(5, 4 * BLOCK)
+    llm.generate([text], PARAMS)
+    for length, known in ((2 * BLOCK, 1), (2 * BLOCK + 1, 2), (BLOCK, 0)):
+        (output,) = llm.generate([text[:length]], PARAMS)
+        assert output.metrics.cached_prompt_tokens == known * BLOCK
+        (expected,) = plain.generate([text[:length]], PARAMS)
+        assert (output.token_ids, output.logprobs) == (expected.token_ids, expected.logprobs)
+
+
+def test_outputs_are_not_kept(model: PreTrainedModel) -> None:
+    """KV of committed branches has the right tokens, but not always the same last bit."""
+    llm = LLM(model)
+    (output,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=2 * BLOCK))
+    (again,) = llm.generate([[1, 2, 3, *output.token_ids]], PARAMS)
+    assert again.metrics.cached_prompt_tokens == 0

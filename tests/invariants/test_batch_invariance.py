@@ -1,0 +1,136 @@
+"""Invariant 7 for the engine: what comes out of a request does not depend on the company it keeps.
+
+Requests of every kind come and go at random, their prompts are computed in chunks beside the
+others' steps or come from the prefix cache, a small budget takes rows away again and again, each
+request drafts in its own way and some are given up. The bits of those that end are the bits of the
+same request by itself, without speculation.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from foretoken import LLM, RequestOutput, SamplingParams
+from foretoken.drafters.registry import METHODS
+from foretoken.engine.prefix_cache import BLOCK
+from foretoken.runtime.attention import KEY_BLOCK
+from tests.matrix import METHOD_FIELDS, ON_CHAINS, WITH_TOKENIZER
+from tests.tiny import VOCAB_SIZE, tiny_model
+
+CONTEXT = 2 * KEY_BLOCK
+CHOICES = ("none", *(method for method in ON_CHAINS if method not in WITH_TOKENIZER))
+BUDGETS = (None, 2, 3, 3, 5)
+PORTIONS = (5, 64, 100, 512)
+SEEDS = range(9)
+
+
+@cache
+def model_of(dtype: torch.dtype) -> PreTrainedModel:
+    return tiny_model(dtype=dtype, max_position_embeddings=CONTEXT)
+
+
+@cache
+def config_of(method: str, dtype: torch.dtype) -> dict[str, Any] | None:
+    if method == "none":
+        return None
+    config: dict[str, Any] = {"method": method, **METHOD_FIELDS.get(method, {})}
+    if METHODS[method].takes_model:
+        config["model"] = tiny_model(seed=1, dtype=dtype, max_position_embeddings=CONTEXT)
+    return config
+
+
+def prompt_of(dice: random.Random) -> tuple[int, ...]:
+    """Some share long beginnings, some end just before a key block does."""
+    shared = random.Random(dice.randrange(2)).choices(range(VOCAB_SIZE), k=5 * BLOCK)
+    begins = dice.choice((0, BLOCK, 3 * BLOCK - 5, 5 * BLOCK, 5 * BLOCK))
+    before_the_end = [KEY_BLOCK - left - begins for left in (22, 17, 12)]
+    own = dice.choice((1, 30, *before_the_end, KEY_BLOCK + 3 - begins))
+    return (*shared[:begins], *dice.choices(range(VOCAB_SIZE), k=own))
+
+
+def params_of(dice: random.Random) -> SamplingParams:
+    shape = dice.choice(({"temperature": 0}, {"temperature": 0.9, "top_p": 0.95, "min_p": 0.01}))
+    length = dice.choice((1, 20, 30))
+    return SamplingParams(seed=dice.randrange(9), max_tokens=length, logprobs=1, **shape)
+
+
+@cache
+def alone(dtype: torch.dtype, prompt: tuple[int, ...], params: str) -> Any:
+    """A plain LLM that has never seen another request."""
+    plain = _plain(dtype)
+    (output,) = plain.generate([list(prompt)], SamplingParams.model_validate_json(params))
+    assert not plain._target._keys
+    return output.token_ids, output.logprobs
+
+
+@cache
+def _plain(dtype: torch.dtype) -> LLM:
+    return LLM(model_of(dtype), enable_prefix_caching=False)
+
+
+def company(dice: random.Random, dtype: torch.dtype) -> LLM:
+    budget = dice.choice(BUDGETS)
+    memory = None if budget is None else budget * KEY_BLOCK * _plain(dtype)._target.cell_bytes
+    return LLM(
+        model_of(dtype),
+        speculative_config=config_of(dice.choice(CHOICES), dtype),
+        max_num_seqs=dice.choice((2, 3, 8, 16)),
+        max_num_batched_tokens=dice.choice(PORTIONS),
+        kv_cache_memory=memory,
+        enable_prefix_caching=dice.random() < 0.8,
+        prefix_cache_memory=dice.choice((2, 9, 100)) * BLOCK * _plain(dtype)._target.cell_bytes,
+    )
+
+
+def serve(llm: LLM, dice: random.Random, dtype: torch.dtype) -> list[tuple[Any, RequestOutput]]:
+    """Ten requests that come at random moments, a few of which are given up."""
+    asked: dict[int, Any] = {}
+    ended: list[tuple[Any, RequestOutput]] = []
+    while len(asked) < 10 or llm.engine.has_unfinished_requests():
+        while len(asked) < 10 and dice.random() < 0.7:
+            prompt, params = prompt_of(dice), params_of(dice)
+            if len(prompt) + 30 < llm.max_model_len:
+                config = config_of(dice.choice(CHOICES), dtype)
+                asked[llm.engine.add_request(prompt, params, config)] = prompt, params
+        if asked and dice.random() < 0.03:
+            llm.engine.abort(dice.choice(list(asked)))
+        for output in llm.engine.step():
+            assert output.request_id is not None
+            if output.finished:
+                ended.append((asked[output.request_id], output))
+    return ended
+
+
+@cache
+def served(dtype: torch.dtype, seed: int) -> tuple[LLM, list[tuple[Any, RequestOutput]]]:
+    dice = random.Random(seed)
+    llm = company(dice, dtype)
+    return llm, serve(llm, dice, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_any_company_any_schedule(dtype: torch.dtype, seed: int) -> None:
+    llm, ended = served(dtype, seed)
+    assert llm.bit_exact
+    assert ended
+    for (prompt, params), output in ended:
+        assert output.metrics.drafter_failure is None
+        expected = alone(dtype, prompt, params.model_dump_json(exclude={"structured_outputs"}))
+        assert (output.token_ids, output.logprobs) == expected
+    assert not llm._target._keys
+    assert not llm._engine.busy
+
+
+def test_the_schedules_have_what_they_are_to_have() -> None:
+    """Preemptions, prefixes from the cache and drafts do occur in them."""
+    outputs = [output for seed in SEEDS for _, output in served(torch.float32, seed)[1]]
+    assert sum(output.metrics.preemptions for output in outputs) > 0
+    assert sum(output.metrics.cached_prompt_tokens for output in outputs) > 4 * BLOCK
+    assert sum(output.metrics.num_accepted_tokens for output in outputs) > 20

@@ -1,0 +1,237 @@
+"""Invariant 5: what cannot work together is refused at construction, in one clear line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+)
+
+from foretoken import LLM, CompatibilityError, ConfigError
+from foretoken.control import Fixed
+from foretoken.core.acceptance import RULES
+from foretoken.engine.scheduler import Engine
+from foretoken.models.support import default_device, default_dtype
+from foretoken.runtime.attention import padded_rows
+from foretoken.runtime.inputs import PassInputs
+from foretoken.runtime.target import Target
+from tests.drafting import RandomTrees
+from tests.tiny import CONTEXT, tiny_model
+
+
+def test_trees_with_a_rule_for_chains() -> None:
+    drafter = RandomTrees(lambda _: [], 8)
+    with pytest.raises(CompatibilityError, match=r"'block' takes chains only.*RandomTrees"):
+        Engine(Target(tiny_model()), drafter, RULES["block"](), Fixed(3))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"method": "draft_model", "tree": [2, 1]},
+        {"method": "draft_model", "tree": [2, 1], "expansion": "sample"},
+        {"method": "draft_model", "tree": [2, 1], "expansion": "top_k"},
+        {"method": "draft_model", "tree": "dynamic"},
+        {"method": "suffix", "branching": True},
+        {"method": "ensemble", "drafters": [{"method": "ngram"}, {"method": "random"}]},
+    ],
+)
+def test_siblings_that_were_not_drawn_independently(fields: dict[str, Any]) -> None:
+    if fields["method"] == "draft_model":
+        fields = {**fields, "model": tiny_model(seed=1)}
+    with pytest.raises(CompatibilityError, match="siblings drawn independently only") as caught:
+        LLM(tiny_model(), speculative_config={**fields, "acceptance": "k_sequential"})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tree": [2, 1], "expansion": "sample_with_replacement"},
+        {"tree": [1, 1]},
+        {"expansion": "sample"},
+    ],
+)
+def test_independent_siblings_and_chains_fit(fields: dict[str, Any]) -> None:
+    config = {"model": tiny_model(seed=1), "acceptance": "k_sequential", **fields}
+    (output,) = LLM(tiny_model(), speculative_config=config).generate([[1, 2, 3]])
+    assert output.metrics.num_drafts > 0
+
+
+def test_draft_model_with_another_vocabulary() -> None:
+    config = {"method": "draft_model", "model": tiny_model(vocab_size=64)}
+    with pytest.raises(
+        CompatibilityError, match="vocabulary of 64 tokens and the target one of 96"
+    ):
+        LLM(tiny_model(), speculative_config=config)
+
+
+def test_sliding_window_smaller_than_the_context() -> None:
+    model = tiny_model("mistral", sliding_window=64)
+    with pytest.raises(CompatibilityError, match=r"window of 64 .* max_model_len=64"):
+        LLM(model)
+    assert LLM(model, max_model_len=64).max_model_len == 64
+
+
+def test_sliding_window_as_large_as_the_context() -> None:
+    assert LLM(tiny_model("mistral", sliding_window=CONTEXT)).bit_exact
+
+
+def small(model_type: str, **fields: Any) -> PreTrainedModel:
+    config = AutoConfig.for_model(model_type, vocab_size=96, **fields)
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    return model
+
+
+def test_recurrent_state() -> None:
+    model = small("mamba", hidden_size=32, num_hidden_layers=2, state_size=4)
+    with pytest.raises(CompatibilityError, match="recurrent state"):
+        LLM(model)
+
+
+def gemma2(sliding_window: int) -> PreTrainedModel:
+    return small(
+        "gemma2",
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        sliding_window=sliding_window,
+        max_position_embeddings=64,
+    )
+
+
+def test_alternating_windows() -> None:
+    with pytest.raises(CompatibilityError, match="window of 16"):
+        LLM(gemma2(sliding_window=16))
+
+
+def test_attention_that_ours_does_not_do() -> None:
+    """Gemma 2 caps its attention logits: refused even where its window is large enough."""
+    with pytest.raises(CompatibilityError, match="softcap"):
+        LLM(gemma2(sliding_window=64))
+
+
+def test_positions_that_do_not_come_from_position_ids() -> None:
+    """ALiBi biases by the distance in the cache, which a branch does not have."""
+    with pytest.raises(CompatibilityError):
+        LLM(small("bloom", hidden_size=32, n_layer=2, n_head=2))
+
+
+def test_rotary_frequencies_chosen_by_the_longest_row() -> None:
+    rope = {
+        "rope_type": "dynamic",
+        "rope_theta": 10000.0,
+        "factor": 2.0,
+        "original_max_position_embeddings": 128,
+    }
+    model = tiny_model(rope_parameters=rope)
+    with pytest.raises(CompatibilityError, match="longest row of a batch"):
+        LLM(model)
+    assert LLM(model, max_model_len=128).max_model_len == 128
+
+
+def test_encoder_decoder() -> None:
+    config = AutoConfig.for_model(
+        "t5", vocab_size=32, d_model=16, d_ff=32, d_kv=8, num_layers=1, num_heads=2
+    )
+    with pytest.raises(CompatibilityError, match="encoder-decoder"):
+        LLM(AutoModelForSeq2SeqLM.from_config(config))  # type: ignore[no-untyped-call]
+
+
+def test_no_language_model_head() -> None:
+    config = tiny_model().config
+    with pytest.raises(CompatibilityError, match="no language-model head"):
+        LLM(AutoModel.from_config(config))  # type: ignore[no-untyped-call]
+
+
+def test_a_model_that_ignores_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a configuration says, behaviour is checked."""
+    model = tiny_model()
+
+    def nothing_hidden(inputs: PassInputs) -> Tensor:
+        return torch.zeros(len(inputs.rows), 1, padded_rows(inputs.nodes), inputs.span)
+
+    monkeypatch.setattr(PassInputs, "mask", property(nothing_hidden))
+    with pytest.raises(CompatibilityError, match="ignores the 4-D mask or the position ids"):
+        LLM(model)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"method": "ngramm"}, "unknown method 'ngramm': did you mean 'ngram'?"),
+        ({"method": "ngram", "acceptance": "rejecton"}, "did you mean 'rejection'?"),
+        ({"method": "ngram", "prompt_lokup_max": 3}, "did you mean 'prompt_lookup_max'?"),
+        ({"method": "none", "prompt_lookup_max": 3}, "no field 'prompt_lookup_max'"),
+        ({"method": "ngram", "num_speculative_tokens": -1}, "num_speculative_tokens"),
+        ({"method": "ngram", "num_speculative_tokens": True}, "num_speculative_tokens"),
+        ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, "larger than"),
+        ({"method": "draft_model"}, "needs a draft model: set 'model'"),
+        ({"method": "ngram", "model": "x"}, "takes no draft model"),
+        ({"method": "ngram", "acceptance": {"lenience": 0.5}}, "needs its name under 'rule'"),
+        ({"method": "ngram", "controller": "fixd"}, "did you mean 'fixed'?"),
+        ({"method": "ngram", "controller": {"rule": "batch", "lengths": {2: 1}}}, "batch size 1"),
+        ({"method": "ngram", "acceptance": {"rule": "lenient", "lenience": 0}}, "lenience"),
+        ({"method": "ngram", "acceptance": {"rule": "coupled", "tau": 1}}, "no field 'tau'"),
+        ({"method": "ngram", "acceptance": 3}, "acceptance"),
+    ],
+)
+def test_wrong_speculative_config(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LLM(tiny_model(), speculative_config=config)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_model_len": 1}, "max_model_len"),
+        ({"max_model_len": CONTEXT + 1}, "max_model_len: must be 2 to 256"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"dtype": "bfloat16"}, "the loaded model is in torch.float32"),
+        ({"device": "cuda"}, "the loaded model is on cpu"),
+        ({"speculative_config": "ngram"}, "must be a dict"),
+    ],
+)
+def test_wrong_arguments(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LLM(tiny_model(), **fields)
+    assert message in str(caught.value)
+
+
+def test_dtypes_and_devices() -> None:
+    cpu = torch.device("cpu")
+    assert default_dtype("float32", cpu) == torch.float32
+    assert default_dtype("auto", cpu) in (torch.float32, torch.bfloat16)
+    for dtype in ("float16", "int8", "fp32", torch.int8):
+        with pytest.raises(ConfigError, match="dtype"):
+            default_dtype(dtype, cpu)
+    for device in ("gpu0", "meta"):
+        with pytest.raises(ConfigError, match="device"):
+            default_device(device)
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="no CUDA device"):
+            default_device("cuda")
+
+
+def test_a_loaded_model_is_left_as_it_was() -> None:
+    model = tiny_model()
+    before = {name: id(parameter) for name, parameter in model.named_parameters()}
+    implementation = model.config._attn_implementation
+    LLM(model).generate([[1, 2]])
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
+    assert model.config._attn_implementation == implementation
+    assert type(model.lm_head) is torch.nn.Linear

@@ -1,0 +1,123 @@
+"""Greedy output is plain decoding's and Transformers' own, for every drafter, rule and tree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from foretoken import LLM, SamplingParams
+from foretoken.control import Fixed
+from foretoken.core.acceptance import RULES
+from foretoken.engine.scheduler import Engine
+from foretoken.request import Request
+from foretoken.runtime.target import Target
+from tests.drafting import RandomTrees, Scripted
+from tests.matrix import (
+    LOSSLESS,
+    ON_CHAINS,
+    PROMPTS,
+    SPECULATIVE,
+    fits,
+    takes_any_tree,
+    tiny_llm,
+)
+from tests.tiny import ARCHITECTURES, CONTEXT, VOCAB_SIZE, reference_greedy, tiny_model
+
+TOKENS = 40
+GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS)
+# Lossy rules that are lossless at temperature 0 belong here too.
+GREEDY_RULES = [*LOSSLESS, "typical"]
+
+
+@pytest.fixture(scope="module", params=list(ARCHITECTURES))
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return tiny_model(request.param)
+
+
+@pytest.fixture(scope="module")
+def expected(model: PreTrainedModel) -> list[tuple[int, ...]]:
+    return [tuple(reference_greedy(model, prompt, TOKENS)) for prompt in PROMPTS]
+
+
+def token_ids(llm: LLM) -> list[tuple[int, ...]]:
+    return [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
+
+
+def test_plain_decoding(model: PreTrainedModel, expected: list[tuple[int, ...]]) -> None:
+    assert token_ids(tiny_llm(model)) == expected
+
+
+@pytest.mark.parametrize("method", SPECULATIVE)
+def test_every_drafter(
+    model: PreTrainedModel, expected: list[tuple[int, ...]], method: str
+) -> None:
+    assert token_ids(tiny_llm(model, method)) == expected
+
+
+@pytest.mark.parametrize(
+    ("method", "rule"), [(m, r) for m in SPECULATIVE for r in GREEDY_RULES if fits(m, r)]
+)
+def test_every_rule(method: str, rule: str) -> None:
+    """Rules see neither model nor logits: one architecture will do."""
+    model = tiny_model()
+    plain = [tuple(reference_greedy(model, prompt, TOKENS)) for prompt in PROMPTS]
+    assert token_ids(tiny_llm(model, method, rule)) == plain
+
+
+def test_the_matrix_accepts_something(model: PreTrainedModel) -> None:
+    """Otherwise the tests above would say little."""
+    llm = tiny_llm(model, "ngram")
+    assert sum(o.metrics.num_accepted_tokens for o in llm.generate(PROMPTS, GREEDY)) > 0
+
+
+def run(
+    target: Target, drafter: Scripted, rule: str, gamma: int, prompts: list[list[int]]
+) -> list[Request]:
+    """Generate with a test drafter, which no method name stands for."""
+    engine = Engine(target, drafter, RULES[rule](), Fixed(gamma))
+    requests = [
+        Request(prompt, GREEDY, vocab_size=VOCAB_SIZE, max_model_len=CONTEXT) for prompt in prompts
+    ]
+    for request in requests:
+        engine.add(request)
+    while engine.busy:
+        engine.step()
+    return requests
+
+
+@pytest.mark.parametrize("rule", [name for name in GREEDY_RULES if takes_any_tree(name)])
+@pytest.mark.parametrize("nodes", [2, 7, 24])
+def test_random_trees(
+    model: PreTrainedModel, expected: list[tuple[int, ...]], rule: str, nodes: int
+) -> None:
+    of_prompt = {tuple(prompt): out for prompt, out in zip(PROMPTS, expected, strict=True)}
+    drafter = RandomTrees(lambda r: of_prompt[r.prompt_ids], VOCAB_SIZE, wrong=5)
+    requests = run(Target(model), drafter, rule, nodes, PROMPTS)
+    assert [tuple(r.output_ids) for r in requests] == expected
+    assert sum(r.metrics.num_accepted_tokens for r in requests) > len(PROMPTS) * 5
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 3])
+def test_known_continuations(
+    model: PreTrainedModel, expected: list[tuple[int, ...]], wrong: int
+) -> None:
+    """Everything accepted, nothing accepted, and a mixture."""
+    of_prompt = {tuple(prompt): out for prompt, out in zip(PROMPTS, expected, strict=True)}
+    drafter = Scripted(lambda r: of_prompt[r.prompt_ids], VOCAB_SIZE, wrong=wrong)
+    requests = run(Target(model), drafter, "rejection", 4, PROMPTS)
+    assert [tuple(r.output_ids) for r in requests] == expected
+    accepted = sum(r.metrics.num_accepted_tokens for r in requests)
+    passes = sum(r.metrics.target_passes for r in requests)
+    assert accepted + passes == len(PROMPTS) * TOKENS
+    if wrong == 0:
+        assert passes == len(PROMPTS) * TOKENS / 5
+    if wrong == 1:
+        assert accepted == 0
+
+
+def test_bfloat16_equals_plain_decoding() -> None:
+    model = tiny_model(dtype=torch.bfloat16)
+    plain = token_ids(tiny_llm(model))
+    for method in ON_CHAINS:
+        assert token_ids(tiny_llm(model, method)) == plain

@@ -1,0 +1,122 @@
+"""Invariants 2 and 3: the output of a lossless rule has exactly the target's distribution.
+
+By enumeration of every draft and every outcome on tiny vocabularies; nothing is sampled here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from foretoken.core.acceptance import RULES
+from foretoken.core.distribution import Distribution
+from tests.enumeration import (
+    Siblings,
+    chains,
+    decisions,
+    distance,
+    independent,
+    most_likely,
+    output_distribution,
+    random_distributions,
+    trees,
+    without_replacement,
+)
+from tests.matrix import takes_any_tree
+
+LOSSLESS = [name for name, rule in RULES.items() if rule.lossless]
+ON_TREES = [
+    (name, siblings)
+    for name in LOSSLESS
+    for siblings in (independent, without_replacement, most_likely)
+    if takes_any_tree(name) or (RULES[name].takes_trees and siblings is independent)
+]
+TOLERANCE = 1e-6
+
+
+@pytest.mark.parametrize("rule", LOSSLESS)
+@pytest.mark.parametrize("gamma", [0, 1, 2, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_chains(rule: str, gamma: int, seed: int) -> None:
+    p, q = random_distributions(3, seed), random_distributions(3, seed + 100)
+    outcomes = output_distribution(RULES[rule](), chains(q, gamma), p, length=gamma + 1)
+    assert sum(outcomes.values()) == pytest.approx(1)
+    assert distance(outcomes, p, gamma + 1) < TOLERANCE
+
+
+@pytest.mark.parametrize("rule", LOSSLESS)
+@pytest.mark.parametrize(("p_zeros", "q_zeros"), [(2, 0), (0, 2), (2, 2), (3, 3)])
+def test_chains_with_disjoint_supports(rule: str, p_zeros: int, q_zeros: int) -> None:
+    p, q = random_distributions(4, 7, zeros=p_zeros), random_distributions(4, 9, zeros=q_zeros)
+    outcomes = output_distribution(RULES[rule](), chains(q, 2), p, length=3)
+    assert distance(outcomes, p, 3) < TOLERANCE
+
+
+@pytest.mark.parametrize("rule", LOSSLESS)
+def test_a_perfect_drafter_is_always_accepted(rule: str) -> None:
+    p = random_distributions(3, 5)
+    outcomes = output_distribution(RULES[rule](), chains(p, 2), p, length=3)
+    assert distance(outcomes, p, 3) < TOLERANCE
+
+
+@pytest.mark.parametrize(("rule", "siblings"), ON_TREES)
+@pytest.mark.parametrize(("width", "depth"), [(2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize("seed", range(2))
+def test_trees(rule: str, siblings: Siblings, width: int, depth: int, seed: int) -> None:
+    p, q = random_distributions(3, seed), random_distributions(3, seed + 100)
+    outcomes = output_distribution(
+        RULES[rule](), trees(q, siblings, width, depth), p, length=depth + 1
+    )
+    assert distance(outcomes, p, depth + 1) < TOLERANCE
+
+
+@pytest.mark.parametrize(("rule", "siblings"), ON_TREES)
+def test_trees_with_impossible_tokens(rule: str, siblings: Siblings) -> None:
+    p, q = random_distributions(5, 3, zeros=3), random_distributions(5, 8, zeros=2)
+    outcomes = output_distribution(RULES[rule](), trees(q, siblings, 2, 1), p, length=2)
+    assert distance(outcomes, p, 2) < TOLERANCE
+
+
+def test_a_dropped_node_would_be_noticed() -> None:
+    """The drafting invariant is needed: not proposing improbable tokens biases the output."""
+    p, q = random_distributions(3, 1), random_distributions(3, 101)
+
+    kept = [
+        (draft, weight)
+        for draft, weight in chains(q, 1)
+        if draft.q_of(1).prob(draft.tree.tokens[1]) > 0.3
+    ]
+    total = sum(weight for _, weight in kept)
+    biased = ((draft, weight / total) for draft, weight in kept)
+    outcomes = output_distribution(RULES["rejection"](), biased, p, length=1)
+    assert distance(outcomes, p, 1) > 0.01
+
+
+def test_a_wrong_q_would_be_noticed() -> None:
+    """Siblings without replacement whose q forgets the earlier siblings are not lossless."""
+
+    def forgetful(
+        q: Distribution, width: int
+    ) -> Iterator[tuple[tuple[int, ...], tuple[Distribution, ...], float]]:
+        for tokens, distributions, weight in without_replacement(q, width):
+            yield tokens, (distributions[0],) * width, weight
+
+    p, q = random_distributions(6, 2), random_distributions(6, 102)
+    outcomes = output_distribution(RULES["rejection"](), trees(q, forgetful, 2, 1), p, length=1)
+    assert distance(outcomes, p, 1) > 0.01
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_block_accepts_at_least_as_much_as_rejection(gamma: int, seed: int) -> None:
+    p, q = random_distributions(3, seed), random_distributions(3, seed + 50)
+
+    def accepted(rule: str) -> float:
+        return sum(
+            draft_weight * weight * len(decision.path)
+            for draft, draft_weight in chains(q, gamma)
+            for decision, weight in decisions(RULES[rule](), draft, p)
+        )
+
+    assert accepted("block") >= accepted("rejection") - 1e-12

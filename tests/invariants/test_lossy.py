@@ -1,0 +1,164 @@
+"""What the lossy rules promise instead of exactness."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from foretoken.core.acceptance import RULES, AcceptanceRule
+from foretoken.core.acceptance.lenient import Lenient
+from foretoken.core.acceptance.top_beta import TopBeta
+from foretoken.core.acceptance.typical import Typical, entropy
+from foretoken.core.distribution import Distribution
+from foretoken.core.tree import Draft, TokenTree, chain
+from tests.enumeration import (
+    Context,
+    ScriptedNoise,
+    TableDistributions,
+    chains,
+    decisions,
+    distance,
+    output_distribution,
+    random_distributions,
+    trees,
+    without_replacement,
+)
+
+LOSSY = [name for name, rule in RULES.items() if not rule.lossless]
+JUDGING_TOKENS = [name for name in LOSSY if name != "lenient"]
+"""Rules that judge each token on its own; `lenient` tries siblings in turn, as `rejection` does."""
+
+
+@pytest.mark.parametrize("lenience", [0.2, 0.5, 0.9])
+@pytest.mark.parametrize("seed", range(3))
+def test_lenient_makes_no_token_more_probable_than_p_over_l(lenience: float, seed: int) -> None:
+    p, q = random_distributions(4, seed), random_distributions(4, seed + 100)
+    rule = Lenient(Lenient.Options(lenience=lenience))
+    for drafts in (chains(q, 1), trees(q, without_replacement, 2, 1)):
+        outcomes = output_distribution(rule, drafts, p, length=1)
+        assert sum(outcomes.values()) == pytest.approx(1)
+        for (token,), probability in outcomes.items():
+            assert probability <= p(()).prob(token) / lenience + 1e-9
+
+
+def test_lenient_with_factor_1_is_rejection() -> None:
+    p, q = random_distributions(3, 1), random_distributions(3, 2)
+    rule = Lenient(Lenient.Options(lenience=1.0))
+    assert distance(output_distribution(rule, chains(q, 2), p, 3), p, 3) < 1e-6
+
+
+def test_lenient_accepts_more() -> None:
+    p, q = random_distributions(4, 1), random_distributions(4, 2)
+
+    def accepted(rule: AcceptanceRule) -> float:
+        return sum(
+            draft_weight * weight * len(decision.path)
+            for draft, draft_weight in chains(q, 2)
+            for decision, weight in decisions(rule, draft, p)
+        )
+
+    rates = [accepted(Lenient(Lenient.Options(lenience=x))) for x in (1.0, 0.6, 0.3)]
+    assert rates == sorted(rates)
+    assert rates[0] < rates[-1]
+
+
+class GreedyDistributions(TableDistributions):
+    """One-hot p, with the likelihoods still to be had."""
+
+    greedy = True
+
+    def __getitem__(self, node: int) -> Distribution:
+        distribution = super().__getitem__(node)
+        return Distribution.one_hot(int(distribution.tokens[distribution.probs.argmax()]))
+
+    def untempered(self, node: int) -> Distribution:
+        return super().__getitem__(node)
+
+
+@pytest.mark.parametrize("lenience", [0.1, 0.5, 1.0])
+def test_greedy_lenient_compares_with_the_best(lenience: float) -> None:
+    p = random_distributions(5, 3, sharpness=0.7)
+    best = float(p(()).probs.max())
+    for token in range(5):
+        distributions = GreedyDistributions(p, chain([0, token]))
+        decision = Lenient(Lenient.Options(lenience=lenience)).accept(
+            Draft.deterministic(chain([0, token])), distributions, DrawsTheOnly()
+        )
+        assert bool(decision.path) == (p(()).prob(token) >= lenience * best)
+
+
+class DrawsTheOnly(ScriptedNoise):
+    """For one-hot distributions: there is one answer."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+    def draw(self, distribution: Distribution, depth: int) -> int:
+        assert distribution.certain is not None
+        return distribution.certain
+
+
+@pytest.mark.parametrize("rule", ["lenient", "top_beta"])
+def test_a_sampled_distribution_of_one_token_is_not_greedy_decoding(rule: str) -> None:
+    """Truncation can leave a single token; what it cut off is impossible, not merely unlikely."""
+    only = random_distributions(5, 3, zeros=4)
+    best = only(()).certain
+    assert best is not None
+    draft = Draft.deterministic(chain([0, (best + 1) % 5]))
+    for decision, _ in decisions(RULES[rule](), draft, only):
+        assert decision.path == ()
+        assert decision.token == best
+
+
+@pytest.mark.parametrize("token", range(5))
+def test_typical_threshold(token: int) -> None:
+    distribution = random_distributions(5, 3, sharpness=0.7)(())
+    rule = Typical(Typical.Options(posterior_threshold=0.2, posterior_alpha=0.6))
+    threshold = min(0.2, 0.6 * math.exp(-entropy(distribution)))
+    ((decision, _), *_) = decisions(
+        rule, Draft.deterministic(chain([0, token])), lambda _: distribution
+    )
+    assert bool(decision.path) == (distribution.prob(token) > threshold)
+
+
+def test_typical_is_greedy_where_p_is_one_hot() -> None:
+    p = random_distributions(5, 3)
+    best = int(p(()).probs.argmax())
+    for token in range(5):
+        draft = Draft.deterministic(chain([0, token]))
+        decision = Typical().accept(draft, GreedyDistributions(p, draft.tree), DrawsTheOnly())
+        assert bool(decision.path) == (token == best)
+
+
+@pytest.mark.parametrize(("beta", "tau"), [(1, 5.0), (2, 5.0), (3, 0.1), (5, 0.7)])
+def test_top_beta_keeps_the_best_within_the_gap(beta: int, tau: float) -> None:
+    p = random_distributions(5, 3, sharpness=0.7)
+    distribution = p(())
+    ranked = sorted(range(5), key=distribution.prob, reverse=True)
+    for token in range(5):
+        draft = Draft.deterministic(chain([0, token]))
+        decision = TopBeta(TopBeta.Options(beta=beta, tau=tau)).accept(
+            draft, GreedyDistributions(p, draft.tree), DrawsTheOnly()
+        )
+        gap = math.log(distribution.prob(ranked[0])) - math.log(distribution.prob(token))
+        assert bool(decision.path) == (token in ranked[:beta] and gap <= tau)
+
+
+@pytest.mark.parametrize("rule", JUDGING_TOKENS)
+def test_the_longest_passing_path_wins(rule: str) -> None:
+    def distribution_of(context: Context) -> Distribution:
+        return random_distributions(3, 1, sharpness=0.01)(
+            context
+        )  # nearly uniform: everything passes
+
+    tree = TokenTree((0, 1, 2, 0, 1), (-1, 0, 0, 2, 3))  # 1 | 2 0 1
+    every: dict[str, dict[str, Any]] = {
+        "top_beta": {"beta": 3},
+        "typical": {"posterior_alpha": 0.5},
+    }
+    options = every[rule]
+    accept = RULES[rule](RULES[rule].Options(**options))
+    for decision, _ in decisions(accept, Draft.deterministic(tree), distribution_of):
+        assert decision.path == (2, 3, 4)

@@ -1,0 +1,83 @@
+"""Invariant 7 on the native runtime: chains and trees of every drafter, int4 weights, batches.
+
+There a node has the bits of the same tokens in a row wherever it stands in a tree, so what
+`test_bits.py` asks of chains is asked of every method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from foretoken import LLM
+from foretoken.drafters.registry import METHODS
+from foretoken.runtime.native.build import NativeLibraryError, library
+from foretoken.runtime.network import network_for
+from tests.invariants.test_bits import PARAMS, bits
+from tests.matrix import PROMPTS, SPECULATIVE, WITH_TOKENIZER, speculative_config
+from tests.tiny import tiny_model, tiny_tokenizer
+
+TREES: dict[str, tuple[str, dict[str, Any]]] = {
+    "top-k": ("draft_model", {"tree": [3, 2, 1]}),
+    "sampled": ("draft_model", {"tree": [2, 2], "expansion": "sample"}),
+    "sampled with replacement": (
+        "draft_model",
+        {"tree": [2, 2], "expansion": "sample_with_replacement"},
+    ),
+    "dynamic": ("draft_model", {"tree": "dynamic"}),
+    "early exit": ("early_exit", {"tree": [3, 2], "exit_layer": 1}),
+}
+KINDS: list[tuple[torch.dtype, str | None]] = [
+    (torch.float32, None),
+    (torch.bfloat16, None),
+    (torch.bfloat16, "int4"),
+]
+Maker = Callable[..., LLM]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=["float32", "bfloat16", "int4"])
+def make(request: pytest.FixtureRequest) -> Maker:
+    """Makes an LLM on a model that runs natively."""
+    try:
+        library()
+    except NativeLibraryError as error:
+        pytest.skip(f"no native library here: {error}")
+    dtype, quantization = request.param
+    model, draft = (tiny_model(dtype=dtype, head_dim=32, seed=seed) for seed in (0, 1))
+    assert network_for(model, quantization).name == "native"
+
+    def made(method: str, **fields: Any) -> LLM:
+        own: dict[str, Any] = {"model": draft} if METHODS[method].takes_model else {}
+        config = speculative_config(method, **own, **fields)
+        tokenizer = tiny_tokenizer() if method in WITH_TOKENIZER else None
+        return LLM(model, tokenizer=tokenizer, speculative_config=config, quantization=quantization)
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def plain(make: Maker) -> dict[str, list[Any]]:
+    llm = make("none")
+    return {name: bits(llm, params) for name, params in PARAMS.items()}
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 5, 13])
+@pytest.mark.parametrize("method", SPECULATIVE)
+def test_every_method(make: Maker, plain: dict[str, list[Any]], method: str, gamma: int) -> None:
+    llm = make(method, num_speculative_tokens=gamma)
+    assert llm.bit_exact
+    for name in ("greedy", "seeded-all"):
+        assert bits(llm, PARAMS[name]) == plain[name]
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_trees(make: Maker, plain: dict[str, list[Any]], name: str) -> None:
+    method, fields = TREES[name]
+    llm = make(method, **fields)
+    for params in PARAMS:
+        assert bits(llm, PARAMS[params]) == plain[params]
+        alone = [bits(llm, PARAMS[params], [prompt])[0] for prompt in PROMPTS]
+        assert alone == plain[params]

@@ -1,0 +1,157 @@
+"""The output distribution measured end to end: drafters, target, cache, noise and rules together.
+
+A tiny model with a tiny vocabulary generates two tokens for thousands of seeds; a chi-square test
+compares the counts of all outcomes with the exact distribution, computed from the model's own
+logits.
+
+Chance of failing by accident: each of the C cases fails with probability `ALARM / C` if the
+distribution holds, so that the whole module fails with probability below `ALARM`, 1e-6. The seeds
+are fixed, so it either always fails or never does. The other direction is tested too: a wrong
+distribution is caught.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chi2
+from transformers import PreTrainedModel
+
+from foretoken import LLM, SamplingParams
+from foretoken.core.sampler import Sampler
+from foretoken.drafters.registry import METHODS
+from tests.matrix import SPECULATIVE, WITH_TOKENIZER, fits, speculative_config
+from tests.tiny import tiny_model
+
+VOCAB = 6
+PROMPT = [1, 2, 3, 1, 2, 3, 1, 2]
+SAMPLES = 1500
+LENGTH = 2
+TEMPERATURES = {"coupled": (1.0, 0.6), "rejection": (1.0,), "block": (0.6,)}
+"""What k_sequential does to chains is what rejection does; a test of its own has its trees."""
+CASES = [
+    (method, rule, temperature)
+    for method in ("none", *SPECULATIVE)
+    for rule, temperatures in TEMPERATURES.items()
+    for temperature in temperatures
+    if fits(method, rule) and method not in WITH_TOKENIZER
+]
+"""Methods that know tokens by their text would need more than this vocabulary."""
+ALARM = 1e-6
+
+
+def params(seed: int, temperature: float) -> SamplingParams:
+    return SamplingParams(
+        temperature=temperature, top_k=5, seed=seed, max_tokens=LENGTH + 2, presence_penalty=0.5
+    )
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model(vocab_size=VOCAB, initializer_range=0.12)
+
+
+def exact_distribution(model: PreTrainedModel, temperature: float) -> dict[tuple[int, ...], float]:
+    """Probability of every output of `LENGTH` tokens."""
+    distribution: dict[tuple[int, ...], float] = {}
+    for output in product(range(VOCAB), repeat=LENGTH):
+        sampler = Sampler(params(0, temperature), VOCAB, PROMPT)
+        probability = 1.0
+        for i, token in enumerate(output):
+            ids = torch.tensor([[*PROMPT, *output[:i]]])
+            with torch.inference_mode():
+                logits = model(input_ids=ids).logits[0, -1]
+            probability *= sampler.distribution(logits, output[:i]).prob(token)
+        distribution[output] = probability
+    return distribution
+
+
+def p_value(counts: Counter[tuple[int, ...]], distribution: dict[tuple[int, ...], float]) -> float:
+    """Chi-square goodness of fit; outcomes expected less than 5 times are pooled."""
+    total = sum(counts.values())
+    big = [o for o, probability in distribution.items() if probability * total >= 5]
+    cells = [(counts[o], distribution[o] * total) for o in big]
+    rest = 1 - sum(distribution[o] for o in big)
+    cells.append((total - sum(counts[o] for o in big), rest * total))
+    if rest * total < 5:
+        observed, expected = cells.pop()
+        cells[-1] = (cells[-1][0] + observed, cells[-1][1] + expected)
+    statistic = sum((observed - expected) ** 2 / expected for observed, expected in cells)
+    return float(chi2.sf(statistic, len(cells) - 1))
+
+
+def sample(llm: LLM, temperature: float) -> Counter[tuple[int, ...]]:
+    outputs = llm.generate([PROMPT] * SAMPLES, [params(s, temperature) for s in range(SAMPLES)])
+    return Counter(output.token_ids[:LENGTH] for output in outputs)
+
+
+@pytest.mark.parametrize(("method", "rule", "temperature"), CASES)
+def test_output_distribution(
+    model: PreTrainedModel, method: str, rule: str, temperature: float
+) -> None:
+    fields = {"model": tiny_model(seed=1, vocab_size=VOCAB)} if METHODS[method].takes_model else {}
+    config = speculative_config(method, rule, 2, **fields)
+    llm = LLM(model, speculative_config=config, max_num_seqs=64)
+    counts = sample(llm, temperature)
+    assert p_value(counts, exact_distribution(model, temperature)) > ALARM / len(CASES)
+
+
+SAMPLERS: list[dict[str, Any]] = [
+    {"method": "random"},
+    {"method": "random"},
+    {"method": "ngram_table"},
+]
+
+
+@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+def test_an_ensemble_of_sampling_drafters(model: PreTrainedModel, rule: str) -> None:
+    """Siblings from different drafters have to be independent of each other."""
+    config = speculative_config("ensemble", rule, 6, drafters=SAMPLERS)
+    llm = LLM(model, speculative_config=config, max_num_seqs=64)
+    assert p_value(sample(llm, 1.0), exact_distribution(model, 1.0)) > ALARM / len(CASES)
+    drafts = llm.generate([PROMPT], SamplingParams(seed=1, max_tokens=200))[0].trace
+    twins = [step.drafted[:2] for step in drafts if step.parents[:2] == (-1, -1)]
+    assert len(twins) > 20
+    if rule == "rejection":
+        assert any(a != b for a, b in twins)
+
+
+def test_trees_of_independent_siblings(model: PreTrainedModel) -> None:
+    """Where the younger siblings are accepted too, and tokens are drafted twice."""
+    fields = {"tree": [3, 1], "expansion": "sample_with_replacement"}
+    config = speculative_config(
+        "draft_model", "k_sequential", None, model=tiny_model(seed=1, vocab_size=VOCAB), **fields
+    )
+    llm = LLM(model, speculative_config=config, max_num_seqs=64)
+    assert p_value(sample(llm, 1.0), exact_distribution(model, 1.0)) > ALARM / len(CASES)
+    steps = llm.generate([PROMPT], SamplingParams(seed=1, max_tokens=200))[0].trace.steps
+    siblings = [step.drafted[:3] for step in steps if step.parents[:3] == (-1, -1, -1)]
+    assert any(len(set(tokens)) < len(tokens) for tokens in siblings)
+    assert any(step.accepted[:1] in ((1,), (2,)) for step in steps)
+
+
+def test_a_wrong_distribution_is_caught(model: PreTrainedModel) -> None:
+    """The same samples against the distribution of another temperature."""
+    counts = sample(LLM(model, max_num_seqs=64), 1.0)
+    assert p_value(counts, exact_distribution(model, 0.6)) < ALARM / len(CASES)
+
+
+def test_the_noise_is_uniform_and_its_streams_are_independent() -> None:
+    from foretoken.core.distribution import Distribution
+    from foretoken.core.noise import Noise
+
+    distribution = Distribution.of(torch.full((VOCAB,), 1 / VOCAB))
+    target, draft = Noise(1), Noise(1).drafting(coupled=False)
+    pairs: Counter[tuple[int, ...]] = Counter(
+        (target.draw(distribution, t), draft.draw(distribution, t)) for t in range(6000)
+    )
+    uniform = dict.fromkeys(product(range(VOCAB), repeat=2), 1 / VOCAB**2)
+    assert p_value(pairs, uniform) > ALARM
+    coupled = Noise(1).drafting(coupled=True)
+    assert all(target.draw(distribution, t) == coupled.draw(distribution, t) for t in range(50))
+    rate = sum(target.accepts(0.3, t) for t in range(6000))
+    assert p_value(Counter({(1,): rate, (0,): 6000 - rate}), {(1,): 0.3, (0,): 0.7}) > ALARM

@@ -1,0 +1,66 @@
+"""What passes cost is measured in rounds, within its time, and never by a first pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from torch import Tensor
+
+from foretoken.core.tree import TokenTree
+from foretoken.runtime.target import Target
+from tests.tiny import tiny_model
+
+
+class Clock:
+    """Passes take what is written down; nothing else takes time. The first of a size takes more."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float, first: float) -> None:
+        self._now, self._seconds, self._first = 0.0, seconds, first
+        self.passes: list[tuple[int, int]] = []
+        verify = Target.verify
+
+        def timed(target: Target, keys: Sequence[int], trees: Sequence[TokenTree]) -> list[Tensor]:
+            size = (len(keys), sum(map(len, trees)))
+            self._now += self._seconds * size[1] ** 0.5 + (self._first * (size not in self.passes))
+            self.passes.append(size)
+            return verify(target, keys, trees)
+
+        monkeypatch.setattr(Target, "verify", timed)
+        monkeypatch.setattr("foretoken.runtime.target.time.perf_counter", lambda: self._now)
+
+    @property
+    def now(self) -> float:
+        """Seconds since the beginning."""
+        return self._now
+
+
+@pytest.mark.parametrize(
+    ("seconds", "first", "sizes"),
+    [(0.001, 0.01, 9), (0.01, 0.1, 8), (0.1, 0.2, 3), (3.0, 0.0, 1), (0.001, 5.0, 1)],
+)
+def test_first_passes_do_not_count(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, first: float, sizes: int
+) -> None:
+    target = Target(tiny_model())
+    clock = Clock(monkeypatch, seconds, first)
+    costs = target.measure_costs()
+    assert len(set(clock.passes)) == sizes
+    measured = [nodes for rows, nodes in set(clock.passes) if rows == 1]
+    expected = [seconds * n**0.5 for n in measured]
+    assert [costs(n) for n in measured] == pytest.approx(expected, rel=0.05)
+    for rows in (4, 16):
+        if (rows, rows) in clock.passes:
+            assert costs(rows, rows) == pytest.approx(seconds * rows**0.5, rel=0.1)
+    assert clock.now < max(2.0 + 8 * seconds, 2 * (seconds + first) + 1e-9)
+    assert not target._keys
+
+
+def test_rounds_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine changes while it is measured: all sizes see the same of it."""
+    target = Target(tiny_model())
+    clock = Clock(monkeypatch, 0.001, 0.0)
+    target.measure_costs(most_rows=1)
+    sizes = clock.passes[:7]
+    assert sizes == [(1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (1, 32), (1, 64)]
+    assert clock.passes == sizes * 6
