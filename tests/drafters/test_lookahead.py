@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams
+from tests.drafting import drafter_of
 from foretoken.control import Budget
 from foretoken.drafters.lookahead import LookaheadDrafter, LookaheadOptions, Pool, Window
 from foretoken.request import Request
@@ -83,11 +84,11 @@ def test_new_rows_are_what_the_target_says_below_the_window() -> None:
     model = tiny_model()
     llm = LLM(model, speculative_config={"method": "lookahead", "window_size": 2, "ngram_size": 3})
     request = request_of(list(PROMPTS[0]))
-    llm._engine.add(request)
-    drafter: Any = llm._engine._drafter
+    llm.engine._scheduler.add(request)
+    drafter: Any = drafter_of(llm)
     window = Window(request, LookaheadOptions(window_size=2, ngram_size=3))
     paths = [path for path, _ in window.columns()]
-    llm._engine.step()
+    llm.engine._scheduler.step()
     after = drafter._windows[request.key].rows
     for column, path in enumerate(paths):
         with torch.inference_mode():
@@ -95,7 +96,7 @@ def test_new_rows_are_what_the_target_says_below_the_window() -> None:
         advanced = len(request.output_ids)
         if column - advanced >= 0:
             assert after[1][column - advanced] == int(logits.argmax())
-    llm._engine.abort([request])
+    llm.engine._scheduler.abort([request])
 
 
 def test_it_sees_outcomes_of_drafts_it_did_not_make() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from foretoken import ConfigError, SamplingParams
+from tests.drafting import drafter_of
 from foretoken.control import Budget
 from foretoken.drafters.pad import PadDrafter, block_size
 from foretoken.request import Request
@@ -39,13 +40,13 @@ def test_the_next_draft_is_what_the_model_says_at_the_padding() -> None:
     model = tiny_model()
     llm = tiny_llm(model, "pad", gamma=8, pad_token_id=PAD)
     request = Request(PROMPTS[0], GREEDY, vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
-    llm._engine.add(request)
-    llm._engine.step()
-    (draft,) = llm._engine._drafter.propose([request], [Budget(8, 8)])
+    llm.engine._scheduler.add(request)
+    llm.engine._scheduler.step()
+    (draft,) = drafter_of(llm).propose([request], [Budget(8, 8)])
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([[*PROMPTS[0], PAD, PAD]])).logits[0]
     assert draft.tree.tokens[1:3] == tuple(logits[-2:].argmax(-1).tolist())
-    llm._engine.abort([request])
+    llm.engine._scheduler.abort([request])
 
 
 def test_guesses_of_another_text_are_not_drafted() -> None:
@@ -58,7 +59,7 @@ def test_guesses_of_another_text_are_not_drafted() -> None:
 
 def test_the_default_padding_and_a_wrong_one() -> None:
     llm = tiny_llm(tiny_model(), "pad")
-    drafter = llm._engine._drafter
+    drafter = drafter_of(llm)
     assert isinstance(drafter, PadDrafter)
     assert drafter._pad == 0
     with pytest.raises(ConfigError, match="pad_token_id: must be 0 to 95 for this model, got 96"):

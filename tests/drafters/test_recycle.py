@@ -18,6 +18,7 @@ from foretoken.decode import Outcome, StepTimes
 from foretoken.drafters.recycle import RecycleDrafter, RecycleOptions, most_probable
 from foretoken.outputs import StreamedToken
 from foretoken.request import Request
+from foretoken.runtime.network import PassOutput
 from tests.matrix import tiny_llm
 from tests.tiny import tiny_model
 
@@ -43,7 +44,7 @@ def saw(request: Request, draft: Draft, path: tuple[int, ...], *rows: torch.Tens
     tokens = [*(draft.tree.tokens[node] for node in path), 0]
     request.token_ids += tokens
     committed = tuple(StreamedToken(token, "", Origin.DRAFT) for token in tokens)
-    return Outcome(request, draft, Accepted(path, 0, (), ""), committed, logits, distributions)
+    return Outcome(request, draft, Accepted(path, 0, (), ""), committed, PassOutput(logits), distributions)
 
 
 def propose(drafter: RecycleDrafter, request: Request, nodes: int, depth: int = 9) -> Draft:

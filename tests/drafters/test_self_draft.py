@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from foretoken import CompatibilityError, ConfigError, SamplingParams, SpeculativeConfig
+from tests.drafting import drafter_of
 from foretoken.control import Budget
 from foretoken.request import Request
 from tests.matrix import PROMPTS, tiny_llm
@@ -22,9 +23,9 @@ def first_draft(method: str, **fields: Any) -> tuple[int, ...]:
     request = Request(
         PROMPTS[0], SamplingParams(temperature=0), vocab_size=VOCAB_SIZE, max_model_len=CONTEXT
     )
-    llm._target.add(request.key)
-    llm._target.prefill(request.key, request.token_ids[:-1])
-    (draft,) = llm._engine._drafter.propose([request], [Budget(4, 4)])
+    llm.engine.target.add(request.key)
+    llm.engine.target.prefill(request.key, request.token_ids[:-1])
+    (draft,) = drafter_of(llm).propose([request], [Budget(4, 4)])
     return draft.tree.tokens[1:]
 
 
@@ -73,10 +74,10 @@ def test_drafting_leaves_the_target_as_it_was() -> None:
 def test_weights_and_cache_are_there_once() -> None:
     llm = tiny_llm(tiny_model(), "early_exit")
     llm.generate(PROMPTS, SamplingParams(max_tokens=8))
-    scorer = llm._engine._drafter._scorer  # type: ignore[attr-defined]
-    assert scorer._target._slab is llm._target._slab
+    scorer = drafter_of(llm)._scorer  # type: ignore[attr-defined]
+    assert scorer._target._slab is llm.engine.target._slab
     ours: Any = scorer._target.network
-    whole: Any = llm._target.network
+    whole: Any = llm.engine.target.network
     assert ours._embedding is whole._embedding
     assert all(a.qkv is b.qkv for a, b in zip(ours._layers, whole._layers, strict=False))
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from foretoken import LLM, ConfigError, SamplingParams
+from tests.drafting import drafter_of
 from foretoken.control import Budget
 from foretoken.core.acceptance import RULES
 from foretoken.core.distribution import Distribution
@@ -66,7 +67,7 @@ def draft_of(shape: str, budget: Budget, temperature: float = 1.0) -> Draft:
     llm = tree_llm("rejection", shape)
     params = SamplingParams(temperature=temperature, seed=5, max_tokens=99)
     request = Request(PROMPTS[0], params, vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
-    (draft,) = llm._engine._drafter.propose([request], [budget])
+    (draft,) = drafter_of(llm).propose([request], [budget])
     return draft
 
 
@@ -201,7 +202,7 @@ def test_a_tree_from_a_file_is_the_tree_itself(tmp_path: Path) -> None:
     request = Request(
         PROMPTS[0], SamplingParams(temperature=0), vocab_size=VOCAB_SIZE, max_model_len=CONTEXT
     )
-    (draft,) = llm._engine._drafter.propose([request], [Budget(5, 5)])
+    (draft,) = drafter_of(llm).propose([request], [Budget(5, 5)])
     assert draft.tree.parents == (-1, 0, 0, 1, 1, 2)
 
 
@@ -251,7 +252,7 @@ def test_block_verification_takes_no_trees() -> None:
 def test_a_row_that_is_done_keeps_its_cache_while_others_go_on() -> None:
     """The middle row of three drafts one token, its neighbours four: its KV stays right."""
     llm = tiny_llm(tiny_model(), "draft_model")
-    drafter = llm._engine._drafter
+    drafter = drafter_of(llm)
     assert isinstance(drafter, ModelDrafter)
     scorer = drafter._scorer
     assert isinstance(scorer, OwnModel)
@@ -266,7 +267,7 @@ def test_a_row_that_is_done_keeps_its_cache_while_others_go_on() -> None:
         fresh = Target(tiny_model(seed=1))
         fresh.add(0)
         fresh.prefill(0, request.token_ids)
-        assert torch.equal(held[0], fresh.verify([0], [chain([5])])[0][0])
+        assert torch.equal(held.scores[0], fresh.verify([0], [chain([5])])[0].scores[0])
 
 
 def test_controllers_are_told_how_large_levels_are() -> None:
@@ -279,7 +280,7 @@ def test_controllers_are_told_how_large_levels_are() -> None:
         for parent in parents:
             depths.append(1 + (depths[parent] if parent >= 0 else 0))
         sizes = [depths.count(level) for level in range(1, 1 + max(depths))]
-        drafter, gamma = llm._engine._drafter, llm.speculative_config.gamma
+        drafter, gamma = drafter_of(llm), llm.speculative_config.gamma
         assert drafter.level_sizes(gamma) == (sizes if drafter.drafts_trees else None)
         assert sum(sizes) == gamma
 
@@ -296,14 +297,14 @@ def test_chains_are_as_long_as_the_budget() -> None:
     request = Request(
         PROMPTS[0], SamplingParams(temperature=0), vocab_size=VOCAB_SIZE, max_model_len=CONTEXT
     )
-    (draft,) = llm._engine._drafter.propose([request], [Budget(9, 9)])
+    (draft,) = drafter_of(llm).propose([request], [Budget(9, 9)])
     assert draft.tree.num_drafted == 9
 
 
 def test_passes_grow_with_levels_not_with_paths() -> None:
     """One pass of the draft model per level; nodes are computed once."""
     llm = tiny_llm(tiny_model(), "draft_model", gamma=None, tree=[3, 2, 2])
-    drafter = llm._engine._drafter
+    drafter = drafter_of(llm)
     assert isinstance(drafter, ModelDrafter)
     scorer = drafter._scorer
     assert isinstance(scorer, OwnModel)
@@ -311,5 +312,5 @@ def test_passes_grow_with_levels_not_with_paths() -> None:
     request = Request(
         PROMPTS[0], SamplingParams(temperature=0), vocab_size=VOCAB_SIZE, max_model_len=CONTEXT
     )
-    llm._engine._drafter.propose([request], [Budget(99, 99)])
+    drafter_of(llm).propose([request], [Budget(99, 99)])
     assert scorer._model.num_passes - before == 3

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from foretoken import CompatibilityError, ConfigError, SamplingParams
+from tests.drafting import drafter_of
 from foretoken.control import Budget
 from foretoken.core.tree import Draft, TokenTree
 from foretoken.drafters.suffix import (
@@ -304,13 +305,13 @@ def test_earlier_outputs_are_forgotten_on_demand(method: str) -> None:
 
     def remembered() -> list[int]:
         llm.generate([[1, 2, 3]], params)
-        return [len(drafter._earlier) for drafter in suffix_drafters(llm._engine.drafter)]
+        return [len(drafter._earlier) for drafter in suffix_drafters(drafter_of(llm))]
 
     first = remembered()
     assert max(first) == 1
     assert max(remembered()) > 1
     llm.reset_drafter_memory()
-    assert max(len(drafter._earlier) for drafter in suffix_drafters(llm._engine.drafter)) == 0
+    assert max(len(drafter._earlier) for drafter in suffix_drafters(drafter_of(llm))) == 0
     assert remembered() == first
 
 
@@ -318,8 +319,7 @@ def test_drafters_of_single_requests_forget_as_well() -> None:
     llm = tiny_llm(tiny_model())
     config = {"method": "suffix"}
     llm.generate([[1, 2, 3]], SamplingParams(seed=1, max_tokens=8), speculative_config=config)
-    ((_, speculation),) = llm._others
-    drafter = speculation.drafter
+    (drafter,) = llm.engine.strategies.drafters()
     assert isinstance(drafter, SuffixDrafter)
     assert len(drafter._earlier) == 1
     llm.reset_drafter_memory()

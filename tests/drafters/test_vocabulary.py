@@ -33,7 +33,7 @@ from foretoken.drafters.draft_model import OwnModel
 from foretoken.drafters.model_drafter import ModelDrafter
 from foretoken.drafters.retokenise import Splitter, TextDrafter
 from foretoken.drafters.translation import INCOMPLETE, LONGEST_PIECE, Script, Translator
-from foretoken.drafters.vocabulary import VocabularyOverlap
+from foretoken.drafters.overlap import VocabularyOverlap
 from foretoken.llm import Prompt
 from foretoken.request import Request
 from tests.invariants.test_statistics import p_value
@@ -74,7 +74,7 @@ def llm_for(
 
 
 def drafter_of(llm: LLM) -> Drafter:
-    return llm._engine._drafter
+    return drafter_of(llm)
 
 
 def request_of(tokens: list[int], params: SamplingParams = GREEDY, size: int = 0) -> Request:

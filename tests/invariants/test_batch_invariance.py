@@ -1,4 +1,4 @@
-"""Invariant 7 for the engine: what comes out of a request does not depend on the company it keeps.
+"""Batch invariance (invariant 7 for the engine): a request's output does not depend on the others.
 
 Requests of every kind come and go at random, their prompts are computed in chunks beside the
 others' steps or come from the prefix cache, a small budget takes rows away again and again, each
@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from foretoken import LLM, RequestOutput, SamplingParams
+from foretoken import LLM, CompletionOutput, SamplingParams
 from foretoken.drafters.registry import METHODS
 from foretoken.engine.prefix_cache import BLOCK
 from foretoken.runtime.attention import KEY_BLOCK
@@ -26,7 +26,7 @@ from tests.tiny import VOCAB_SIZE, tiny_model
 CONTEXT = 2 * KEY_BLOCK
 CHOICES = ("none", *(method for method in ON_CHAINS if method not in WITH_TOKENIZER))
 BUDGETS = (None, 2, 3, 3, 5)
-PORTIONS = (5, 64, 100, 512)
+CHUNKS = (5, 64, 100, 512)
 SEEDS = range(9)
 
 
@@ -65,7 +65,7 @@ def alone(dtype: torch.dtype, prompt: tuple[int, ...], params: str) -> Any:
     """A plain LLM that has never seen another request."""
     plain = _plain(dtype)
     (output,) = plain.generate([list(prompt)], SamplingParams.model_validate_json(params))
-    assert not plain._target._keys
+    assert not plain.engine.target._keys
     return output.token_ids, output.logprobs
 
 
@@ -74,24 +74,24 @@ def _plain(dtype: torch.dtype) -> LLM:
     return LLM(model_of(dtype), enable_prefix_caching=False)
 
 
-def company(dice: random.Random, dtype: torch.dtype) -> LLM:
+def random_llm(dice: random.Random, dtype: torch.dtype) -> LLM:
     budget = dice.choice(BUDGETS)
-    memory = None if budget is None else budget * KEY_BLOCK * _plain(dtype)._target.cell_bytes
+    memory = None if budget is None else budget * KEY_BLOCK * _plain(dtype).engine.target.cell_bytes
     return LLM(
         model_of(dtype),
         speculative_config=config_of(dice.choice(CHOICES), dtype),
         max_num_seqs=dice.choice((2, 3, 8, 16)),
-        max_num_batched_tokens=dice.choice(PORTIONS),
+        max_num_batched_tokens=dice.choice(CHUNKS),
         kv_cache_memory=memory,
         enable_prefix_caching=dice.random() < 0.8,
-        prefix_cache_memory=dice.choice((2, 9, 100)) * BLOCK * _plain(dtype)._target.cell_bytes,
+        prefix_cache_memory=dice.choice((2, 9, 100)) * BLOCK * _plain(dtype).engine.target.cell_bytes,
     )
 
 
-def serve(llm: LLM, dice: random.Random, dtype: torch.dtype) -> list[tuple[Any, RequestOutput]]:
+def serve(llm: LLM, dice: random.Random, dtype: torch.dtype) -> list[tuple[Any, CompletionOutput]]:
     """Ten requests that come at random moments, a few of which are given up."""
-    asked: dict[int, Any] = {}
-    ended: list[tuple[Any, RequestOutput]] = []
+    asked: dict[str, Any] = {}
+    ended: list[tuple[Any, CompletionOutput]] = []
     while len(asked) < 10 or llm.engine.has_unfinished_requests():
         while len(asked) < 10 and dice.random() < 0.7:
             prompt, params = prompt_of(dice), params_of(dice)
@@ -100,23 +100,24 @@ def serve(llm: LLM, dice: random.Random, dtype: torch.dtype) -> list[tuple[Any, 
                 asked[llm.engine.add_request(prompt, params, config)] = prompt, params
         if asked and dice.random() < 0.03:
             llm.engine.abort(dice.choice(list(asked)))
-        for output in llm.engine.step():
-            assert output.request_id is not None
-            if output.finished:
-                ended.append((asked[output.request_id], output))
+        for chunk in llm.engine.step():
+            assert chunk.request_id is not None
+            assert not chunk.finished or chunk.output is not None
+            if chunk.output is not None:
+                ended.append((asked[chunk.request_id], chunk.output))
     return ended
 
 
 @cache
-def served(dtype: torch.dtype, seed: int) -> tuple[LLM, list[tuple[Any, RequestOutput]]]:
+def served(dtype: torch.dtype, seed: int) -> tuple[LLM, list[tuple[Any, CompletionOutput]]]:
     dice = random.Random(seed)
-    llm = company(dice, dtype)
+    llm = random_llm(dice, dtype)
     return llm, serve(llm, dice, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_any_company_any_schedule(dtype: torch.dtype, seed: int) -> None:
+def test_any_batch_any_schedule(dtype: torch.dtype, seed: int) -> None:
     llm, ended = served(dtype, seed)
     assert llm.bit_exact
     assert ended
@@ -124,8 +125,8 @@ def test_any_company_any_schedule(dtype: torch.dtype, seed: int) -> None:
         assert output.metrics.drafter_failure is None
         expected = alone(dtype, prompt, params.model_dump_json(exclude={"structured_outputs"}))
         assert (output.token_ids, output.logprobs) == expected
-    assert not llm._target._keys
-    assert not llm._engine.busy
+    assert not llm.engine.target._keys
+    assert not llm.engine._scheduler.busy
 
 
 def test_the_schedules_have_what_they_are_to_have() -> None:

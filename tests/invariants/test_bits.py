@@ -17,6 +17,7 @@ from foretoken.core.noise import Noise
 from foretoken.core.tree import chain
 from foretoken.request import Request
 from foretoken.runtime.attention import KEY_BLOCK
+from foretoken.runtime.network import PassOutput
 from foretoken.runtime.target import Target
 from tests.matrix import ON_CHAINS, PROMPTS, tiny_llm
 from tests.tiny import ARCHITECTURES, VOCAB_SIZE, tiny_model
@@ -118,11 +119,11 @@ def check_every_width(dtype: torch.dtype) -> None:
     start = KEY_BLOCK - 60
     target.add(0)
     target.prefill(0, tokens[:start])
-    (widest,) = target.verify([0], [chain(tokens[start : start + 128])])
-    widest = widest.clone()
+    (output,) = target.verify([0], [chain(tokens[start : start + 128])])
+    widest = output.scores.clone()
     for width in (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127):
-        (logits,) = target.verify([0], [chain(tokens[start : start + width])])
-        assert torch.equal(logits, widest[:width]), width
+        (output,) = target.verify([0], [chain(tokens[start : start + width])])
+        assert torch.equal(output.scores, widest[:width]), width
 
 
 def test_step_by_step_equals_prefill() -> None:
@@ -137,7 +138,7 @@ def test_step_by_step_equals_prefill() -> None:
         for size in chunks:
             target.prefill(key, tokens[done : done + size])
             done += size
-        scores.append(target.verify([key], [chain(tokens[99:])])[0].clone())
+        scores.append(target.verify([key], [chain(tokens[99:])])[0].scores.clone())
         target.remove(key)
     assert all(torch.equal(scores[0], other) for other in scores[1:])
 
@@ -178,9 +179,9 @@ def test_bit_exact_is_measured_not_assumed(monkeypatch: pytest.MonkeyPatch) -> N
     """A runtime whose bits depend on the width says so."""
     original = Target.verify
 
-    def wobbly(self: Target, keys: Any, trees: Any) -> list[torch.Tensor]:
-        scores = original(self, keys, trees)
-        return [logits * (1 + 1e-6 * (len(logits) > 4)) for logits in scores]
+    def wobbly(self: Target, keys: Any, trees: Any) -> list[PassOutput]:
+        scores = [output.scores for output in original(self, keys, trees)]
+        return [PassOutput(logits * (1 + 1e-6 * (len(logits) > 4))) for logits in scores]
 
     monkeypatch.setattr(Target, "verify", wobbly)
     assert not Target(tiny_model()).bit_exact

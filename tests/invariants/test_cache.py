@@ -12,15 +12,12 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from foretoken import SamplingParams
-from foretoken.control import Fixed
-from foretoken.core.acceptance import RULES
 from foretoken.core.tree import TokenTree, chain
 from foretoken.drafters.ngram import NgramDrafter, NgramOptions
-from foretoken.engine.scheduler import Engine
 from foretoken.request import Request
 from foretoken.runtime.kv_slab import KVSlab
 from foretoken.runtime.target import Target
-from tests.drafting import RandomTrees
+from tests.drafting import RandomTrees, scheduler_of
 from tests.matrix import PROMPTS
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 
@@ -41,7 +38,7 @@ def fresh_logits(model: PreTrainedModel, tokens: Sequence[int], probe: int) -> t
     target._slab, target._keys = KVSlab(), []
     target.add(0)
     target.prefill(0, tokens)
-    return target.verify([0], [chain([probe])])[0][0].clone()
+    return target.verify([0], [chain([probe])])[0].scores[0].clone()
 
 
 @pytest.mark.parametrize("drafter", ["chains", "trees"])
@@ -52,21 +49,21 @@ def test_all_tokens_but_the_last(model: PreTrainedModel, drafter: str) -> None:
         if drafter == "chains"
         else RandomTrees(lambda _: list(range(VOCAB_SIZE)), VOCAB_SIZE)
     )
-    engine = Engine(target, proposer, RULES["coupled"](), Fixed(6), max_num_seqs=3)
+    scheduler = scheduler_of(target, proposer, gamma=6, max_num_seqs=3)
     params = SamplingParams(seed=2, temperature=0.8, max_tokens=20)
     requests = [
         Request(prompt, params, vocab_size=VOCAB_SIZE, max_model_len=CONTEXT) for prompt in PROMPTS
     ]
     for request in requests:
-        engine.add(request)
-    while engine.busy:
-        engine.step()
+        scheduler.add(request)
+    while scheduler.busy:
+        scheduler.step()
         for request in requests:
             if request.key in target:
                 assert target.cached(request.key) == len(request.token_ids) - 1
                 expected = fresh_logits(model, request.token_ids[:-1], request.root)
-                (logits,) = target.verify([request.key], [chain([request.root])])
-                torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)
+                (output,) = target.verify([request.key], [chain([request.root])])
+                torch.testing.assert_close(output.scores[0], expected, atol=1e-4, rtol=1e-4)
     assert not any(request.key in target for request in requests)
 
 
@@ -92,8 +89,8 @@ def test_a_node_is_scored_like_its_path(
     target = Target(SHARED)
     target.add(7)
     target.prefill(7, context)
-    (logits,) = target.verify([7], [tree])
-    logits = logits.clone()
+    (output,) = target.verify([7], [tree])
+    logits = output.scores.clone()
     for node in range(len(tree)):
         path = [tree.tokens[0], *tree.path_tokens(node)]
         expected = fresh_logits(SHARED, [*context, *path[:-1]], path[-1])
@@ -103,7 +100,7 @@ def test_a_node_is_scored_like_its_path(
     kept = [*context, tree.tokens[0], *tree.path_tokens(last)]
     assert target.cached(7) == len(kept)
     (after,) = target.verify([7], [chain([5])])
-    torch.testing.assert_close(after[0], fresh_logits(SHARED, kept, 5), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(after.scores[0], fresh_logits(SHARED, kept, 5), atol=1e-4, rtol=1e-4)
 
 
 SHARED = tiny_model()
@@ -118,8 +115,8 @@ def test_rollback_equals_fresh_prefill(tokens: list[int], data: st.DataObject) -
     target.add(0)
     target.prefill(0, tokens)
     target.rollback(0, length)
-    (logits,) = target.verify([0], [chain([5])])
-    assert torch.equal(logits[0], fresh_logits(SHARED, tokens[:length], 5))
+    (output,) = target.verify([0], [chain([5])])
+    assert torch.equal(output.scores[0], fresh_logits(SHARED, tokens[:length], 5))
 
 
 def test_chain_equals_tree_of_width_1(model: PreTrainedModel) -> None:
@@ -129,11 +126,11 @@ def test_chain_equals_tree_of_width_1(model: PreTrainedModel) -> None:
     target = Target(model)
     target.add(0)
     target.prefill(0, [1, 2, 3])
-    (together,) = target.verify([0], [chain(tokens)])
-    together = together.clone()
+    (output,) = target.verify([0], [chain(tokens)])
+    together = output.scores.clone()
     for i, token in enumerate(tokens):
         (one,) = target.verify([0], [chain([token])])
-        assert torch.equal(one[0], together[i])
+        assert torch.equal(one.scores[0], together[i])
         target.commit(0, [0])
 
 
@@ -146,11 +143,11 @@ def test_rows_of_different_lengths_and_drafts_in_one_pass(model: PreTrainedModel
         target.add(key)
         target.prefill(key, tokens)
     together = target.verify(list(drafts), list(drafts.values()))
-    for logits, (key, tree) in zip(together, drafts.items(), strict=True):
+    for output, (key, tree) in zip(together, drafts.items(), strict=True):
         alone = Target(model)
         alone.add(0)
         alone.prefill(0, rows[key])
-        assert torch.equal(logits, alone.verify([0], [tree])[0])
+        assert torch.equal(output.scores, alone.verify([0], [tree])[0].scores)
 
 
 def test_rows_move_when_one_leaves(model: PreTrainedModel) -> None:
@@ -163,8 +160,8 @@ def test_rows_move_when_one_leaves(model: PreTrainedModel) -> None:
     target.add(9)
     target.prefill(9, [50, 51])
     for key, tokens in ((2, [2, 3, 4]), (3, [3, 4, 5]), (9, [50, 51])):
-        (logits,) = target.verify([key], [chain([5])])
-        assert torch.equal(logits[0], fresh_logits(model, tokens, 5))
+        (output,) = target.verify([key], [chain([5])])
+        assert torch.equal(output.scores[0], fresh_logits(model, tokens, 5))
 
 
 def test_the_slab_grows_past_a_key_block() -> None:
@@ -174,7 +171,7 @@ def test_the_slab_grows_past_a_key_block() -> None:
     target.add(0)
     for start in range(0, 1100, 100):
         target.prefill(0, tokens[start : start + 100])
-    (logits,) = target.verify([0], [chain([5])])
+    (output,) = target.verify([0], [chain([5])])
     with torch.inference_mode():
         expected = model(input_ids=torch.tensor([[*tokens, 5]])).logits[0, -1]
-    torch.testing.assert_close(logits[0], expected, atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(output.scores[0], expected, atol=2e-4, rtol=2e-4)

@@ -16,21 +16,18 @@ from transformers import (
 )
 
 from foretoken import LLM, CompatibilityError, ConfigError
-from foretoken.control import Fixed
-from foretoken.core.acceptance import RULES
-from foretoken.engine.scheduler import Engine
 from foretoken.models.support import default_device, default_dtype
 from foretoken.runtime.attention import padded_rows
 from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.target import Target
-from tests.drafting import RandomTrees
+from tests.drafting import RandomTrees, scheduler_of
 from tests.tiny import CONTEXT, tiny_model
 
 
 def test_trees_with_a_rule_for_chains() -> None:
     drafter = RandomTrees(lambda _: [], 8)
     with pytest.raises(CompatibilityError, match=r"'block' takes chains only.*RandomTrees"):
-        Engine(Target(tiny_model()), drafter, RULES["block"](), Fixed(3))
+        scheduler_of(Target(tiny_model()), drafter, "block", 3)
 
 
 @pytest.mark.parametrize(

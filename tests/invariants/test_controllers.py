@@ -14,14 +14,12 @@ from foretoken.control import CONTROLLERS, Budget, Controller, CostCurve
 from foretoken.control.batch import BatchTable
 from foretoken.control.confidence import Confidence
 from foretoken.control.heuristic import Heuristic
-from foretoken.decode import Outcome, StepTimes
+from foretoken.decode import Outcome
 from foretoken.request import Request
 from tests.control.worlds import outcome as outcome_of_tree
 from tests.control.worlds import request_of
 from tests.matrix import ON_CHAINS, PROMPTS, SPECULATIVE, tiny_llm
 from tests.tiny import tiny_model
-
-TIMES = StepTimes(draft=0.001, verify=0.010, accept=0.0)
 
 
 @pytest.mark.parametrize("controller", list(CONTROLLERS))
@@ -60,8 +58,8 @@ class Depths:
         self.seen: set[int] = set()
         budgets = controller.budgets
 
-        def watched(batch: Sequence[Request]) -> list[Budget]:
-            found = budgets(batch)
+        def watched(batch: Sequence[Request], rows: int) -> list[Budget]:
+            found = budgets(batch, rows)
             self.seen.update(budget.depth for budget in found)
             return found
 
@@ -77,7 +75,7 @@ def test_whatever_is_timed_the_bits_are_the_same(
     greedy = SamplingParams(temperature=0, max_tokens=30, logprobs=1)
     seeded = SamplingParams(temperature=1.2, seed=2, max_tokens=30, logprobs=1)
     llms = tiny_llm(model), tiny_llm(model, method, gamma=6, controller="cost_model")
-    controller = llms[1]._engine._controller
+    controller = llms[1].engine._speculation.default.controller
     controller.costs = WildCosts()
     depths = Depths(controller, monkeypatch)
     expected, found = (
@@ -94,7 +92,7 @@ def test_whatever_is_timed_the_bits_are_the_same(
 def test_state_is_released(controller: str) -> None:
     llm = tiny_llm(tiny_model(), "ngram", controller=controller)
     llm.generate(PROMPTS, SamplingParams(max_tokens=12))
-    for name, value in vars(llm._engine._controller).items():
+    for name, value in vars(llm.engine._speculation.default.controller).items():
         if isinstance(value, dict):
             assert not value, name
 
@@ -105,13 +103,13 @@ def outcome(request: Request, drafted: int, accepted: int) -> Outcome:
 
 
 def length(controller: Controller, batch: Sequence[Request]) -> int:
-    return controller.budgets(batch)[0].chain
+    return controller.budgets(batch, len(batch))[0].chain
 
 
 @pytest.mark.parametrize("controller", list(CONTROLLERS))
 def test_the_end_of_the_output_cuts_every_budget(controller: str) -> None:
     for remaining in (1, 2, 3):
-        (budget,) = CONTROLLERS[controller](8).budgets([request_of(remaining)])
+        (budget,) = CONTROLLERS[controller](8).budgets([request_of(remaining)], 1)
         assert budget.depth <= remaining - 1
 
 
@@ -122,26 +120,26 @@ def test_heuristic_grows_and_shrinks() -> None:
     for accepted in ("all", "all", "all", "none", "none"):
         drafted = lengths[-1]
         kept = drafted if accepted == "all" else 0
-        controller.observe([outcome(request, drafted, kept)], TIMES)
+        controller.observe([outcome(request, drafted, kept)], 0.001)
         lengths.append(length(controller, [request]))
     assert lengths == [5, 7, 8, 8, 7, 6]
     for _ in range(20):
-        controller.observe([outcome(request, 1, 0)], TIMES)
+        controller.observe([outcome(request, 1, 0)], 0.001)
     assert length(controller, [request]) == 1
-    controller.observe([outcome(request, 0, 0)], TIMES)  # nothing drafted teaches nothing
+    controller.observe([outcome(request, 0, 0)], 0.001)  # nothing drafted teaches nothing
     assert length(controller, [request]) == 1
 
 
 def test_confidence_thresholds_adapt() -> None:
     controller = Confidence(5, Confidence.Options(threshold=0.5, step=0.1))
     request = request_of()
-    controller.observe([outcome(request, 3, 0)], TIMES)
-    assert controller.budgets([request])[0].min_token_prob == pytest.approx(0.6)
+    controller.observe([outcome(request, 3, 0)], 0.001)
+    assert controller.budgets([request], 1)[0].min_token_prob == pytest.approx(0.6)
     for _ in range(20):
-        controller.observe([outcome(request, 3, 3)], TIMES)
-    assert controller.budgets([request])[0].min_token_prob == pytest.approx(0.01)
+        controller.observe([outcome(request, 3, 3)], 0.001)
+    assert controller.budgets([request], 1)[0].min_token_prob == pytest.approx(0.01)
     paths = Confidence(5, Confidence.Options(of="path"))
-    assert paths.budgets([request])[0].min_path_prob == 0.4
+    assert paths.budgets([request], 1)[0].min_path_prob == 0.4
 
 
 def test_a_budget_stops_below_a_token_never_at_it() -> None:

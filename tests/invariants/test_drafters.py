@@ -23,12 +23,12 @@ def request_of(tokens: list[int], params: SamplingParams | None = None) -> Reque
 
 
 def drafter_of(llm: LLM) -> Drafter:
-    return llm._engine._drafter
+    return drafter_of(llm)
 
 
 def propose(llm: LLM, batch: list[Request], budgets: list[Budget]) -> list[Draft]:
     """What the loop does before it asks for drafts: the target holds all tokens but the last."""
-    target = llm._target
+    target = llm.engine.target
     for request in batch:
         if request.key not in target:
             target.add(request.key)
@@ -39,7 +39,7 @@ def propose(llm: LLM, batch: list[Request], budgets: list[Budget]) -> list[Draft
 
 def release(llm: LLM, request: Request) -> None:
     drafter_of(llm).release(request)
-    llm._target.remove(request.key)
+    llm.engine.target.remove(request.key)
 
 
 @pytest.mark.parametrize("method", list(METHODS))
@@ -112,7 +112,7 @@ def test_state_is_released(method: str) -> None:
     for name, value in vars(drafter).items():
         if isinstance(value, dict):
             assert not value, name
-    assert not llm._target._keys
+    assert not llm.engine.target._keys
 
 
 @pytest.mark.parametrize("method", ["ngram", "ngram_table"])
@@ -124,9 +124,9 @@ def test_nothing_to_say_is_a_plain_step(method: str) -> None:
 
 def test_the_budget_is_cut_at_the_end() -> None:
     request = request_of([1, 2], SamplingParams(max_tokens=3))
-    assert Fixed(5).budgets([request]) == [Budget(5, 2)]
+    assert Fixed(5).budgets([request], 1) == [Budget(5, 2)]
     near_limit = request_of([1] * (CONTEXT - 1), SamplingParams(max_tokens=50))
-    assert Fixed(5).budgets([near_limit]) == [Budget(5, 0)]
+    assert Fixed(5).budgets([near_limit], 1) == [Budget(5, 0)]
 
 
 @pytest.mark.parametrize("method", ["none", *SPECULATIVE])

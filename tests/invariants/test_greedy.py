@@ -7,12 +7,9 @@ import torch
 from transformers import PreTrainedModel
 
 from foretoken import LLM, SamplingParams
-from foretoken.control import Fixed
-from foretoken.core.acceptance import RULES
-from foretoken.engine.scheduler import Engine
 from foretoken.request import Request
 from foretoken.runtime.target import Target
-from tests.drafting import RandomTrees, Scripted
+from tests.drafting import RandomTrees, Scripted, scheduler_of
 from tests.matrix import (
     LOSSLESS,
     ON_CHAINS,
@@ -75,14 +72,14 @@ def run(
     target: Target, drafter: Scripted, rule: str, gamma: int, prompts: list[list[int]]
 ) -> list[Request]:
     """Generate with a test drafter, which no method name stands for."""
-    engine = Engine(target, drafter, RULES[rule](), Fixed(gamma))
+    scheduler = scheduler_of(target, drafter, rule, gamma)
     requests = [
         Request(prompt, GREEDY, vocab_size=VOCAB_SIZE, max_model_len=CONTEXT) for prompt in prompts
     ]
     for request in requests:
-        engine.add(request)
-    while engine.busy:
-        engine.step()
+        scheduler.add(request)
+    while scheduler.busy:
+        scheduler.step()
     return requests
 
 

@@ -43,7 +43,7 @@ class Counted:
 
     def verify(self, tree: TokenTree) -> torch.Tensor:
         """[n+1, V]."""
-        return self.target.verify([0], [tree])[0].clone()
+        return self.target.verify([0], [tree])[0].scores.clone()
 
 
 SIXTEEN_LEAVES = {

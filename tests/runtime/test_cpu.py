@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken import LLM, CompatibilityError, ConfigError, SamplingParams
+from foretoken.runtime.choose import network_for
 from foretoken.runtime.cpu import Int8Linear, PackedLinear, check_quantization, linear_layer
 from foretoken.runtime.lean import LeanDecoder
 from foretoken.runtime.module import ModuleNetwork
-from foretoken.runtime.network import network_for
 from tests.matrix import PROMPTS
 from tests.tiny import tiny_model
 

@@ -11,10 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from foretoken.core.tree import TokenTree
+from foretoken.runtime.choose import network_for
 from foretoken.runtime.lean import LeanDecoder
 from foretoken.runtime.llama import is_llama
 from foretoken.runtime.module import ModuleNetwork
-from foretoken.runtime.network import Network, network_for
+from foretoken.runtime.network import Network
 from foretoken.runtime.target import Target
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 
@@ -59,7 +60,7 @@ def scores(model: PreTrainedModel, network: Network) -> Tensor:
     target = Target(model).with_network(network)
     target.add(0)
     target.prefill(0, CONTEXT_TOKENS)
-    logits = target.verify([0], [TREE])[0].clone()
+    logits = target.verify([0], [TREE])[0].scores.clone()
     target.remove(0)
     return logits
 
@@ -108,7 +109,7 @@ def test_rotation_far_into_the_context() -> None:
         target = Target(model).with_network(network)
         target.add(0)
         target.prefill(0, tokens)
-        logits.append(target.verify([0], [TREE])[0].clone())
+        logits.append(target.verify([0], [TREE])[0].scores.clone())
         target.remove(0)
     assert torch.allclose(logits[0], logits[1], atol=2e-4, rtol=1e-4)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from torch import Tensor
 
 from foretoken.core.tree import TokenTree
+from foretoken.runtime.network import PassOutput
+from foretoken.runtime.profiling import measure_costs
 from foretoken.runtime.target import Target
 from tests.tiny import tiny_model
 
@@ -20,14 +21,16 @@ class Clock:
         self.passes: list[tuple[int, int]] = []
         verify = Target.verify
 
-        def timed(target: Target, keys: Sequence[int], trees: Sequence[TokenTree]) -> list[Tensor]:
+        def timed(
+            target: Target, keys: Sequence[int], trees: Sequence[TokenTree]
+        ) -> list[PassOutput]:
             size = (len(keys), sum(map(len, trees)))
             self._now += self._seconds * size[1] ** 0.5 + (self._first * (size not in self.passes))
             self.passes.append(size)
             return verify(target, keys, trees)
 
         monkeypatch.setattr(Target, "verify", timed)
-        monkeypatch.setattr("foretoken.runtime.target.time.perf_counter", lambda: self._now)
+        monkeypatch.setattr("foretoken.runtime.profiling.time.perf_counter", lambda: self._now)
 
     @property
     def now(self) -> float:
@@ -44,7 +47,7 @@ def test_first_passes_do_not_count(
 ) -> None:
     target = Target(tiny_model())
     clock = Clock(monkeypatch, seconds, first)
-    costs = target.measure_costs()
+    costs = measure_costs(target)
     assert len(set(clock.passes)) == sizes
     measured = [nodes for rows, nodes in set(clock.passes) if rows == 1]
     expected = [seconds * n**0.5 for n in measured]
@@ -60,7 +63,7 @@ def test_rounds_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine changes while it is measured: all sizes see the same of it."""
     target = Target(tiny_model())
     clock = Clock(monkeypatch, 0.001, 0.0)
-    target.measure_costs(most_rows=1)
+    measure_costs(target, most_rows=1)
     sizes = clock.passes[:7]
     assert sizes == [(1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (1, 32), (1, 64)]
     assert clock.passes == sizes * 6

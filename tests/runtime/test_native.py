@@ -17,13 +17,14 @@ from transformers import PreTrainedModel
 
 from foretoken import ConfigError
 from foretoken.core.tree import TokenTree, chain
+from foretoken.runtime.choose import network_for
 from foretoken.runtime.llama import LinearWeights
 from foretoken.runtime.module import ModuleNetwork
 from foretoken.runtime.native import build
 from foretoken.runtime.native.build import NativeLibraryError, library
 from foretoken.runtime.native.decoder import NativeDecoder, why_not_native
 from foretoken.runtime.native.pack import GROUP, PANEL, Format, in_turns, pack
-from foretoken.runtime.network import Network, network_for
+from foretoken.runtime.network import Network
 from foretoken.runtime.target import Target
 from tests.runtime.test_lean import FAMILY, TREE, model_of, scores
 from tests.tiny import VOCAB_SIZE, tiny_model
@@ -155,8 +156,9 @@ def test_bits_do_not_depend_on_the_number_of_nodes(
 ) -> None:
     model = wide_model("qwen3", dtype)
     target = filled(Target(model), NativeDecoder(model, quantization, *flags), 33)
-    together = target.verify([0], [chain(TOKENS[33:])])[0]
-    assert torch.equal(target.verify([0], [chain(TOKENS[33 : 33 + rows])])[0], together[:rows])
+    together = target.verify([0], [chain(TOKENS[33:])])[0].scores.clone()
+    alone = target.verify([0], [chain(TOKENS[33 : 33 + rows])])[0].scores
+    assert torch.equal(alone, together[:rows])
 
 
 @pytest.mark.parametrize(("dtype", "quantization", "flags"), KINDS)
@@ -166,10 +168,10 @@ def test_a_tree_has_the_bits_of_its_chains(
     model = wide_model("llama", dtype)
     target = filled(Target(model), NativeDecoder(model, quantization, *flags), 14)
     tree = TokenTree((5, 3, 5, 8, 9, 7, 1, 2), (-1, 0, 0, 1, 3, 2, 2, 5))
-    scored = target.verify([0], [tree])[0].clone()
+    scored = target.verify([0], [tree])[0].scores.clone()
     for node in range(len(tree)):
         path = (0, *tree.path(node))
-        alone = target.verify([0], [chain([tree.tokens[i] for i in path])])[0]
+        alone = target.verify([0], [chain([tree.tokens[i] for i in path])])[0].scores
         assert torch.equal(scored[list(path)], alone)
 
 
@@ -180,12 +182,12 @@ def test_a_row_has_its_own_bits_in_any_company(
     model = wide_model("mistral", dtype)
     target = filled(Target(model), NativeDecoder(model, quantization, *flags), 9, 30, 2)
     trees = [chain([5, 6, 7, 8]), TREE, chain([4])]
-    together = [logits.clone() for logits in target.verify([0, 1, 2], trees)]
+    together = [output.scores.clone() for output in target.verify([0, 1, 2], trees)]
     for key, tree in enumerate(trees):
-        assert torch.equal(target.verify([key], [tree])[0], together[key])
+        assert torch.equal(target.verify([key], [tree])[0].scores, together[key])
     pair = target.verify([2, 0], [trees[2], trees[0]])  # row 1 between them has no nodes
-    assert torch.equal(pair[0], together[2])
-    assert torch.equal(pair[1], together[0])
+    assert torch.equal(pair[0].scores, together[2])
+    assert torch.equal(pair[1].scores, together[0])
 
 
 @pytest.mark.parametrize(("dtype", "quantization", "flags"), KINDS)
@@ -197,12 +199,13 @@ def test_bits_do_not_depend_on_threads_or_chunks(
 ) -> None:
     model = wide_model("llama", dtype)
     network = NativeDecoder(model, quantization, *flags)
-    expected = filled(Target(model), network, 40).verify([0], [chain(TOKENS[40:45])])[0].clone()
+    five = chain(TOKENS[40:45])
+    expected = filled(Target(model), network, 40).verify([0], [five])[0].scores.clone()
     for threads, chunk in ((1, 3), (2, 17), (3, 40)):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         monkeypatch.setattr("foretoken.runtime.target.PREFILL_CHUNK", chunk)
-        found = filled(Target(model), network, 40).verify([0], [chain(TOKENS[40:45])])[0]
-        assert torch.equal(found, expected)
+        found = filled(Target(model), network, 40).verify([0], [five])[0]
+        assert torch.equal(found.scores, expected)
 
 
 def filled(target: Target, network: Network, *lengths: int) -> Target:
@@ -372,4 +375,4 @@ def test_a_broken_number_shows(value: float, quantization: str | None, place: in
     target = Target(wide_model()).with_network(network)
     target.add(0)
     target.prefill(0, [1, 2])
-    assert target.verify([0], [chain([TREE.tokens[0]])])[0].isnan().any()
+    assert target.verify([0], [chain([TREE.tokens[0]])])[0].scores.isnan().any()

@@ -49,9 +49,9 @@ def test_flat_and_padded_are_inverse() -> None:
 def test_a_row_has_its_own_bits_in_any_company(dtype: torch.dtype, keys: tuple[int, ...]) -> None:
     model = tiny_model(dtype=dtype)
     target = filled(Target(model))
-    together = [x.clone() for x in target.verify(keys, [TREES[key] for key in keys])]
+    together = [x.scores.clone() for x in target.verify(keys, [TREES[key] for key in keys])]
     for key, logits in zip(keys, together, strict=True):
-        assert torch.equal(target.verify([key], [TREES[key]])[0], logits)
+        assert torch.equal(target.verify([key], [TREES[key]])[0].scores, logits)
 
 
 def test_only_nodes_are_computed() -> None:
@@ -83,4 +83,4 @@ def test_modules_give_the_same_rows() -> None:
     for ours, theirs in zip(
         lean.verify([*TREES], trees), module.verify([*TREES], trees), strict=True
     ):
-        assert torch.allclose(ours, theirs, atol=2e-4, rtol=1e-4)
+        assert torch.allclose(ours.scores, theirs.scores, atol=2e-4, rtol=1e-4)

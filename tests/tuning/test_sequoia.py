@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from foretoken import ConfigError, SamplingParams
+from foretoken import LLM, ConfigError, SamplingParams
 from foretoken.config import SpeculativeConfig
 from foretoken.drafters.shapes import Paths, TreeOptions, Widths
 from foretoken.drafters.tree_file import TreeFile
@@ -24,7 +24,6 @@ from foretoken.errors import ForetokenError
 from foretoken.runtime.costs import CostCurve
 from foretoken.tuning.measure_tree import (
     Acceptance,
-    TreeLaboratory,
     accepted_rank,
     measure_acceptance,
     one_level,
@@ -230,10 +229,10 @@ def small(seed: int = 0) -> PreTrainedModel:
     return tiny_model(initializer_range=0.12, seed=seed, vocab_size=12)
 
 
-def laboratory(ranks: int, **fields: object) -> TreeLaboratory:
+def laboratory(ranks: int, **fields: object) -> LLM:
     given = {"model": small(seed=1), **fields}
     config = one_level(SpeculativeConfig.parse(given), ranks)
-    return TreeLaboratory(small(), speculative_config=config)
+    return LLM(small(), speculative_config=config)
 
 
 def ranks_by_hand(prompt: list[int], ranks: int) -> list[int | None]:

@@ -214,7 +214,7 @@ def model(**fields: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def laboratory() -> LayerLaboratory:
-    return LayerLaboratory(model(initializer_range=0.12))
+    return LayerLaboratory(LLM(model(initializer_range=0.12)))
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -224,7 +224,7 @@ def test_alpha_is_that_of_drafting_at_every_position_in_turn(
     """One pass over a text against one draft per token of it, prompts beyond a chunk included."""
     laboratory.calibrate(PROMPTS, params)
     config = {"method": "layer_skip", "acceptance": "rejection", **layers_of(SKIP)}
-    stepwise = Laboratory(model(initializer_range=0.12), speculative_config=config)
+    stepwise = Laboratory(LLM(model(initializer_range=0.12), speculative_config=config))
     found = stepwise.assumptions(PROMPTS, params, 1)
     assert laboratory.positions == found.positions == 72
     assert 0.05 < found.alpha < 0.95
@@ -254,7 +254,8 @@ def test_outputs_of_one_token_are_refused(laboratory: LayerLaboratory) -> None:
 
 def test_a_pass_without_sublayers_costs_less() -> None:
     """Of 16 wide layers nothing but the head is left, which is small."""
-    deep = LayerLaboratory(tiny_model(num_hidden_layers=16, hidden_size=128, intermediate_size=512))
+    model = tiny_model(num_hidden_layers=16, hidden_size=128, intermediate_size=512)
+    deep = LayerLaboratory(LLM(model))
     deep.calibrate(PROMPTS[:1], GREEDY)
     every = frozenset(Sublayer(kind, layer) for layer in range(16) for kind in KINDS)
     assert deep.cost(every) < 0.6
@@ -284,16 +285,17 @@ def test_a_run_generates_the_same_with_and_without(
 def test_the_search_leaves_the_model_as_it_was() -> None:
     whole = model()
     before = {name: weight.clone() for name, weight in whole.state_dict().items()}
-    lab = LayerLaboratory(whole)
+    llm = LLM(whole)
+    lab = LayerLaboratory(llm)
     lab.calibrate(PROMPTS[:2], GREEDY)
     LayerSearch(lab, lab.num_layers, Deadline(ENDLESS), 4).run()
     assert all(torch.equal(before[name], weight) for name, weight in whole.state_dict().items())
-    again = lab.generate(PROMPTS[:2], GREEDY)
-    fresh = LayerLaboratory(model()).generate(PROMPTS[:2], GREEDY)
+    again = llm.generate(PROMPTS[:2], GREEDY)
+    fresh = LLM(model()).generate(PROMPTS[:2], GREEDY)
     assert [out.token_ids for out in again] == [out.token_ids for out in fresh]
 
 
 def test_layers_without_parts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(Skipped.KINDS, "mlp", ("no_such_part",))
     with pytest.raises(CompatibilityError, match="has none of no_such_part to leave out"):
-        LayerLaboratory(tiny_model("phi"))
+        LayerLaboratory(LLM(tiny_model("phi")))

@@ -1,7 +1,7 @@
-"""The command line: `foretoken COMMAND`. One command a file.
+"""The command line: `foretoken COMMAND`. Every command has a module of its own.
 
-PyTorch and Transformers are imported inside the commands, so that help and mistakes are answered
-at once.
+`main` is the console script and what `python -m foretoken` calls. The commands import PyTorch and
+Transformers when they run, so that help pages and wrong options are answered at once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _QUIET_LIBRARIES = {
 }
 
 EXAMPLES = examples(
-    "foretoken demo  # what it does, measured while you watch",
+    "foretoken demo  # the speed-up, measured while you watch",
     'foretoken generate "Why is the sky blue?"',
     "foretoken chat",
 )
@@ -81,18 +81,19 @@ def foretoken(
         typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
     ] = False,
 ) -> None:
-    """Speculative decoding for Hugging Face models: the same bits, sooner."""
+    """Speculative decoding for Hugging Face models: the same output, faster."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 
 def main() -> None:
-    """Run the command line in a process of its own."""
+    """Set up the process and run the command line."""
     os.environ.update(
         {name: os.environ.get(name, value) for name, value in _QUIET_LIBRARIES.items()}
     )
     warnings.simplefilter("ignore")
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # what a terminal cannot show must not end a run
+        # A character that the terminal's encoding lacks must not end a run.
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     app()

@@ -1,4 +1,7 @@
-"""The library's messages in the words of the command line: flags instead of field names."""
+"""Messages of the library in terms of the command line: flags instead of field names.
+
+`root` translates every error of the library with `in_flags` before it prints it.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +30,15 @@ _FIELDS = (
     ),
 )
 
-_ADVICE = {
+_PHRASES = {
     "needs a draft model: set 'model'": "needs a draft model: add --draft-model",
     "takes no draft model: remove 'model'": "takes no draft model: remove --draft-model",
     "pass text instead of messages": "use --no-chat",
     "pass token ids, or LLM(tokenizer=...)": "the command line needs one",
 }
 
-# A field as the subject of the message, with its value, or as a word no sentence has.
+# Where a message names a field: at its start with a colon, before a value, and anywhere if the
+# name has an underscore, since no English word has one.
 _NAME = "|".join(sorted(_FIELDS, key=len, reverse=True))
 _SUBJECT = re.compile(rf"^({_NAME})(?=:)")
 _WITH_VALUE = re.compile(rf"\b({_NAME})='?(\w+)'?")
@@ -42,14 +46,14 @@ _WORD = re.compile(rf"\b({'|'.join(name for name in _FIELDS if '_' in name)})\b"
 
 
 def flag(field: str) -> str:
-    """The flag that sets this field."""
+    """The flag that sets a field."""
     return "--" + field.replace("_", "-")
 
 
 def in_flags(message: str) -> str:
-    """A message of the library's with every parameter under the name the user typed."""
-    for said, typed in _ADVICE.items():
-        message = message.replace(said, typed)
+    """A message of the library with every field name replaced by its flag."""
+    for phrase, advice in _PHRASES.items():
+        message = message.replace(phrase, advice)
     message = _SUBJECT.sub(lambda match: flag(match[1]), message)
     message = _WITH_VALUE.sub(lambda match: f"{flag(match[1])} {match[2]}", message)
     return _WORD.sub(lambda match: flag(match[1]), message)

@@ -1,4 +1,4 @@
-"""`foretoken bench`: methods and peers compared on a file of prompts."""
+"""`foretoken bench`: compare methods and peers on a file of prompts."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ RECORDS, TABLE, PAGE = "results.jsonl", "table.md", "report.html"
 
 @dataclass(frozen=True)
 class Contenders:
-    """Who is compared with plain decoding."""
+    """The methods and peers that are compared with plain decoding."""
 
     method: Annotated[
         list[str] | None,
         in_panel(
             "Contestants",
-            "A method, or a JSON speculative_config, which may have a quantization; repeatable.",
+            "A method, or a JSON speculative_config (quantization allowed). Repeatable.",
             show_default=DEFAULT_METHOD,
         ),
     ] = None
@@ -55,63 +55,66 @@ class Contenders:
         str,
         in_panel(
             "Contestants",
-            "transformers, llama.cpp, openvino: with -plain, -lookup or -assistant just that.",
+            "transformers, llama.cpp, openvino. Add -plain, -lookup or -assistant for one mode.",
             metavar="PEER,...",
         ),
     ] = DEFAULT_PEERS
     gguf: Annotated[
         Path | None,
-        in_panel("Contestants", "The model for llama.cpp and openvino.", metavar="FILE"),
+        in_panel("Contestants", "GGUF file of the model, for llama.cpp and openvino.", metavar="FILE"),
     ] = None
     draft_model: Annotated[
         str | None,
-        in_panel("Contestants", "For methods that take one, and for transformers-assistant."),
+        in_panel("Contestants", "Draft model, for methods that take one and transformers-assistant."),
     ] = None
 
 
 @dataclass(frozen=True)
 class Target(ModelOptions):
-    """Which model, and how it runs; the baseline, too."""
+    """The model and how it runs, for the baseline and all methods."""
 
     threads: Annotated[
-        int | None, in_panel("Model", "Of every contestant.", min=1, show_default="all cores")
+        int | None, in_panel("Model", "Threads of every contestant.", min=1, show_default="all cores")
     ] = None
 
 
 @dataclass(frozen=True)
 class BenchEngine(EngineOptions):
-    """Of this library's contestants. None keeps prefixes: the rounds repeat every prompt."""
+    """Engine options of this library's contestants.
+
+    There is no option for prefix caching: it is off, because the rounds repeat every prompt.
+    """
 
     max_num_seqs: MaxNumSeqs = None
 
 
 @dataclass(frozen=True)
 class Amount:
-    """How much is measured."""
+    """How much to measure."""
 
     per_kind: Annotated[
         int | None,
         in_panel("Amount", "Prompts of each kind.", min=1, show_default=str(DEFAULT_PER_KIND)),
     ] = None
-    everything: Annotated[bool, in_panel("Amount", "All prompts of the file.", "--all")] = False
-    rounds: Annotated[int, in_panel("Amount", "Calls on every prompt.", min=1)] = 3
-    max_tokens: Annotated[int, in_panel("Amount", "Tokens of every output.", min=2)] = 128
+    everything: Annotated[bool, in_panel("Amount", "Use all prompts of the file.", "--all")] = False
+    rounds: Annotated[int, in_panel("Amount", "Runs of every prompt.", min=1)] = 3
+    max_tokens: Annotated[int, in_panel("Amount", "Tokens to generate per prompt.", min=2)] = 128
     max_prompt_tokens: Annotated[
-        int, in_panel("Amount", "The middle of longer prompts is cut out.", min=2)
+        int, in_panel("Amount", "Limit of prompt tokens; longer prompts lose their middle.", min=2)
     ] = 2048
     batch_sizes: Annotated[
         str | None,
         in_panel(
             "Amount",
-            "Also so many prompts at once, of all who can.",
+            "Also run batches of these sizes, where supported.",
             metavar="N,N,...",
             show_default="1",
         ),
     ] = None
-    seed: Annotated[int, in_panel("Amount", "Of the sample of prompts.", min=0)] = 0
+    seed: Annotated[int, in_panel("Amount", "Seed of the sample of prompts.", min=0)] = 0
 
     def sample(self, file: Path) -> tuple[Prompt, ...]:
-        """Prompts of the file."""
+        """The prompts to run: a sample of each kind, or all of them."""
         from foretoken.bench.prompts_file import read_prompts, stratified
 
         prompts = read_prompts(file)
@@ -122,7 +125,7 @@ class Amount:
         return tuple(stratified(prompts, self.per_kind or DEFAULT_PER_KIND, self.seed))
 
     def batches(self) -> tuple[int, ...]:
-        """Batch sizes besides 1, ascending."""
+        """Batch sizes other than 1, in ascending order."""
         try:
             sizes = {int(part) for part in (self.batch_sizes or "1").split(",")}
         except ValueError:
@@ -135,26 +138,26 @@ class Amount:
 @flat
 def bench(
     prompts: Annotated[
-        Path, typer.Argument(help="Spec-Bench's JSON lines, others, or a prompt a line.")
+        Path, typer.Argument(help="JSON lines (Spec-Bench's or others), or one prompt per line.")
     ],
     contenders: Contenders,
     target: Target,
     engine: BenchEngine,
     amount: Amount,
     output: Annotated[
-        Path, in_panel("Output", "Folder for records, table and report.", metavar="DIR")
+        Path, in_panel("Output", "Folder for the records, the table and the report.", metavar="DIR")
     ] = Path("foretoken-bench"),
     resume: Annotated[
-        bool, in_panel("Output", "Go on with what is in --output already.", "--resume")
+        bool, in_panel("Output", "Continue the run that is recorded in --output.", "--resume")
     ] = False,
     json_output: Annotated[bool, in_panel("Output", "Print one JSON object.", "--json")] = False,
 ) -> None:
-    """Compare methods, and peers, on your prompts.
+    """Compare methods and peers on your prompts.
 
-    Every contestant has a process of its own; calls take turns, greedy, with
-    the same prompts, number of tokens and threads. Results are ratios to
-    plain decoding (none) with bootstrap intervals. Exits with 1 if a
-    lossless method's output is not that of plain decoding.
+    Every contestant has a process of its own. They take turns, decode
+    greedily, and get the same prompts, output lengths and threads. Results
+    are ratios to plain decoding (none) with bootstrap intervals. Exits with
+    1 if the output of a lossless method differs from plain decoding's.
     """
     plan = _plan(prompts, contenders, target, engine, amount)
     journal = _journal(plan, output, resume=resume)
@@ -174,7 +177,7 @@ def bench(
 def _plan(
     file: Path, contenders: Contenders, target: Target, engine: BenchEngine, amount: Amount
 ) -> Plan:
-    """Find every mistake that needs no model to be seen."""
+    """The plan of the run, with every check that needs no model loaded."""
     from foretoken.bench.contestants import Setting, methods, peers
     from foretoken.bench.run import Plan
 
@@ -226,27 +229,27 @@ def _refuse_unused(
 
 
 def _threads() -> int:
-    """What the environment says, or all cores."""
+    """OMP_NUM_THREADS if it is set, or all cores."""
     import os
 
     from foretoken.bench.machine import available_cores
 
-    said = os.environ.get("OMP_NUM_THREADS", "")
-    return int(said) if said.isdigit() and int(said) > 0 else available_cores()
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    return int(threads) if threads.isdigit() and int(threads) > 0 else available_cores()
 
 
 def _journal(plan: Plan, folder: Path, *, resume: bool) -> Journal:
-    """The records in the folder, which is made if need be.
+    """The record file in this folder; makes the folder if needed.
 
     Raises:
-        UsageError: there are some, and nobody said what to do with them; or there are none.
+        UsageError: there are records but no --resume, or --resume but no records.
     """
     from foretoken.bench.journal import Journal
     from foretoken.bench.run import FORMAT
 
     file = folder / RECORDS
     if file.exists() and not resume:
-        raise UsageError(f"{file} is there already: add --resume, or choose another --output")
+        raise UsageError(f"{file} exists already: add --resume, or choose another --output")
     if resume and not file.exists():
         raise UsageError(f"--resume: there is no {file}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -255,7 +258,7 @@ def _journal(plan: Plan, folder: Path, *, resume: bool) -> Journal:
 
 @contextmanager
 def _progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], object]]:
-    """A progress bar on stderr, for who watches a terminal."""
+    """A progress bar on stderr, if that is a terminal."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -276,7 +279,7 @@ def _progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], object]]:
 
 
 def _write(plan: Plan, results: Results, folder: Path, *, as_object: bool) -> None:
-    """The table and the report into the folder, and one of table and object to stdout."""
+    """Write the table and the report to the folder; print the table, or one JSON object."""
     from foretoken.bench.page import html
     from foretoken.bench.report import markdown
 

@@ -34,13 +34,13 @@ EXAMPLES = examples(
 HELP = """\
 /help   this list
 /reset  forget the conversation
-/exit   end (so does Ctrl-D)
-Ctrl-C stops an answer; what it has said so far is kept."""
+/exit   end the chat (so does Ctrl-D)
+Ctrl-C stops an answer; the conversation keeps its text so far."""
 
 
 @dataclass(frozen=True)
 class ChatSampling(SamplingOptions):
-    """Answers of a conversation may be longer than single ones."""
+    """Sampling options with longer answers than `generate`."""
 
     max_tokens: Annotated[int, in_panel("Sampling", "Most tokens of an answer.")] = 512
 
@@ -52,15 +52,15 @@ def chat(
     sampling: ChatSampling,
     engine: CachingOptions,
     system: Annotated[
-        str | None, in_panel("Options", "What the model is told first.", metavar="TEXT")
+        str | None, in_panel("Options", "System message.", metavar="TEXT")
     ] = None,
     quiet: Annotated[
-        bool, in_panel("Options", "Answers only: no spinner, no figures.", "--quiet", "-q")
+        bool, in_panel("Options", "Print answers only: no spinner, no statistics.", "--quiet", "-q")
     ] = False,
 ) -> None:
-    """Talk with a model. /help lists what can be typed.
+    """Chat with a model. /help lists the commands.
 
-    Ctrl-C stops an answer, Ctrl-C at the prompt or Ctrl-D ends.
+    Ctrl-C stops an answer. Ctrl-D, or Ctrl-C at the prompt, ends the chat.
     """
     with working("Starting", quiet=quiet):
         config, params = speculation.config(), sampling.params()
@@ -79,13 +79,13 @@ def chat(
 
 
 class Conversation:
-    """What has been said, and how to go on.
+    """The messages of a chat and the commands that act on them.
 
     Args:
         llm: the model.
-        params: for every answer.
-        system: the system message, or None for the template's own.
-        quiet: no figures after an answer.
+        params: sampling parameters of every answer.
+        system: the system message, or None for the chat template's default.
+        quiet: print no statistics after an answer.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Conversation:
         self.messages = list(self._start)
 
     def obey(self, command: str) -> bool:
-        """Follow a slash command; False if it ends the conversation."""
+        """Run a slash command; return False if it ends the conversation."""
         if command == "/exit":
             return False
         if command == "/reset":
@@ -111,22 +111,25 @@ class Conversation:
         return True
 
     def answer(self, line: str) -> None:
-        """Stream the answer to this line; both are kept, unless there is no room for it."""
+        """Stream the answer to this line, and add both to the conversation.
+
+        A line that the context has no room for is reported and dropped.
+        """
         question = {"role": "user", "content": line}
         try:
             chunks = self._llm.stream([*self.messages, question], self._params)
         except PromptError as error:
             say(f"error: {error} /reset forgets the conversation.")
             return
-        said, output, writer = "", None, TokenWriter()
+        text, output, writer = "", None, TokenWriter()
         with closing(chunks), closing(writer), _first_interrupt() as interrupted:
             for chunk in chunks:
                 writer.write(chunk.tokens)
-                said, output = said + chunk.text, chunk.output
+                text, output = text + chunk.text, chunk.output
                 if interrupted():
                     break
-        if said:
-            self.messages += [question, {"role": "assistant", "content": said}]
+        if text:
+            self.messages += [question, {"role": "assistant", "content": text}]
         if output is None:
             _note("(stopped)")
         elif not self._quiet:
@@ -157,10 +160,12 @@ def _note(text: str) -> None:
 
 @contextmanager
 def _first_interrupt() -> Iterator[Callable[[], bool]]:
-    """Note the first Ctrl-C instead of raising it, so that a step is never torn; raise the second.
+    """Count the first Ctrl-C instead of raising it, so that the step ends normally.
+
+    The second one raises KeyboardInterrupt.
 
     Yields:
-        A function that says whether there has been one.
+        A function that tells whether Ctrl-C was pressed.
     """
     interrupts = 0
 

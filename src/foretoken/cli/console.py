@@ -1,7 +1,7 @@
-"""Where things are shown: the two consoles, the colours, and what keeps a terminal safe.
+"""Output to a terminal or a pipe: the two consoles, their colours, and safe text.
 
-The colours are from the middle of the 256-colour cube: they can be read on black and on white.
-On a pipe there are none.
+Every command prints through it. The colours are from the middle of the 256-colour cube, so they
+can be read on black and on white. On a pipe there are none.
 """
 
 from __future__ import annotations
@@ -28,47 +28,47 @@ THEME = Theme(
         "head": "bold",
     }
 )
-"""Origins of tokens under their names, then what else there is."""
+"""Styles: the origins of tokens by name, then all others."""
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class _Console(Console):
-    """Tells of a closed pipe by the ordinary exception."""
+    """A console that raises BrokenPipeError for a closed pipe, where Rich would exit."""
 
     def on_broken_pipe(self) -> None:
-        """Called by Rich."""
-        raise  # Rich calls this while it handles the BrokenPipeError
+        """Called by Rich while it handles the BrokenPipeError."""
+        raise
 
 
 def display() -> Console:
-    """Standard output."""
+    """A console on standard output."""
     return _Console(theme=THEME, highlight=False)
 
 
 def errors() -> Console:
-    """Standard error."""
+    """A console on standard error."""
     return _Console(theme=THEME, highlight=False, stderr=True)
 
 
 def plain(text: str, style: str = "") -> Text:
-    """Text without markup, safe to show."""
+    """Text for a console: no markup, control characters made visible."""
     return Text(safe(text), style)
 
 
 def safe(text: str) -> str:
-    """Text that cannot move the cursor or change colours: control characters become visible."""
-    return _CONTROL.sub(lambda match: _picture(ord(match[0])), text)
+    """Text with control characters made visible, so that it cannot move the cursor."""
+    return _CONTROL.sub(lambda match: _symbol(ord(match[0])), text)
 
 
-def _picture(code: int) -> str:
-    """Unicode's picture of a control character."""
+def _symbol(code: int) -> str:
+    """Unicode's visible symbol of a control character."""
     return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
 
 
 @contextmanager
 def working(doing: str, *, quiet: bool = False) -> Iterator[None]:
-    """A spinner while something takes time; only for who watches a terminal."""
+    """Show a spinner on stderr while something takes time, if stderr is a terminal."""
     console = errors()
     shown = console.is_terminal and not quiet
     with console.status(plain(f"{doing} ...", "note")) if shown else nullcontext():
@@ -76,7 +76,7 @@ def working(doing: str, *, quiet: bool = False) -> Iterator[None]:
 
 
 def say(line: str) -> None:
-    """One line on stderr; "error" at its beginning in red."""
+    """Print one line on stderr, the part before its first colon ("error") in red."""
     word, colon, rest = " ".join(line.split()).partition(":")
     errors().print(
         plain(word, "error" if colon else ""), plain(colon + rest), sep="", soft_wrap=True

@@ -1,4 +1,4 @@
-"""`foretoken datastore`: sort the suffixes of text files, for `--method rest`."""
+"""`foretoken datastore`: build a datastore from text files, for `--method rest`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ app = typer.Typer(rich_markup_mode="rich", epilog=EXAMPLES, no_args_is_help=True
 
 @app.callback()
 def datastore() -> None:
-    """Drafts copied from your own text files."""
+    """Build datastores, to draft from your own text files."""
 
 
 @app.command(epilog=EXAMPLES)
@@ -38,10 +38,10 @@ def build(
     files: Annotated[list[Path], typer.Argument(help="UTF-8 text files.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")],
     model: Annotated[
-        str, typer.Option("--model", "-m", help="The model whose tokens are looked up.")
+        str, typer.Option("--model", "-m", help="Model whose tokenizer encodes the files.")
     ] = DEFAULT_MODEL,
 ) -> None:
-    """Sort all places in text files by what follows; every file is a text of its own."""
+    """Build the suffix array of text files; each file is a document."""
     check_writable(output)
     total = sum(file.stat().st_size for file in files)
     tokenizer = open_tokenizer(model)
@@ -60,7 +60,7 @@ def info(
         Path, typer.Argument(help="A file made by `foretoken datastore build`.", metavar="FILE")
     ],
 ) -> None:
-    """What is in a datastore."""
+    """Show what a datastore contains."""
     from foretoken.drafters.text.datastore import Datastore
 
     _show(file, Datastore.load(file))

@@ -1,4 +1,4 @@
-"""`foretoken demo`: the same model without and with speculation, measured while you watch."""
+"""`foretoken demo`: one model without and with speculation, measured while you watch."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ EXAMPLES = examples(
 )
 
 DEFAULT_NUM_SPECULATIVE_TOKENS = 8
-"""Checking 8 tokens costs a CPU little more than checking 5, and copies are long."""
+"""A CPU verifies 8 tokens almost as fast as 5, and the copied passages are long."""
 
 _LINES_SHOWN = 5
-"""Of a long prompt."""
+"""Lines of a long prompt that are shown."""
 
 
 @flat
 def demo(
     target: ModelOptions,
     speculation: SpeculationOptions,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)] = 160,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens of an answer.", min=1)] = 160,
     rounds: Annotated[
-        int, typer.Option(help="Measured runs of each kind, after one to warm up.", min=1)
+        int, typer.Option(help="Measured runs with and without speculation, after a warm-up.", min=1)
     ] = 3,
 ) -> None:
     """Watch the same model without and with speculation.
 
-    Three prompts; every figure is measured while you wait, on the same
-    weights, in turn. Ends with 1 if any of the outputs differ.
+    There are three prompts. Every figure is measured while you wait, in
+    turn, on the same weights. Exits with 1 if any outputs differ.
     """
     with working("Starting"):
         from foretoken.core.params import SamplingParams
@@ -75,7 +75,7 @@ def demo(
 
 
 def _load(target: ModelOptions, config: SpeculativeConfig) -> tuple[LLM, LLM]:
-    """One model in memory, behind two faces."""
+    """Two `LLM`s on one model in memory: without and with speculation."""
     folder = resolve(target.model)
     if config.model is not None:
         resolve(config.model)
@@ -89,7 +89,7 @@ def _load(target: ModelOptions, config: SpeculativeConfig) -> tuple[LLM, LLM]:
         tokenizer = load_tokenizer(folder)
         if tokenizer is None:
             raise UsageError(f"{target.model} has no tokenizer to read the prompts with")
-        # Every run reads its prompt again: that is part of what is compared.
+        # Every run computes its whole prompt: prefill is part of the comparison.
         open_with = partial(
             LLM,
             model,
@@ -109,7 +109,7 @@ def _stream(
     speculative: LLM,
     params: SamplingParams,
 ) -> None:
-    """Show both answers as they come; these runs are the warm-up."""
+    """Show both answers as they are generated; these runs are the warm-up."""
     console = display()
     console.print()
     console.rule(plain(prompt.title, "head"), align="left", style="note")
@@ -141,7 +141,7 @@ def _measure(
     params: SamplingParams,
     rounds: int,
 ) -> None:
-    """Run both in turn, so that whatever else the machine does falls on both."""
+    """Run both in turn, so that other load on the machine slows both alike."""
     for number in range(1, rounds + 1):
         with working(f"Measuring, round {number} of {rounds}"):
             for llm, runs in ((without, comparison.without), (speculative, comparison.speculative)):
@@ -162,7 +162,7 @@ def _show_setting(target: ModelOptions, llm: LLM) -> None:
     display().print(
         plain(
             f"{target.model} in {dtype} on {llm.device}, greedy; {config.method} drafts up to "
-            f"{config.gamma} tokens a step, the target checks them in one pass."
+            f"{config.gamma} tokens per step, and the target verifies them in one pass."
         )
     )
 
@@ -191,7 +191,7 @@ def _show_table(comparisons: list[Comparison], rounds: int) -> None:
     console.print(
         plain(
             f"\n{rounds} rounds, in turn. tokens/s: median \u00b1 half the range, prompt included. "
-            "passes: forward passes of the target. mean length: tokens per pass with a draft. "
+            "passes: forward passes of the target. mean length: tokens per pass that had a draft. "
             "identical: the same token ids in all runs.",
             "note",
         )

@@ -1,4 +1,7 @@
-"""The demo's three prompts: one that repeats nothing, and two whose answers repeat the prompt."""
+"""The demo's three prompts: one with nothing to copy, two whose answers repeat the prompt.
+
+`foretoken demo` runs them. Commands that measure use them where no file of prompts is given.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ __all__ = ["PROMPTS", "DemoPrompt"]
 
 @dataclass(frozen=True)
 class DemoPrompt:
-    """A prompt and what it is an example of."""
+    """A prompt and the kind of task it stands for."""
 
     title: str
     text: str

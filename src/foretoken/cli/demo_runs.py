@@ -1,4 +1,4 @@
-"""What the demo measures: runs without and with speculation, in turn, and what they come to."""
+"""The results of `foretoken demo`: runs without and with speculation, and their statistics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Comparison", "Runs"]
 
 @dataclass
 class Runs:
-    """Outputs of one model for one prompt; the first one, streamed, only warms up."""
+    """Outputs of one `LLM` for one prompt. The first is streamed, as a warm-up."""
 
     outputs: list[CompletionOutput] = field(default_factory=list)
 
@@ -37,12 +37,12 @@ class Runs:
 
     @property
     def target_passes(self) -> int:
-        """Of one run; every run takes the same."""
+        """Target passes of the first run."""
         return self.outputs[0].metrics.target_passes
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Of one run."""
+        """Mean acceptance length of the first run."""
         return self.outputs[0].metrics.mean_acceptance_length
 
 
@@ -56,7 +56,7 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """How many times faster."""
+        """The speed-up of speculation."""
         return self.speculative.tokens_per_second / self.without.tokens_per_second
 
     @property

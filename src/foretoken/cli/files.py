@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Writing a result file completely or not at all; for every command with an --output file."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["check_writable", "write_whole"]
 
 
 def check_writable(path: Path) -> None:
-    """Find out before the work that its result has nowhere to go.
+    """Refuse a path that cannot be written to, before the work begins.
 
     Raises:
-        UsageError: there is no such folder, or the path is a folder itself.
+        UsageError: the path's folder does not exist, or the path is a folder itself.
     """
     if path.is_dir():
         raise UsageError(f"{path} is a folder: name a file")
@@ -23,10 +23,10 @@ def check_writable(path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write beside the file, then rename; a pipe or a device is written to directly.
+    """Write a temporary file beside it, then rename. Write to a pipe or a device directly.
 
     Raises:
-        OSError: it cannot be written; what was there before is untouched.
+        OSError: the file cannot be written. Its old content is untouched.
     """
     path = path.resolve()
     if path.exists() and not path.is_file():

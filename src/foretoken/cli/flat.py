@@ -3,7 +3,8 @@
     @flat
     def generate(prompt: ..., model: ModelOptions, sampling: SamplingOptions) -> None: ...
 
-Typer knows single parameters only; `flat` shows it the fields of the dataclasses in their place.
+Typer accepts single parameters only. `flat` shows it the fields of the dataclasses instead, and
+builds the dataclasses when the command is called. Commands that share options use it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def in_panel(panel: str, text: str, *names: str, **settings: Any) -> Any:
 
 
 def flat(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with the fields of its dataclass parameters as parameters of its own."""
+    """The command with every dataclass parameter replaced by the dataclass's fields."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Callable[..., Any]] = {
         name: kind for name, kind in hints.items() if isinstance(kind, type) and is_dataclass(kind)
@@ -52,14 +53,14 @@ def flat(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def refuse_given(reason: str, *options: Any) -> None:
-    """Refuse what would have no effect.
+    """Refuse options that would have no effect.
 
     Args:
-        reason: why.
-        options: dataclasses of options, all of which should have their defaults.
+        reason: why they would have none.
+        options: dataclasses of options, whose fields must all have their defaults.
 
     Raises:
-        UsageError: one has not.
+        UsageError: a field differs from its default.
     """
     for group in options:
         for item in fields(group):
@@ -68,7 +69,7 @@ def refuse_given(reason: str, *options: Any) -> None:
 
 
 def _fields(kind: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The constructor's parameters, their annotations evaluated."""
+    """The parameters of a dataclass's constructor, with evaluated annotations."""
     hints = get_type_hints(kind, include_extras=True)
     parameters = inspect.signature(kind).parameters.values()
     return [parameter.replace(annotation=hints[parameter.name]) for parameter in parameters]

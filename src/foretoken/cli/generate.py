@@ -1,4 +1,4 @@
-"""`foretoken generate`: one prompt, one answer."""
+"""`foretoken generate`: the answer to one prompt, or several with --n."""
 
 from __future__ import annotations
 
@@ -45,19 +45,23 @@ EXAMPLES = examples(
 
 @dataclass(frozen=True)
 class GenerateEngine(CachingOptions):
-    """Several answers are several sequences."""
+    """Engine options of one prompt with one or several answers."""
 
     max_num_seqs: MaxNumSeqs = None
 
     def refuse_what_is_for_several(self) -> None:
-        """One answer to one prompt has no neighbour, and nothing that came before it."""
+        """Refuse options without effect on a single answer.
+
+        Raises:
+            UsageError: one of them was given.
+        """
         given = {
             "--max-num-seqs": self.max_num_seqs is not None,
             "--prefix-cache-memory": self.prefix_cache_memory is not None,
             "--no-enable-prefix-caching": self.no_enable_prefix_caching,
         }
-        for name, has_been in given.items():
-            if has_been:
+        for name, was_given in given.items():
+            if was_given:
                 raise UsageError(f"{name} is for several answers: add --n")
 
 
@@ -65,7 +69,7 @@ class GenerateEngine(CachingOptions):
 def generate(
     prompt: Annotated[
         str | None,
-        typer.Argument(help="The prompt; - or nothing reads standard input.", metavar="PROMPT"),
+        typer.Argument(help="The prompt; - or none reads standard input.", metavar="PROMPT"),
     ] = None,
     file: Annotated[
         Path | None, typer.Option(help="Read the prompt from this file.", metavar="FILE")
@@ -74,7 +78,7 @@ def generate(
         bool | None,
         typer.Option(
             "--chat/--no-chat",
-            help="Put the prompt through the model's chat template, or not.",
+            help="Apply the model's chat template, or not.",
             show_default="chat if the model has a template",
         ),
     ] = None,
@@ -89,21 +93,21 @@ def generate(
         in_panel("Output", "With --json: log-probabilities of the k most likely tokens."),
     ] = None,
     json_output: Annotated[
-        bool, in_panel("Output", "Print one JSON object; `outputs` has all if n > 1.", "--json")
+        bool, in_panel("Output", "Print one JSON object; with --n, `outputs` has all answers.", "--json")
     ] = False,
     trace: Annotated[
         Path | None,
-        in_panel("Output", "Write what happened at every step.", metavar="FILE"),
+        in_panel("Output", "Write what every step drafted, accepted and added.", metavar="FILE"),
     ] = None,
     quiet: Annotated[
-        bool, in_panel("Output", "The text only: no spinner, no figures.", "--quiet", "-q")
+        bool, in_panel("Output", "Print the text only: no spinner, no statistics.", "--quiet", "-q")
     ] = False,
 ) -> None:
     """Generate text for one prompt.
 
-    On a terminal every token has the colour of its origin: drafted and
-    accepted, correction of a rejected draft, or bonus. On a pipe there is
-    the text and nothing else.
+    On a terminal the colour of a token shows its origin: accepted draft,
+    correction of a rejected draft, or bonus. A pipe gets the text and
+    nothing else.
     """
     _check(n, logprobs, json_output, trace)
     if n == 1:
@@ -128,7 +132,7 @@ def generate(
 
 
 def _check(n: int, logprobs: int | None, json_output: bool, trace: Path | None) -> None:
-    """Find mistakes that need no model to be seen."""
+    """Refuse wrong combinations before the model is loaded."""
     if logprobs is not None and not json_output:
         raise UsageError("--logprobs are shown with --json only: add --json")
     if trace is not None:
@@ -155,7 +159,7 @@ def _stream(
 def _several(
     llm: LLM, prompt: Prompt, params: SamplingParams, *, quiet: bool
 ) -> list[CompletionOutput]:
-    """All answers in one batch, shown one after the other."""
+    """Generate all answers in one batch and show them one after the other."""
     with working(f"Generating {params.n} answers", quiet=quiet):
         outputs = llm.generate([prompt], params)[0].outputs
     console = display()

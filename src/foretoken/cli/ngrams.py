@@ -26,7 +26,7 @@ app = typer.Typer(rich_markup_mode="rich", epilog=EXAMPLES, no_args_is_help=True
 
 @app.callback()
 def ngrams() -> None:
-    """Drafts from your own text files."""
+    """Count n-grams, to draft from your own text files."""
 
 
 @app.command(epilog=EXAMPLES)
@@ -34,7 +34,7 @@ def build(
     files: Annotated[list[Path], typer.Argument(help="UTF-8 text files.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")],
     model: Annotated[
-        str, typer.Option("--model", "-m", help="The model whose tokens are counted.")
+        str, typer.Option("--model", "-m", help="Model whose tokenizer encodes the files.")
     ] = DEFAULT_MODEL,
 ) -> None:
     """Count unigrams, bigrams and trigrams of text files."""

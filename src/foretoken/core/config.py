@@ -1,7 +1,8 @@
-"""`Config`: the base of everything a user may configure.
+"""`Config`: the base class of everything a user may configure.
 
-It turns pydantic's findings into one line that names the field, the range and, for an unknown
-field, the nearest known one.
+`SamplingParams`, `SpeculativeConfig` and the options of methods, rules and controllers derive from
+it. It turns a pydantic error into one line that names the field and the range. For an unknown field
+the line suggests the nearest known name.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ __all__ = ["Config", "PathText", "nearest"]
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """' Did you mean ...?' for the closest known name, or the list of all."""
+    """The end of a message about an unknown name: the closest known name, or all of them.
+
+    Args:
+        name: what the user wrote.
+        known: all valid names.
+    """
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if close:
         return f"did you mean '{close[0]}'?"
@@ -26,7 +32,11 @@ def nearest(name: str, known: list[str]) -> str:
 
 
 class Config(BaseModel):
-    """Base of all configurations: frozen, strict about names and types, errors in one line."""
+    """Base of all configurations: immutable, without extra fields, with errors of one line.
+
+    Raises:
+        ConfigError: a field is unknown or has an invalid value.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
@@ -41,7 +51,7 @@ class Config(BaseModel):
         first = error.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else ""
         cause = first.get("ctx", {}).get("error")
-        if isinstance(cause, ConfigError):  # of a configuration inside this one
+        if isinstance(cause, ConfigError):  # raised by a configuration nested in this one
             return f"{name}: {cause}" if name else str(cause)
         if first["type"] == "extra_forbidden":
             return f"{cls.__name__} has no field '{name}': {nearest(name, cls.field_names())}"
@@ -52,7 +62,7 @@ class Config(BaseModel):
 
     @classmethod
     def field_names(cls) -> list[str]:
-        """Names a user may set."""
+        """Names of the fields as users write them."""
         return [field.alias or name for name, field in cls.model_fields.items()]
 
 
@@ -61,4 +71,4 @@ def _path_text(value: Any) -> Any:
 
 
 PathText = Annotated[str, BeforeValidator(_path_text)]
-"""An option that names a file: given as text or as a path, kept as text."""
+"""The type of an option that names a file: accepts text or a path, and stores text."""

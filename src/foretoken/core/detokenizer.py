@@ -1,4 +1,8 @@
-"""Text as tokens are committed: incremental, and aware of stop strings across token borders."""
+"""Incremental detokenization: the text of an output while its tokens are committed.
+
+Each `Request` owns one `Detokenizer`. It also finds stop strings, including those that cross token
+borders.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ _INCOMPLETE = "\ufffd"
 
 Pieces = dict[int, str]
 _PIECES: WeakKeyDictionary[PreTrainedTokenizerBase, dict[bool, Pieces]] = WeakKeyDictionary()
-"""Text of single tokens, by tokenizer and whether special ones are skipped: filled as they come."""
+"""Cache of the text of single tokens, by tokenizer and by whether special tokens are skipped."""
 
 
 def _pieces_of(tokenizer: PreTrainedTokenizerBase | None, skip_special_tokens: bool) -> Pieces:
@@ -24,41 +28,47 @@ def _pieces_of(tokenizer: PreTrainedTokenizerBase | None, skip_special_tokens: b
 
 
 class Decode(Protocol):
-    """Turns tokens into text."""
+    """A function that turns token ids into text."""
 
     def __call__(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        """The text."""
+        """The text of these token ids."""
         ...
 
 
 def _decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
-    """The tokenizer's `decode` without cleaning up: every token goes through it."""
+    """The tokenizer's `decode`, without `clean_up_tokenization_spaces`.
+
+    It runs for every token, so it takes the fastest path that gives the same text.
+    """
     kind = type(tokenizer)
     wrapped = kind.decode, getattr(kind, "_decode", None)
     if wrapped == (PreTrainedTokenizerFast.decode, PreTrainedTokenizerFast._decode):
-        # What is around it takes several times as long as itself, and does nothing here.
+        # The Python wrappers take several times as long as the decoder, and change nothing here.
         decode: Decode = tokenizer.backend_tokenizer.decode
         return decode
 
-    def as_it_is(token_ids: list[int], *, skip_special_tokens: bool) -> str:
+    def without_clean_up(token_ids: list[int], *, skip_special_tokens: bool) -> str:
         text = tokenizer.decode(token_ids, skip_special_tokens, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 
-    return as_it_is
+    return without_clean_up
 
 
 class Detokenizer:
     """Turns the tokens of one output into text, piece by piece.
 
-    A piece is held back while it ends in an unfinished character. Text that may be the beginning
-    of a stop string is held back too, so that what has been given out is never taken back.
+    Text that ends in an unfinished character is held back until the character is complete. Text
+    that may be the beginning of a stop string is held back too. Returned text is therefore final.
 
     Args:
-        tokenizer: None gives empty text.
+        tokenizer: the model's tokenizer; with None the text is always empty.
         stop: stop strings.
-        include_stop: whether a stop string stays in the text.
+        include_stop: whether the stop string that was met stays in the text.
         skip_special_tokens: whether special tokens are left out of the text.
+
+    Attributes:
+        stopped_at: the stop string that ended the output, or None.
     """
 
     def __init__(
@@ -75,24 +85,29 @@ class Detokenizer:
         self._include_stop = include_stop
         self._skip_special_tokens = skip_special_tokens
         self._token_ids: list[int] = []
-        self._start = 0  # tokens before this one no longer influence what follows
-        self._read = 0  # tokens before this one have been turned into text
-        self._before = ""  # the tokens in between, decoded
+        self._start = 0  # tokens before this index no longer influence the text that follows
+        self._read = 0  # tokens before this index have been turned into text
+        self._before = ""  # text of the tokens from _start to _read
         self._pieces = _pieces_of(tokenizer, skip_special_tokens)
-        self._text = ""  # everything decoded so far
-        self._given = 0  # how much of it has been given out
-        self._searched = 0  # stop strings are looked for from here on
+        self._text = ""  # all text decoded so far
+        self._returned = 0  # number of characters already returned
+        self._searched = 0  # stop strings are searched from this character on
         self.stopped_at: str | None = None
 
     @property
     def text(self) -> str:
-        """All text so far, held-back parts included."""
+        """All text so far, including the part that is held back."""
         return self._text
 
     def add(self, token: int, *, may_stop: bool = True) -> str:
-        """Append a token; the text that is now certain.
+        """Append a token and return the text that became final.
 
-        Sets `stopped_at` if a stop string is met, unless the output may not end yet.
+        Args:
+            token: the committed token.
+            may_stop: False while `min_tokens` is not reached: stop strings are then ignored.
+
+        Returns:
+            New text; often empty. `stopped_at` is set if a stop string was met.
         """
         if self._tokenizer is None:
             return ""
@@ -103,20 +118,20 @@ class Detokenizer:
             self._extend(after[len(before) :], may_stop)
             self._start, self._read = self._read, len(self._token_ids)
             self._before = self._piece(self._token_ids[self._start :])
-        return self._give(self._held_back())
+        return self._release(self._held_back())
 
     def finish(self) -> str:
-        """The rest of the text, unfinished characters included."""
+        """Return the rest of the text, including unfinished characters."""
         if self.stopped_at is None and self._tokenizer is not None:
             before = self._before
-            # The output ends for another reason, so a stop string does not count any more.
+            # The output ends for another reason, so a stop string no longer counts.
             self._extend(self._decode(self._token_ids[self._start :])[len(before) :], False)
             self._start = self._read = len(self._token_ids)
             self._before = ""
-        return self._give(0)
+        return self._release(0)
 
     def _piece(self, token_ids: Sequence[int]) -> str:
-        """Decoded, from memory where it is one token, as it is nearly always."""
+        """Decode tokens. A single token, which is the usual case, comes from the cache."""
         if len(token_ids) != 1:
             return self._decode(token_ids)
         token = token_ids[0]
@@ -129,14 +144,14 @@ class Detokenizer:
         return self._decode_ids(list(token_ids), skip_special_tokens=self._skip_special_tokens)
 
     def _extend(self, piece: str, may_stop: bool) -> None:
-        fresh = len(self._text)
+        start = len(self._text)
         self._text += piece
         if not may_stop:
             self._searched = len(self._text)
             return
         hits = []
         for stop in self._stop:
-            position = self._text.find(stop, max(self._searched, fresh - len(stop) + 1))
+            position = self._text.find(stop, max(self._searched, start - len(stop) + 1))
             if position >= 0:
                 hits.append((position, stop))
         if hits:
@@ -145,7 +160,7 @@ class Detokenizer:
             self._text = self._text[:end]
 
     def _held_back(self) -> int:
-        """Length of the longest end of the text that begins a stop string."""
+        """Length of the longest suffix of the text that may begin a stop string."""
         if self.stopped_at is not None:
             return 0
         longest = 0
@@ -156,8 +171,8 @@ class Detokenizer:
                     break
         return longest
 
-    def _give(self, held_back: int) -> str:
-        end = max(self._given, len(self._text) - held_back)
-        piece = self._text[self._given : end]
-        self._given = end
+    def _release(self, held_back: int) -> str:
+        end = max(self._returned, len(self._text) - held_back)
+        piece = self._text[self._returned : end]
+        self._returned = end
         return piece

@@ -1,8 +1,8 @@
-"""A probability distribution over the vocabulary, kept on its support.
+"""A probability distribution over the vocabulary, stored on its support.
 
-Both p (target) and q (drafter) are `Distribution`s. Greedy decoding is a distribution with one
-token in its support, top-k a distribution with k; only unrestricted sampling carries the whole
-vocabulary. Acceptance rules, drafters and noise see nothing else.
+Both p (target) and q (drafter) are `Distribution`s. Greedy decoding has one token in its support,
+and top-k sampling has k. Only unrestricted sampling stores the whole vocabulary. Acceptance rules,
+drafters and noise work on distributions and never see logits.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["Distribution", "OneHots"]
 
 @dataclass(frozen=True)
 class Distribution:
-    """Probabilities over tokens.
+    """Probabilities of S tokens; all other tokens have probability 0.
 
     Args:
         probs: [S] probabilities, float32 or float64; sums to 1.
-        support: [S] token ids in ascending order, or None where S is the whole vocabulary.
+        support: [S] token ids in ascending order, or None if S is the whole vocabulary.
     """
 
     probs: Tensor
@@ -35,16 +35,23 @@ class Distribution:
 
     @staticmethod
     def one_hot(token: int) -> Distribution:
-        """All mass on one token: a greedy target, or a drafter that does not sample."""
+        """All mass on one token: the p of a greedy target, or the q of a token not sampled."""
         return _OneHot(token)
 
     @staticmethod
     def of(probs: Tensor) -> Distribution:
-        """From dense [V] probabilities; tokens of probability 0 leave the support."""
-        least = float(probs.min())
-        if least > 0:  # much sooner said than which ones are
+        """Make a distribution from dense probabilities, without the tokens of probability 0.
+
+        Args:
+            probs: [V] probabilities that sum to 1.
+
+        Raises:
+            RequestError: the probabilities are not numbers (NaN).
+        """
+        minimum = float(probs.min())
+        if minimum > 0:  # much faster than `nonzero`
             return Distribution(probs)
-        if math.isnan(least):
+        if math.isnan(minimum):
             raise RequestError(
                 "the logits are not numbers: the model or the sampling parameters overflow."
             )
@@ -53,7 +60,7 @@ class Distribution:
 
     @cached_property
     def certain(self) -> int | None:
-        """The only possible token, or None where there are several."""
+        """The only token of the support, or None if there are several."""
         if len(self.probs) > 1:
             return None
         return 0 if self.support is None else int(self.support[0])
@@ -67,7 +74,7 @@ class Distribution:
         return float(self.at(torch.tensor([token]))[0])
 
     def at(self, tokens: Tensor) -> Tensor:
-        """Probabilities of `tokens` [K] -> [K], on the device of `probs`; 0 outside the support."""
+        """Probabilities [K] of `tokens` [K], on the device of `probs`; 0 outside the support."""
         tokens = tokens.to(self.probs.device)
         if self.support is None:
             return self.probs[tokens]
@@ -77,7 +84,7 @@ class Distribution:
 
     @property
     def tokens(self) -> Tensor:
-        """[S] the tokens of the support."""
+        """[S] token ids of the support, ascending."""
         if self.support is not None:
             return self.support
         return torch.arange(len(self.probs), device=self.probs.device)
@@ -91,8 +98,11 @@ class Distribution:
     def excess(self, other: Distribution, scale: float = 1.0, weight: float = 1.0) -> Tensor:
         """[S] `max(weight * self - scale * other, 0)` on this distribution's support.
 
-        `scale` is the lenience of Leviathan et al., A.5; `weight` the running ratio of block
-        verification (Sun et al.). Both are 1 in plain speculative sampling.
+        Args:
+            other: the distribution that was drafted from (q where `self` is p).
+            scale: the lenience of Leviathan et al., appendix A.5; 1 in plain speculative sampling.
+            weight: the running ratio w_i of block verification (Sun et al., algorithm 2); 1 in
+                plain speculative sampling.
         """
         other_probs = other.at(self.tokens).to(self.probs)
         return (weight * self.probs - scale * other_probs).clamp(min=0)
@@ -100,10 +110,12 @@ class Distribution:
     def residual(
         self, other: Distribution, scale: float = 1.0, weight: float = 1.0
     ) -> Distribution:
-        """`norm(max(weight * self - scale * other, 0))`: the distribution after a rejection.
+        """The residual distribution `norm(max(weight * self - scale * other, 0))`.
 
-        Where nothing is left, `self` equals `other` up to rounding, so a rejection could not have
-        happened by the mathematics; `self` is then the right answer and not 0/0.
+        The correction after a rejection is drawn from it (Leviathan et al., algorithm 1). If the
+        excess is 0 everywhere, `self` equals `other` up to rounding errors. A rejection then has
+        probability 0 in exact arithmetic, and the result is `self` instead of 0/0. Arguments as in
+        `excess`.
         """
         excess = self.excess(other, scale, weight)
         total = excess.sum()
@@ -112,26 +124,30 @@ class Distribution:
         return self.normalised(excess / total)
 
     def without(self, token: int) -> Distribution:
-        """Conditioned on another token than this one; unchanged if no other is possible."""
+        """The distribution given that the token is not `token`; unchanged if it is the only one."""
         probs = torch.where(self.tokens == token, 0.0, self.probs)
         total = probs.sum()
         return self.normalised(probs / total) if float(total) > 0 else self
 
     def normalised(self, probs: Tensor) -> Distribution:
-        """A distribution with these [S] probabilities on the same support, zeros dropped."""
+        """A distribution with other probabilities on the same support; zeros leave the support.
+
+        Args:
+            probs: [S] probabilities that sum to 1.
+        """
         keep = probs > 0
         return Distribution(probs[keep], self.tokens[keep])
 
 
 class _OneHot(Distribution):
-    """A one-hot distribution that makes its two tensors only when somebody reads them.
+    """A one-hot distribution that creates its two tensors only when they are read.
 
     Args:
-        token: the one that is.
+        token: the token of probability 1.
     """
 
     def __init__(self, token: int) -> None:
-        self.__dict__["certain"] = token  # known, so that nobody need read it from the tensor
+        self.__dict__["certain"] = token  # fills the cached property: no tensor needed
 
     @cached_property
     def probs(self) -> Tensor:
@@ -145,10 +161,12 @@ class _OneHot(Distribution):
 
 
 class OneHots(Sequence[Distribution]):
-    """Distributions that are certain, each made when it is first looked at: most drafts' never are.
+    """A lazy sequence of one-hot distributions: the q of a draft that was not sampled.
+
+    Each is created when it is first read. For most drafted nodes that never happens.
 
     Args:
-        tokens: those that are.
+        tokens: the token of probability 1 of each distribution.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:

@@ -1,9 +1,11 @@
 """Structured outputs: a grammar says which tokens may come next (invariant 6).
 
-The grammars are llguidance's: it takes JSON schemas, regular expressions and Lark grammars, needs
-microseconds for a mask, goes back as well as forwards (a tree is verified path by path), and knows
-which bytes are forced, which is what the drafter `regex` proposes. Because p itself is masked at
-every node, over that node's own path, speculation under a grammar is as exact as without one.
+The sampler masks p at every node of the tree, over that node's own path. Speculation under a
+grammar is therefore as exact as without one.
+
+The grammars are llguidance's. It takes JSON schemas, regular expressions and Lark grammars. It
+computes a mask in microseconds. It can roll back as well as advance, which the paths of a token
+tree need. It also knows which tokens are forced, and the drafter `regex` proposes those.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -23,16 +25,31 @@ from foretoken.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from foretoken.core.params import StructuredOutputs
-
-__all__ = ["Grammar", "Grammars", "check_grammar"]
+__all__ = ["Form", "Grammar", "Grammars", "check_grammar"]
 
 
-def check_grammar(outputs: StructuredOutputs) -> None:
-    """Refuse what cannot be compiled.
+class Form(Protocol):
+    """The form an output must have: the part of `StructuredOutputs` that this file needs."""
+
+    disable_any_whitespace: bool
+
+    @property
+    def kind(self) -> str:
+        """One of "json", "regex", "choice", "grammar" and "json_object"."""
+        ...
+
+    @property
+    def value(self) -> Any:
+        """The schema, the expression, the choices or the grammar."""
+        ...
+
+
+def check_grammar(outputs: Form) -> None:
+    """Check that a form can be compiled.
 
     Raises:
-        ConfigError: with the library's first line of complaint, or because it is missing.
+        ConfigError: llguidance refuses the form (the message is its first error line), or
+            llguidance is not installed.
     """
     if message := _library().LLMatcher.validate_grammar(_source(outputs)):
         lines = [line.strip() for line in message.splitlines()]
@@ -50,8 +67,8 @@ def _library() -> Any:
     return llguidance
 
 
-def _source(outputs: StructuredOutputs) -> str:
-    """The grammar in llguidance's own form."""
+def _source(outputs: Form) -> str:
+    """The grammar in llguidance's own format."""
     matcher = _library().LLMatcher
     compact = {"whitespace_flexible": not outputs.disable_any_whitespace}
     value = outputs.value
@@ -72,13 +89,13 @@ def _source(outputs: StructuredOutputs) -> str:
 
 
 class Grammars:
-    """Grammars over one model's tokens; the vocabulary is indexed once, when first needed.
+    """Compiles grammars over one model's tokens; indexes the vocabulary once, on first use.
 
     Args:
-        tokenizer: the model's, or None where it has none.
+        tokenizer: the model's tokenizer, or None if it has none.
         vocab_size: V, the width of the logits.
-        eos_token_ids: what may follow a complete output; without any, only `Grammar.forced` is of
-            use.
+        eos_token_ids: the tokens that may follow a complete output. Without any, only
+            `Grammar.forced` is useful.
     """
 
     def __init__(
@@ -91,11 +108,11 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
 
-    def compile(self, outputs: StructuredOutputs) -> Grammar:
-        """A grammar at its beginning.
+    def compile(self, outputs: Form) -> Grammar:
+        """Compile a grammar for one request.
 
         Raises:
-            ConfigError: the model has no fast tokenizer.
+            ConfigError: the model has no fast tokenizer, or llguidance refuses the form.
         """
         matcher = _library().LLMatcher(self._vocabulary, _source(outputs), log_level=0)
         if matcher.is_error():
@@ -118,20 +135,30 @@ class Grammars:
 
 
 class Grammar:
-    """The grammar of one request; asked about any continuation of its prompt.
+    """The grammar of one request, for any continuation of its prompt.
 
-    It remembers where it was asked last, so that going on from there costs nothing.
+    It keeps the matcher's state after the last query. The next query rolls back to the common
+    prefix and advances from there.
+
+    Args:
+        matcher: an `llguidance.LLMatcher` that has consumed nothing yet.
+        vocab_size: V, the width of the logits.
     """
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
-        self._tokens: list[int] = []  # where the matcher stands
+        self._tokens: list[int] = []  # output tokens the matcher has consumed
 
     def allowed(self, output_ids: Sequence[int]) -> Tensor | None:
-        """Which tokens may come next, [V] bool; None where the output is not in the grammar.
+        """The tokens that may come next.
 
-        The end-of-sequence tokens are among them where the output is complete.
+        Args:
+            output_ids: the output so far, including drafted tokens on the node's path.
+
+        Returns:
+            [V] bool, or None if the grammar does not allow the output so far. End-of-sequence
+            tokens are allowed where the output is complete.
         """
         if not self._move_to(output_ids):
             return None
@@ -140,20 +167,24 @@ class Grammar:
         return torch.from_numpy(mask.view(np.bool_))
 
     def forced(self, output_ids: Sequence[int]) -> list[int]:
-        """The tokens that must come next; empty where there is a choice."""
+        """The tokens that must come next; empty if there is a choice.
+
+        Args:
+            output_ids: the output so far.
+        """
         if not self._move_to(output_ids):
             return []
         tokens: list[int] = self._matcher.compute_ff_tokens()
         return tokens
 
     def _move_to(self, output_ids: Sequence[int]) -> bool:
-        """Go back to what is common and forwards from there; whether all of it is allowed."""
+        """Roll back to the common prefix and advance; returns whether all tokens are allowed."""
         output = list(output_ids)
         agreed = len(self._tokens)
         if output[:agreed] != self._tokens:
             agreed = common_prefix(self._tokens, output)
             self._matcher.rollback(len(self._tokens) - agreed)
         rest = output[agreed:]
-        taken = self._matcher.try_consume_tokens(rest) if rest else 0
-        self._tokens = output[: agreed + taken]
-        return taken == len(rest)
+        consumed = self._matcher.try_consume_tokens(rest) if rest else 0
+        self._tokens = output[: agreed + consumed]
+        return consumed == len(rest)

@@ -1,4 +1,7 @@
-"""Amounts of memory, as people write them: bytes, or text such as "2GiB"."""
+"""Amounts of memory as users write them: a number of bytes, or text such as "2GiB".
+
+`LLM` reads `kv_cache_memory` and `prefix_cache_memory` with it.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,14 @@ UNITS = {
 
 
 def num_bytes(name: str, value: int | str) -> int:
-    """Bytes of an amount of memory.
+    """Convert an amount of memory to bytes.
 
     Args:
-        name: what to call it in a message.
-        value: bytes, or a number with one of `UNITS`.
+        name: the parameter's name, for error messages.
+        value: a number of bytes, or text: a number and one of `UNITS`.
 
     Raises:
-        ConfigError: it is neither, or not above 0.
+        ConfigError: the value is neither, or is not above 0.
     """
     amount: float | None = None
     if isinstance(value, int) and not isinstance(value, bool):

@@ -1,9 +1,9 @@
 """Counter-based randomness: the target's noise at position t is a function of (seed, t) alone.
 
-That is what makes seeded output independent of the drafter, the draft length and the batch
-(invariant 7): whoever asks for position t, whenever, gets the same numbers. The generator is Philox
-(Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"), whose raw stream NumPy guarantees
-to stay the same between versions.
+Seeded output therefore does not depend on the drafter, the draft length or the batch (invariant 7):
+position t gets the same numbers in whatever step it is computed. Acceptance rules and drafters draw
+all their random numbers here. The generator is Philox (Salmon et al., "Parallel random numbers: as
+easy as 1, 2, 3"). NumPy guarantees that its raw stream stays the same between versions.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ __all__ = ["Noise", "StepNoise", "Stream", "fresh_seed"]
 MAX_SEED = 2**63 - 1
 
 _LANES = 64
-"""Most drafters of one ensemble; ensembles within ensembles go on counting."""
+"""Most drafters of one ensemble. A nested ensemble multiplies the lane number by this."""
 
 
 class Stream(IntEnum):
-    """Independent streams of one seed."""
+    """Independent random streams of one seed."""
 
     TARGET = 0
-    """Which token the target takes at a position."""
+    """Draws the target's token at a position."""
     ACCEPT = 1
-    """Whether a drafted token is accepted."""
+    """Decides whether a drafted token is accepted."""
     DRAFT = 2
-    """Which token a drafter proposes, where the rule needs that independent of the target."""
+    """Draws a drafter's tokens, under rules that need them independent of the target's."""
 
 
 class StepNoise(Protocol):
-    """What an acceptance rule may ask of chance, relative to the root of the tree.
+    """The random decisions of an acceptance rule in one step.
 
-    `depth` is that of the node below which the question arises: the token after a node of depth d
+    `depth` is the depth of the node whose successor is decided. The successor of a node of depth d
     stands d + 1 positions after the root.
     """
 
     def accepts(self, probability: float, depth: int, trial: int = 0) -> bool:
-        """True with the given probability; `trial` tells apart several questions at one place."""
+        """True with this probability; `trial` numbers the independent decisions at one node."""
         ...
 
     def draw(self, distribution: Distribution, depth: int) -> int:
-        """A token with the given distribution."""
+        """Draw a token from this distribution."""
         ...
 
 
@@ -59,10 +59,11 @@ class Noise:
 
     Args:
         seed: 0 to 2**63 - 1.
-        position: index of the token that follows the root, from which depths count.
-        lane: tells apart drafters that draft for the same position in the same step.
-        token_stream: the stream that `draw` uses. A drafter under the coupled rule draws from the
-            target's own stream, so that it guesses with the target's own luck.
+        position: index, in the sequence, of the token that follows the root. Depth 0 means this
+            position.
+        token_stream: the stream that `draw` uses. Under the coupled rule a drafter draws from the
+            target's own stream, so that it tends to draw the token the target will draw.
+        lane: number of the drafter, if several draft for the same position in the same step.
     """
 
     seed: int
@@ -71,34 +72,44 @@ class Noise:
     lane: int = 0
 
     def at(self, position: int) -> Noise:
-        """The same noise, with depths counted from `position`."""
+        """The same noise with depths counted from `position` (a sequence index)."""
         return Noise(self.seed, position, self.token_stream, self.lane)
 
     def drafting(self, *, coupled: bool) -> Noise:
-        """The drafter's noise: the target's own stream if `coupled`, else an independent one."""
+        """The noise of a drafter: the target's stream if `coupled`, else an independent one."""
         stream = Stream.TARGET if coupled else Stream.DRAFT
         return replace(self, token_stream=stream)
 
     def in_lane(self, index: int) -> Noise:
-        """The noise of one of several drafters at once; the target's own stream is untouched."""
+        """The noise of drafter `index` of several; the target's stream does not change."""
         return replace(self, lane=_LANES * self.lane + index + 1)
 
     def derived(self, step: int) -> Noise:
-        """Noise of its own for what happens inside one step, independent of all other noise."""
+        """Noise for decisions inside one step, independent of all other noise.
+
+        A cascade uses it for the steps of its middle model.
+
+        Args:
+            step: identifies the step; the position of its root will do.
+        """
         return Noise(self.seed + (step + 1 << 64) + (self.lane << 112), self.position)
 
     def accepts(self, probability: float, depth: int, trial: int = 0) -> bool:
-        """True with the given probability (see `StepNoise`)."""
+        """True with this probability; arguments as in `StepNoise.accepts`."""
         if probability >= 1:
             return True
         return bool(self._uniform(Stream.ACCEPT, depth, 1, trial)[0] < probability)
 
     def draw(self, distribution: Distribution, depth: int, trial: int = 0) -> int:
-        """A token with the given distribution, by the Gumbel-max trick: `argmax(log p + noise)`.
+        """Draw a token by the Gumbel-max trick: `argmax(log p + noise)`.
 
-        The noise belongs to the token, not to its place in the support, so two distributions that
-        are nearly alike draw the same token nearly always: this is the coupling. `trial` tells
-        apart independent draws at one place.
+        The noise belongs to the token id, not to its index in the support. Two similar
+        distributions therefore nearly always draw the same token. This is the coupling of p and q.
+
+        Args:
+            distribution: the distribution to draw from.
+            depth: depth of the node whose successor is drawn.
+            trial: number of the draw, for several independent draws at one node.
         """
         if distribution.certain is not None:
             return distribution.certain
@@ -106,10 +117,15 @@ class Noise:
         return best if distribution.support is None else int(distribution.support[best])
 
     def draw_distinct(self, distribution: Distribution, depth: int, count: int) -> list[int]:
-        """Up to `count` tokens in the order of successive draws without replacement.
+        """Draw up to `count` tokens without replacement, in the order of the draws.
 
-        The largest of `log p + noise` are just that (Gumbel-top-k; Kool et al., "Stochastic Beams
-        and Where to Find Them"), and the first is what `draw` gives.
+        They are the tokens with the largest `log p + noise` (Gumbel-top-k; Kool et al., "Stochastic
+        Beams and Where to Find Them"). The first is the token that `draw` returns.
+
+        Args:
+            distribution: the distribution to draw from.
+            depth: depth of the node whose successors are drawn.
+            count: most tokens; a smaller support gives fewer.
         """
         if distribution.certain is not None:
             return [distribution.certain] if count else []
@@ -119,14 +135,14 @@ class Noise:
         return tokens
 
     def _scores(self, distribution: Distribution, depth: int, trial: int = 0) -> np.ndarray:
-        """[S] log p + noise; by NumPy, which takes a third of PyTorch's time for it."""
+        """[S] log p + noise. NumPy needs a third of PyTorch's time for it."""
         scores: np.ndarray = np.log(distribution.probs.cpu().numpy()) + self._gumbel(
             distribution, depth, trial
         )
         return scores
 
     def _gumbel(self, distribution: Distribution, depth: int, trial: int) -> np.ndarray:
-        """[S] standard Gumbel noise for the tokens of a distribution's support."""
+        """[S] standard Gumbel noise for the tokens of the support."""
         size = (
             len(distribution.probs)
             if distribution.support is None
@@ -139,19 +155,20 @@ class Noise:
         return noise
 
     def _uniform(self, stream: Stream, depth: int, size: int, trial: int = 0) -> np.ndarray:
-        """[size] numbers in (0, 1), both ends excluded so that their logarithms are finite."""
-        # Acceptance and drafting must be fresh in every step, although a position may be tried in
-        # several: block verification rejects a position because of what was drafted after it.
+        """[size] numbers in the open interval (0, 1), so that their logarithms are finite."""
+        # Several steps may draft the same position: block verification may reject a position
+        # because of the tokens drafted after it. Each step needs new noise for acceptance and
+        # drafting, so their counter includes the step.
         step = 0 if stream is Stream.TARGET else self.position
         lane = self.lane if stream is Stream.DRAFT else 0
-        # The lowest counter word advances within a draw; the others name the place.
+        # The lowest counter word advances within a draw; the other words identify the draw.
         counter = [0, trial << 48 | step, self.position + depth, lane << 8 | int(stream)]
         raw = np.random.Philox(key=self.seed, counter=counter).random_raw(size)
-        # 52 bits and a half: the largest number still rounds to less than 1.
+        # 52 random bits plus one half: the largest number is still less than 1.
         numbers: np.ndarray = ((raw >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
         return numbers
 
 
 def fresh_seed() -> int:
-    """A seed for a request that names none."""
+    """A random seed for a request without one."""
     return secrets.randbelow(MAX_SEED + 1)

@@ -1,4 +1,8 @@
-"""`SamplingParams`: how the next token is drawn, in vLLM's words, validated when constructed."""
+"""`SamplingParams`: how the next token is drawn, under vLLM's names.
+
+Users pass it to `LLM.generate`. All fields are validated when it is constructed. `Sampler` turns it
+into distributions.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +26,13 @@ GREEDY_BELOW = 1e-5
 TokenIds = Sequence[Annotated[int, Ge(0)]]
 
 _LARGEST, _SMALLEST = 3.4e38, 1.2e-38
-"""Of float32, in which distributions are computed."""
+"""Range of float32: distributions are computed in it."""
 
 Float32 = Annotated[FiniteFloat, Ge(-_LARGEST), Le(_LARGEST)]
 
 
 class StructuredOutputs(Config):
-    """What form an output must have; one of the first five, named as in vLLM.
+    """The form an output must have, under vLLM's names. Exactly one of the first five is given.
 
     Args:
         json: a JSON schema, as a dict or as text.
@@ -36,8 +40,11 @@ class StructuredOutputs(Config):
         choice: the output is one of these strings.
         grammar: a context-free grammar in Lark's notation.
         json_object: any JSON object.
-        disable_any_whitespace: write JSON without optional whitespace, which leaves less to
-            choose and more to draft for free.
+        disable_any_whitespace: write JSON without optional whitespace. More tokens are then forced,
+            and the drafter `regex` proposes forced tokens at no cost.
+
+    Raises:
+        ConfigError: not exactly one form is given, or it cannot be compiled.
     """
 
     json_schema: Mapping[str, Any] | str | None = Field(default=None, alias="json")
@@ -49,12 +56,12 @@ class StructuredOutputs(Config):
 
     @property
     def kind(self) -> str:
-        """Which of the fields is given, by its public name."""
+        """Public name of the field that is given, such as "json"."""
         return self._given()[0]
 
     @property
     def value(self) -> Any:
-        """What it is given as."""
+        """Value of the field that is given."""
         return self.json_schema if self.kind == "json" else getattr(self, self.kind)
 
     def _given(self) -> list[str]:
@@ -82,43 +89,51 @@ class StructuredOutputs(Config):
 
 
 def _structured(value: Any) -> Any:
-    # Through the constructor, which explains what is wrong in one line.
+    # The constructor explains an error in one line; pydantic's own conversion does not.
     return StructuredOutputs(**value) if isinstance(value, Mapping) else value
 
 
 Structured = Annotated[StructuredOutputs | Mapping[str, Any], BeforeValidator(_structured)]
-"""A field that is given as `StructuredOutputs` or a dict of its fields, and holds the former."""
+"""The type of a field that accepts `StructuredOutputs` or a dict of its fields.
+
+The field always stores `StructuredOutputs`.
+"""
 
 
 class SamplingParams(Config):
     """How the next token is drawn; names and meanings are vLLM's.
 
     Args:
-        temperature: 0 is greedy (a one-hot distribution).
+        temperature: divides the logits; 0 is greedy decoding (a one-hot distribution).
         top_k: keep the k most probable tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of most probable tokens whose mass reaches top_p.
         min_p: drop tokens less probable than min_p times the most probable one.
-        repetition_penalty: logits of tokens in prompt or output are divided (if positive) or
-            multiplied (if negative) by this.
+        repetition_penalty: divides the positive logits of tokens in the prompt or the output, and
+            multiplies the negative ones.
         presence_penalty: subtracted from the logit of every token already in the output.
-        frequency_penalty: subtracted once per occurrence in the output.
-        logit_bias: added to the logits of these tokens.
+        frequency_penalty: subtracted once for each occurrence in the output.
+        logit_bias: token id -> value added to its logit.
         allowed_token_ids: only these tokens may be drawn.
-        seed: makes sampling reproducible; the same bits for any drafter and any batch.
-        max_tokens: most tokens to generate, at least 1; None runs to the end of the context.
-        min_tokens: end-of-sequence and stop tokens are forbidden before this many.
-        stop: stop strings, also when they cross token borders; not part of the text unless
-            `include_stop_str_in_output`.
-        stop_token_ids: further tokens that end the output; kept in `token_ids`, and in the text
-            only with `include_stop_str_in_output`.
-        ignore_eos: generate on past the end-of-sequence token.
+        seed: makes sampling reproducible. Under a lossless rule that couples p and q (`coupled`),
+            the tokens are the same for any drafter, draft length and batch (invariant 7).
+        max_tokens: most tokens to generate, at least 1; None generates up to the end of the
+            context.
+        min_tokens: end-of-sequence and stop tokens are forbidden before this many tokens.
+        stop: stop strings; they may cross token borders. They are not part of the text unless
+            `include_stop_str_in_output` is set.
+        stop_token_ids: additional tokens that end the output. They stay in `token_ids`, and in the
+            text only if `include_stop_str_in_output` is set.
+        ignore_eos: continue past the end-of-sequence token.
         n: number of outputs for the prompt; output i uses seed + i.
-        logprobs: report the log-probability of each token and of this many most likely ones,
+        logprobs: report the log-probability of each token, and of this many most probable tokens,
             under the model itself (before temperature, penalties and masks, as in vLLM).
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string or stop token in the text.
-        structured_outputs: `StructuredOutputs` or a dict of its fields: only outputs of this form
-            are possible, and the end comes where the form is complete.
+        structured_outputs: `StructuredOutputs` or a dict of its fields. Only outputs of this form
+            are possible, and the output ends where the form is complete.
+
+    Raises:
+        ConfigError: a field is unknown, out of range, or contradicts another one.
     """
 
     temperature: Annotated[FiniteFloat, Ge(0), Le(_LARGEST)] = 1.0
@@ -184,17 +199,17 @@ class SamplingParams(Config):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple, however it was given."""
-        assert isinstance(self.stop, tuple), "the validator makes it one"
+        """`stop` as a tuple of strings."""
+        assert isinstance(self.stop, tuple), "the validator makes it a tuple"
         return self.stop
 
     @property
     def form(self) -> StructuredOutputs | None:
-        """`structured_outputs`, however they were given."""
-        assert not isinstance(self.structured_outputs, Mapping), "the validator made it one"
+        """`structured_outputs` as `StructuredOutputs`, or None."""
+        assert not isinstance(self.structured_outputs, Mapping), "the validator converts it"
         return self.structured_outputs
 
     @property
     def greedy(self) -> bool:
-        """Whether the distribution is one-hot."""
+        """Whether the temperature is 0, so that every distribution is one-hot."""
         return self.temperature < GREEDY_BELOW

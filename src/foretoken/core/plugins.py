@@ -1,9 +1,15 @@
 """Drafters and acceptance rules of other packages, found through entry points.
 
-A package names them in its `pyproject.toml`:
+A package declares them in its `pyproject.toml`. A drafter is a `DrafterSpec`, a rule is a subclass
+of `AcceptanceRule`:
 
     [project.entry-points."foretoken.drafters"]
     mine = "my_package:SPEC"
+
+    [project.entry-points."foretoken.acceptance"]
+    my_rule = "my_package:MyRule"
+
+`drafters.registry` and `core.acceptance` look here for names that they do not know.
 """
 
 from __future__ import annotations
@@ -17,15 +23,19 @@ __all__ = ["plugin", "plugin_names"]
 
 
 def plugin_names(group: str) -> list[str]:
-    """Names of a group's entry points, in alphabetical order."""
+    """Names of all entry points of a group, in alphabetical order."""
     return sorted(entry_points(group=group).names)
 
 
 def plugin(group: str, name: str) -> Any | None:
-    """What an entry point names; None if there is none of this name.
+    """Load the object that an entry point names; None if there is no such entry point.
+
+    Args:
+        group: the group of entry points, such as "foretoken.drafters".
+        name: the entry point's name.
 
     Raises:
-        ConfigError: it cannot be imported.
+        ConfigError: the object cannot be imported.
     """
     for point in entry_points(group=group, name=name):
         try:
@@ -33,6 +43,6 @@ def plugin(group: str, name: str) -> Any | None:
         except (ImportError, AttributeError) as error:
             raise ConfigError(
                 f"'{name}' is an entry point in {group} that cannot be loaded "
-                f"({point.value}: {error}): mend or remove the package it comes from."
+                f"({point.value}: {error}): fix or remove the package it comes from."
             ) from error
     return None

@@ -1,9 +1,10 @@
-"""The sampler's distribution (invariant 6): logits become p per node, over that node's own path.
+"""The sampler: turns the logits at a node into p, over that node's own path (invariant 6).
 
-A `Sampler` belongs to one request. The order of its operations is vLLM's: allowed tokens, bias,
-the minimum length, the grammar, penalties; then temperature, min-p, top-k, top-p. Every operation
-works on one [V] row, so that a distribution has the same bits however many nodes are verified
-beside it (invariant 7).
+Each request owns one `Sampler`. `TreeDistributions` computes p for acceptance rules, and drafters
+with a model compute q with the same sampler. The order of operations is vLLM's: allowed tokens,
+bias, minimum length, grammar, penalties; then temperature, min-p, top-k, top-p. Every operation
+works on one [V] row. A distribution therefore has the same bits for any number of verified nodes
+(invariant 7).
 """
 
 from __future__ import annotations
@@ -24,21 +25,22 @@ from foretoken.errors import ConfigError, RequestError
 __all__ = ["Sampler", "TreeDistributions", "truncate"]
 
 _NUCLEUS_CANDIDATES = 1024
-"""Tokens among which a nucleus is looked for before the whole vocabulary is sorted."""
+"""Number of most probable tokens that `nucleus` tries before it sorts the whole vocabulary."""
 
 
 class Sampler:
-    """Turns one position's logits into p under a request's parameters.
+    """Turns the logits of one position into p under a request's sampling parameters.
 
     Args:
         params: the sampling parameters.
         vocab_size: V, the width of the logits.
-        prompt_ids: tokens that the repetition penalty counts besides the output.
+        prompt_ids: the prompt; the repetition penalty applies to its tokens too.
         eos_token_ids: end-of-sequence tokens, forbidden before `min_tokens`.
-        grammar: what `params.structured_outputs` allows after any output; None without them.
+        grammar: the compiled `params.structured_outputs`; None if there are none.
 
     Raises:
-        ConfigError: a parameter names a token outside the vocabulary, or nothing is left to draw.
+        ConfigError: a parameter names a token outside the vocabulary, or the parameters leave no
+            token to draw.
     """
 
     def __init__(
@@ -67,8 +69,8 @@ class Sampler:
 
     @cached_property
     def plain_greedy(self) -> bool:
-        """Whether p is one-hot at the argmax of the raw logits, so one call serves all nodes."""
-        return self.params.greedy and not self._reshapes
+        """Whether p is one-hot at the argmax of the raw logits: one argmax call serves all nodes."""
+        return self.params.greedy and not self._changes_logits
 
     @cached_property
     def _penalises(self) -> bool:
@@ -77,14 +79,15 @@ class Sampler:
         return penalties != (1.0, 0.0, 0.0)
 
     @cached_property
-    def _reshapes(self) -> bool:
+    def _changes_logits(self) -> bool:
+        """Whether masks, bias, grammar or penalties change the logits."""
         params = self.params
         masks = params.logit_bias or params.allowed_token_ids is not None or params.min_tokens
         return bool(masks) or self._penalises or self.grammar is not None
 
     @cached_property
     def _bias(self) -> Tensor | None:
-        """[V] what allowed_token_ids and logit_bias add, or None."""
+        """[V] the sum of `logit_bias` and the mask of `allowed_token_ids`; None without both."""
         params = self.params
         if params.allowed_token_ids is None and not params.logit_bias:
             return None
@@ -97,17 +100,17 @@ class Sampler:
         return bias
 
     def shaped(self, logits: Tensor, output_ids: Sequence[int]) -> Tensor:
-        """Logits after masks, bias and penalties, before temperature.
+        """The logits after masks, bias and penalties, before temperature.
 
         Args:
-            logits: [V] of one position.
-            output_ids: every token generated before that position, drafted ones included.
+            logits: [V] logits of one position.
+            output_ids: all tokens generated before that position, including drafted ones.
 
         Returns:
-            [V], float32 (float64 if the logits are).
+            [V] logits in float32, or in float64 if the input is float64.
         """
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        if not self._reshapes:
+        if not self._changes_logits:
             return logits
         logits = logits.clone()
         if self._bias is not None:
@@ -116,8 +119,8 @@ class Sampler:
             logits[list(self.stop_ids)] = -torch.inf
         if self.grammar is not None:
             allowed = self.grammar.allowed(output_ids)
-            # Below a drafted token that the grammar forbids nothing can be accepted: any
-            # distribution will do there.
+            # None: a drafted token on the path is forbidden. It cannot be accepted, so the
+            # distribution below it does not matter.
             if allowed is not None:
                 logits.masked_fill_(~allowed.to(logits.device), -torch.inf)
         return self._penalise(logits, output_ids) if self._penalises else logits
@@ -138,9 +141,15 @@ class Sampler:
     def distribution(
         self, logits: Tensor, output_ids: Sequence[int], temperature: float | None = None
     ) -> Distribution:
-        """P at one position; arguments as in `shaped`.
+        """The distribution at one position: p for the target's logits, q for a draft model's.
 
-        `temperature` overrides the request's (a drafter may draw hotter or colder).
+        Args:
+            logits: [V] logits of the position.
+            output_ids: all tokens generated before it, including drafted ones.
+            temperature: replaces the request's temperature (`draft_temperature`); None keeps it.
+
+        Raises:
+            RequestError: the largest logit is not finite.
         """
         temperature = self.params.temperature if temperature is None else temperature
         logits = self.shaped(logits, output_ids)
@@ -151,48 +160,58 @@ class Sampler:
         return truncate(logits / temperature, self.params)
 
     def untempered(self, logits: Tensor, output_ids: Sequence[int]) -> Distribution:
-        """The distribution at temperature 1, not truncated: lossy rules compare it when greedy."""
+        """The distribution at temperature 1, without truncation; arguments as in `shaped`.
+
+        Lossy rules compare these probabilities in greedy decoding.
+        """
         return Distribution.of(self.shaped(logits, output_ids).softmax(-1))
 
 
 def truncate(logits: Tensor, params: SamplingParams) -> Distribution:
-    """The distribution left by min-p, top-k and top-p, in this order, as in vLLM.
+    """The distribution after min-p, top-k and top-p, in this order, as in vLLM.
 
     Args:
-        logits: [V], already divided by the temperature.
+        logits: [V] logits, already divided by the temperature.
         params: only min_p, top_k and top_p are read.
     """
     if params.min_p > 0:
         probs = logits.softmax(-1)
         logits = logits.masked_fill(probs < params.min_p * probs.max(), -torch.inf)
     if 1 <= params.top_k < len(logits):
-        # Tokens as likely as the k-th stay, as in Transformers.
+        # Tokens that tie with the k-th stay, as in Transformers.
         logits = logits.masked_fill(logits < logits.topk(params.top_k).values[-1], -torch.inf)
     distribution = Distribution.of(logits.softmax(-1))
     return distribution if params.top_p == 1 else nucleus(distribution, params.top_p)
 
 
 def nucleus(distribution: Distribution, top_p: float) -> Distribution:
-    """The distribution on the smallest set of its most probable tokens whose mass reaches `top_p`.
+    """The distribution on the smallest set of most probable tokens whose mass reaches `top_p`.
 
-    Sorting a whole vocabulary takes milliseconds and the set is small as a rule, so the search
-    begins among the likeliest tokens.
+    Sorting a whole vocabulary takes milliseconds, and the set is usually small. The search
+    therefore tries the most probable tokens first.
+
+    Args:
+        distribution: the distribution to truncate.
+        top_p: the mass to reach, above 0 and at most 1.
     """
     size = len(distribution.probs)
     for count in (_NUCLEUS_CANDIDATES, size):
         probs, order = distribution.probs.topk(min(count, size))  # [k] descending
-        before = probs.cumsum(-1) - probs  # mass of the tokens ahead of each
+        before = probs.cumsum(-1) - probs  # [k] mass of the more probable tokens
         if count >= size or float(before[-1]) >= top_p:
             break
     keep = before < top_p
-    keep[0] = True  # however small top_p is: in float32 it may be 0
+    keep[0] = True  # a very small top_p may be 0 in float32
     kept = order[keep].sort().values
     probs = distribution.probs[kept]
     return Distribution(probs / probs.sum(), distribution.tokens[kept])
 
 
 def check_finite(logit: Tensor) -> None:
-    """Refuse a largest logit that is not a number, or infinite.
+    """Check that the largest logit of a position is finite.
+
+    Args:
+        logit: [] the largest logit.
 
     Raises:
         RequestError: the model overflowed, or masks left no token.
@@ -205,7 +224,16 @@ def check_finite(logit: Tensor) -> None:
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raise ConfigError if a token id lies outside the vocabulary."""
+    """Check that all token ids of a parameter lie in the vocabulary.
+
+    Args:
+        field: the parameter's name, for the message.
+        token_ids: its token ids.
+        vocab_size: V, the width of the logits.
+
+    Raises:
+        ConfigError: a token id is outside the vocabulary.
+    """
     for token in token_ids:
         if token >= vocab_size:
             raise ConfigError(
@@ -214,27 +242,27 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
 
 
 def _argmax(logits: Tensor) -> list[int]:
-    """The token of the largest logit of each row [n, V], the first of equals."""
+    """The token of the largest logit in each row of [n, V]; the smallest token id on a tie."""
     if logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.float64):
         return list(map(int, logits.numpy().argmax(-1)))  # several times faster than PyTorch's
-    # Six times faster than argmax in bfloat16.
+    # In bfloat16 `max` is six times faster than `argmax`.
     indices: list[int] = logits.max(-1).indices.tolist()
     return indices
 
 
 class TreeDistributions:
-    """p at every node of one row's tree, computed only where an acceptance rule looks.
+    """p at every node of one row's tree, computed when an acceptance rule reads it.
 
-    A rule walks down one path, so most distributions of a tree are never needed; each that is costs
-    a few [V] operations. Plain greedy rows are the exception: all that matters is the largest
-    logit.
+    A rule walks down one path, so most distributions of a tree are never read. Each one that is
+    read costs a few [V] operations. Plain greedy requests need only the argmax of every node.
 
     Args:
-        logits: [n+1, V] after every node of the tree, root first.
-        tree: the verified tree.
+        logits: [1 + n, V] logits after every node of the tree, root first.
+        tree: the verified tree, with n drafted nodes.
         sampler: the request's sampler.
-        output_ids: tokens generated so far, the root included if it was generated.
-        argmax: of each node the token of the largest logit, the first of equals, if known.
+        output_ids: tokens generated so far, including the root if it was generated.
+        argmax: [1 + n] the token of the largest logit after every node, the smallest token id on
+            a tie; None if the network does not compute it.
     """
 
     def __init__(
@@ -251,18 +279,23 @@ class TreeDistributions:
         self._sampler = sampler
         self._output_ids = output_ids
         self._distributions: dict[int, Distribution] = {}
-        self._certain: Sequence[int] | None = None  # the only possible token after each node
+        self._argmax: Sequence[int] | None = None  # plain greedy: p is one-hot at these tokens
         if sampler.plain_greedy:
-            self._certain = _argmax(logits) if argmax is None else argmax
+            self._argmax = _argmax(logits) if argmax is None else argmax
 
     @property
     def greedy(self) -> bool:
-        """Whether the temperature is 0."""
+        """Whether the temperature is 0, so that every p is one-hot."""
         return self._sampler.params.greedy
 
     def __getitem__(self, node: int) -> Distribution:
-        if self._certain is not None:
-            token = self._certain[node]
+        """P after `node`: the distribution of the token that follows it.
+
+        Raises:
+            RequestError: the largest logit is not finite.
+        """
+        if self._argmax is not None:
+            token = self._argmax[node]
             check_finite(self._logits[node, token])
             return Distribution.one_hot(token)
         if node not in self._distributions:
@@ -272,23 +305,23 @@ class TreeDistributions:
         return self._distributions[node]
 
     def untempered(self, node: int) -> Distribution:
-        """The distribution of a node at temperature 1, without truncation (for lossy rules)."""
+        """The distribution after `node` at temperature 1, without truncation (for lossy rules)."""
         return self._sampler.untempered(self._logits[node], self._output(node))
 
     def _output(self, node: int) -> list[int]:
         return [*self._output_ids, *self._tree.path_tokens(node)]
 
     def reached(self, node: int) -> bool:
-        """Whether the distribution of this node is known."""
-        return self._certain is not None or node in self._distributions
+        """Whether p after this node has been computed, so that reading it is free."""
+        return self._argmax is not None or node in self._distributions
 
     def prob(self, node: int, token: int) -> float:
-        """Probability of a token after a node."""
-        if self._certain is not None:
-            return float(self._certain[node] == token)
+        """Probability p(token) after `node`."""
+        if self._argmax is not None:
+            return float(self._argmax[node] == token)
         return self[node].prob(token)
 
     def log_probs(self, node: int) -> Tensor:
-        """[V] log-probabilities under the model itself, for `SamplingParams.logprobs`."""
+        """[V] log-probabilities after `node` under the model itself (`SamplingParams.logprobs`)."""
         logits = self._logits[node]
         return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)

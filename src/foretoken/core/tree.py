@@ -1,8 +1,8 @@
-"""The token tree: what a drafter proposes for one row, and what the target verifies.
+"""The token tree: a drafter proposes it for one row, and the target verifies it.
 
 Node 0 is always the *root*: the last committed token, whose KV is not in the cache yet (invariant
-1). Nodes 1 to n are drafted; a parent comes before its children. A chain is a tree of width 1, and
-a tree of the root alone is plain autoregressive decoding (invariant 3).
+1). Nodes 1 to n are drafted, and a parent comes before its children. A chain is a tree of width 1.
+A tree of the root alone is plain autoregressive decoding (invariant 3).
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ __all__ = ["Draft", "TokenTree", "chain"]
 
 @dataclass(frozen=True)
 class TokenTree:
-    """Tokens and the parent of each; immutable, so that everything derived is computed once.
+    """Tokens with the parent of each.
+
+    It is immutable, so derived properties are computed once.
 
     Args:
-        tokens: token ids of all nodes, root first.
-        parents: index of each node's parent; -1 for the root, and `parents[i] < i` otherwise.
+        tokens: [1 + n] token ids of all nodes, root first.
+        parents: [1 + n] index of each node's parent; -1 for the root, and `parents[i] < i` for the
+            others.
     """
 
     tokens: tuple[int, ...]
@@ -34,14 +37,14 @@ class TokenTree:
         assert len(self.tokens) == len(self.parents) > 0, "a tree has a root"
         assert self.parents[0] == -1, "node 0 is the root"
         assert min(self.parents[1:], default=0) >= 0, "node 0 is the only root"
-        assert all(map(lt, self.parents, count())), "parents come first"
+        assert all(map(lt, self.parents, count())), "a parent comes before its children"
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
     def num_drafted(self) -> int:
-        """Nodes without the root."""
+        """Number of drafted nodes: all but the root."""
         return len(self.tokens) - 1
 
     @cached_property
@@ -51,7 +54,7 @@ class TokenTree:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Distance of each node from the root (root: 0)."""
+        """[1 + n] distance of each node from the root; 0 for the root."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(0 if parent < 0 else depths[parent] + 1)
@@ -68,7 +71,7 @@ class TokenTree:
         return tuple(tuple(nodes) for nodes in lists)
 
     def path(self, node: int) -> tuple[int, ...]:
-        """Drafted nodes from below the root down to `node`, both ends included."""
+        """Drafted nodes from the root's child down to `node`, both included; empty for node 0."""
         nodes: list[int] = []
         while node > 0:
             nodes.append(node)
@@ -76,24 +79,29 @@ class TokenTree:
         return tuple(reversed(nodes))
 
     def path_tokens(self, node: int) -> list[int]:
-        """Tokens of `path(node)`: what stands between the root and the position after `node`."""
+        """Tokens of `path(node)`: all tokens after the root, up to and including `node`."""
         return [self.tokens[i] for i in self.path(node)]
 
     @cached_property
-    def sights(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Who sees whom, in short: of each node (m, others).
+    def visibility(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """For each node, the nodes that it attends to: its ancestors and itself.
 
-        It sees nodes 0 to m - 1 and the others, ascending: its ancestors and itself.
+        Returns:
+            [1 + n] pairs (m, others): the node attends to nodes 0 to m - 1, and to `others` in
+            ascending order. This is the tree's attention mask in short form.
         """
-        sights: list[tuple[int, tuple[int, ...]]] = []
+        visibility: list[tuple[int, tuple[int, ...]]] = []
         for node, parent in enumerate(self.parents):
-            seen, others = sights[parent] if node else (0, ())
-            sights.append((seen, (*others, node)) if others or node > seen else (node + 1, ()))
-        return tuple(sights)
+            prefix, others = visibility[parent] if node else (0, ())
+            if others or node > prefix:
+                visibility.append((prefix, (*others, node)))
+            else:
+                visibility.append((node + 1, ()))
+        return tuple(visibility)
 
 
 def chain(tokens: Sequence[int]) -> TokenTree:
-    """A tree of width 1: the root followed by the drafted tokens, each the child of the last."""
+    """A tree of width 1: `tokens[0]` is the root, and each token is the child of the one before."""
     return TokenTree(tuple(tokens), tuple(range(-1, len(tokens) - 1)))
 
 
@@ -102,12 +110,14 @@ class Draft:
     """A drafter's proposal for one row.
 
     Args:
-        tree: the root and the drafted nodes.
-        q: the distribution each drafted node was drawn from, given its ancestors and its earlier
-            siblings (invariant 2): `q[i - 1]` belongs to node `i`. A node that was not drawn at
-            random has a one-hot distribution.
-        features: of a guess that was looked up, what each drafted node was guessed by
-            (`control.evidence`): controllers learn how often that is right. Else none.
+        tree: the root and the n drafted nodes.
+        q: [n] the distribution each drafted node was drawn from, given its ancestors and its
+            earlier siblings (invariant 2): `q[i - 1]` belongs to node `i`. A node that was not
+            drawn at random has a one-hot distribution.
+        features: [n] feature bins for controllers, or empty. A drafter that looks its tokens up
+            (`Drafter.looks_up`) says here by what it found each of them: the length of the match
+            or the rank of the token (`control.evidence`). Controllers learn an acceptance rate for
+            each bin.
     """
 
     tree: TokenTree
@@ -116,34 +126,38 @@ class Draft:
 
     def __post_init__(self) -> None:
         assert len(self.q) == self.tree.num_drafted, "every drafted node has a distribution"
-        assert len(self.features) in (0, len(self.q)), "all nodes have features, or none has"
+        assert len(self.features) in (0, len(self.q)), "all drafted nodes have a feature, or none has"
 
     @staticmethod
     def empty(root: int) -> Draft:
-        """Nothing to say: the step becomes a plain one-token step."""
+        """A draft without drafted nodes: the step decodes one token (invariant 3)."""
         return Draft(chain([root]), ())
 
     @staticmethod
     def deterministic(tree: TokenTree, features: tuple[int, ...] = ()) -> Draft:
-        """A draft that was not sampled: every distribution is one-hot at its token."""
+        """A draft that was not sampled: every q is one-hot at its token."""
         return Draft(tree, OneHots(tree.tokens[1:]), features)
 
     def only(self, nodes: Sequence[int]) -> Draft:
-        """The draft with these drafted nodes alone; every one comes after its parent."""
+        """The draft with these drafted nodes only.
+
+        Args:
+            nodes: drafted nodes to keep, each after its parent.
+        """
         tree = self.tree
         if len(nodes) == tree.num_drafted:
             return self
-        places = {0: 0, **{node: place for place, node in enumerate(nodes, 1)}}
+        new_index = {0: 0, **{node: index for index, node in enumerate(nodes, 1)}}
         tokens = [tree.tokens[node] for node in nodes]
-        parents = (-1, *(places[tree.parents[node]] for node in nodes))
-        certain = isinstance(self.q, OneHots)
+        parents = (-1, *(new_index[tree.parents[node]] for node in nodes))
+        one_hot = isinstance(self.q, OneHots)
         return Draft(
             TokenTree((tree.tokens[0], *tokens), parents),
-            OneHots(tokens) if certain else tuple(self.q[node - 1] for node in nodes),
+            OneHots(tokens) if one_hot else tuple(self.q[node - 1] for node in nodes),
             tuple(self.features[node - 1] for node in nodes) if self.features else (),
         )
 
     def q_of(self, node: int) -> Distribution:
-        """The distribution drafted node `node` (1 to n) was drawn from."""
+        """The q that drafted node `node` (1 to n) was drawn from."""
         assert 1 <= node <= self.tree.num_drafted
         return self.q[node - 1]

@@ -56,13 +56,13 @@ def tree_nodes(tree: TokenTree, num_computed: int, length: int) -> RowNodes:
         return RowNodes(
             start, tree.tokens[num_computed:], range(start, stop), range(start + 1, stop + 1)
         )
-    sights = tree.sights[num_computed:]
+    visibility = tree.visibility[num_computed:]
     return RowNodes(
         start,
         tree.tokens[num_computed:],
         [length + depth for depth in tree.depths[num_computed:]],
-        [length + prefix for prefix, _ in sights],
-        [[length + node for node in tail] for _, tail in sights],
+        [length + prefix for prefix, _ in visibility],
+        [[length + node for node in tail] for _, tail in visibility],
     )
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from foretoken import ForetokenError, corpus
+from foretoken import ForetokenError
+from foretoken.drafters.text import corpus
 from foretoken.drafters.text.corpus import check_tokens, fingerprint, read_tokens
 from tests.cli.conftest import ascii_tokenizer
 

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from foretoken import ForetokenError, tensor_file
+from foretoken import ForetokenError
+from foretoken.drafters.text import tensor_file
 from foretoken.drafters.text.corpus import fingerprint
 from foretoken.drafters.text.datastore import FILE, Datastore, build_datastore, index_texts
 from tests.cli.conftest import ascii_tokenizer

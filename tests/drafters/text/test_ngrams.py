@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
-from foretoken import ForetokenError, corpus, tensor_file
+from foretoken import ForetokenError
+from foretoken.drafters.text import corpus, tensor_file
 from foretoken.drafters.text import ngrams as module
 from foretoken.drafters.text.corpus import fingerprint
 from foretoken.drafters.text.ngrams import FILE, NgramTables, build_ngrams, count_ngrams

@@ -1,0 +1,70 @@
+"""The wheel is complete: it works outside the checkout, with its C++ sources and its entry point."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import tiny_model
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel's content."""
+    folder = tmp_path_factory.mktemp("wheel")
+    # Without isolation, since tests do not reach for the network.
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder)]
+    done = subprocess.run([*command, str(ROOT)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "unpacked")
+    return folder / "unpacked"
+
+
+def run(unpacked: Path, *arguments: str) -> str:
+    """Python on the wheel's content, in a folder from which the checkout cannot be seen."""
+    environment = {**os.environ, "PYTHONPATH": str(unpacked)}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=unpacked.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_wheel_has_everything_it_needs(unpacked: Path) -> None:
+    sources = {path.name for path in (ROOT / "src/foretoken/runtime/native").glob("*.[ch]*")}
+    packed = {path.name for path in (unpacked / "foretoken/runtime/native").iterdir()}
+    assert sources <= packed
+    assert (unpacked / "foretoken/py.typed").exists()
+    assert not list(unpacked.glob("tests*"))
+
+
+def test_it_generates_outside_the_checkout(unpacked: Path, tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "model")
+    script = (
+        "import foretoken, sys\n"
+        "from foretoken import LLM, SamplingParams\n"
+        "llm = LLM(sys.argv[1], speculative_config={'method': 'ngram'})\n"
+        "out = llm.generate([[1, 2, 1, 2]], SamplingParams(temperature=0, max_tokens=4))[0]\n"
+        "print(foretoken.__file__, llm.runtime, len(out.token_ids))\n"
+    )
+    home, _, tokens = run(unpacked, "-c", script, str(tmp_path / "model")).split()
+    assert Path(home).is_relative_to(unpacked)
+    assert tokens == "4"
+
+
+def test_python_m_foretoken(unpacked: Path) -> None:
+    assert "generate" in run(unpacked, "-m", "foretoken", "--help")
