@@ -1,15 +1,16 @@
-"""Measurements of Foretoken on real prompts; run from the project root.
+"""Measurements for developing Foretoken that `foretoken bench` cannot make.
 
-    python -m benchmarks.identity --prompts FILE      output with a drafter is output without one
-    python -m benchmarks.quick --prompts FILE         how much faster it is
-    python -m benchmarks.methods --prompts FILE       every method on every kind of prompt
-    python -m benchmarks.contract --prompts FILE      never slower, by batch size and kind of text
-    python -m benchmarks.quantization --prompts FILE  how far int8 weights move p
+Run them from the project root:
+
+    python -m benchmarks.identity --prompts FILE      every method's output against plain decoding's
+    python -m benchmarks.contract --prompts FILE      never slower: by batch size and kind of text
+    python -m benchmarks.quantization --prompts FILE  how far quantized weights move p
     python -m benchmarks.step_cost                    what a pass costs, and the rest of a step
-    python -m benchmarks.tree_cost                    a token tree against a batch row per path
-    python -m benchmarks.gpu --prompts FILE           graphs and steps on the device, on a GPU
+    python -m benchmarks.tree_cost                    a token tree against one batch row per path
+    python -m benchmarks.gpu --prompts FILE           single operations, CUDA graphs, torch.compile
 
-Prompts are read from a file (`benchmarks.prompts`); none come with the project.
+How much faster a method is on your prompts: `foretoken bench` (docs/bench.md). Prompts are files as
+in `foretoken.bench.prompts_file`; the project has none.
 """
 
 from __future__ import annotations
@@ -18,4 +19,4 @@ __all__ = ["BenchmarkError"]
 
 
 class BenchmarkError(ValueError):
-    """What the caller of a benchmark has to change: one line."""
+    """Wrong use of a benchmark; the message is one line."""

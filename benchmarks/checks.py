@@ -1,8 +1,8 @@
-"""The comparisons behind `benchmarks.identity`: what runs against what, on one loaded model."""
+"""The checks of `benchmarks.identity`: which generations are compared, on one loaded model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -10,16 +10,19 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from benchmarks.compare import Comparison, Difference, Generation, ResultsFile, first_difference
-from benchmarks.loading import BASELINE, Loaded, Method, llm_for
-from benchmarks.prompts import Prompt, encode, prompt_limit
+from benchmarks.loading import Loaded, llm_for
 from foretoken import LLM, SamplingParams
+from foretoken.bench.contestants import BASELINE, Contestant
+from foretoken.bench.encode import encode, prompt_limit
+from foretoken.bench.own import drafts_a_tree
+from foretoken.bench.prompts_file import Prompt
 
 __all__ = ["CHECKS", "Bench", "Check", "Explainer", "Options", "methods_of"]
 
 
 @dataclass(frozen=True)
 class Check:
-    """One way of comparing: the dtype, how tokens are drawn, alone or in a batch."""
+    """One way to compare: dtype, greedy or sampled, one prompt at a time or a batch."""
 
     name: str
     dtype: str
@@ -38,15 +41,15 @@ CHECKS = (
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line said."""
+    """Options of the command line."""
 
-    methods: tuple[Method, ...]
+    methods: tuple[Contestant, ...]
     max_tokens: int
     max_prompt_tokens: int
     batch_size: int
 
     def params(self, prompt: Prompt, *, sampled: bool) -> SamplingParams:
-        """Greedy, or a usual sampling with a seed that belongs to the prompt."""
+        """Greedy, or sampled at usual settings with the prompt's own seed."""
         if sampled:
             return SamplingParams(
                 temperature=0.8,
@@ -59,10 +62,10 @@ class Options:
 
 
 class Explainer:
-    """Says how close a decision was, by the float32 logits of the unmodified module.
+    """Says how close the logits were where outputs differ, by the unmodified module in float32.
 
     Args:
-        load_module: called when there is something to explain, and only then.
+        load_module: called at the first difference.
     """
 
     def __init__(self, load_module: Callable[[], PreTrainedModel]) -> None:
@@ -72,7 +75,7 @@ class Explainer:
     def explain(
         self, difference: Difference, prompt_ids: Sequence[int], expected: Generation
     ) -> Difference:
-        """The difference with the gaps between the logits at its position."""
+        """The difference, with the gaps between logits at its position."""
         module = self._load_module()
         context = [*prompt_ids, *expected.token_ids[: difference.position]]
         ids = torch.tensor([context], device=module.device)  # [1, N]
@@ -90,9 +93,9 @@ class Bench:
     Args:
         options: see `Options`.
         loaded: the target in the checks' dtype.
-        draft: the draft model in the same dtype; None is the target itself.
-        explainer: for what differs.
-        results: where comparisons go, and which are there already.
+        models: draft models in the same dtype, by the names that methods give them.
+        explainer: explains differences.
+        results: has earlier comparisons, and gets the new ones.
         advance: called after every comparison.
     """
 
@@ -100,21 +103,21 @@ class Bench:
         self,
         options: Options,
         loaded: Loaded,
-        draft: PreTrainedModel | None,
+        models: Mapping[str, PreTrainedModel],
         explainer: Explainer,
         results: ResultsFile,
         advance: Callable[[], object],
     ) -> None:
         self._options = options
         self._loaded = loaded
-        self._draft = draft
+        self._models = models
         self._explainer = explainer
         self._results = results
         self._advance = advance
         self._llms: dict[str, LLM] = {}
 
     def run(self, checks: Sequence[Check], group: Sequence[Prompt]) -> None:
-        """Make those comparisons of one group of prompts that are not in the results yet."""
+        """Make the comparisons of a group of prompts that the results lack."""
         references: dict[tuple[bool, str], Generation] = {}  # (sampled, prompt) -> expected
         for check in checks:
             for method in methods_of(check, self._options.methods):
@@ -128,9 +131,9 @@ class Bench:
                     self._record(check, method, prompt, references[key], got)
 
     def _generations(
-        self, check: Check, method: Method, group: Sequence[Prompt], missing: Sequence[Prompt]
+        self, check: Check, method: Contestant, group: Sequence[Prompt], missing: Sequence[Prompt]
     ) -> Iterator[tuple[Prompt, Generation]]:
-        """The missing prompts' generations: one by one, or from one batch of the whole group."""
+        """Generate for the missing prompts: one by one, or in one batch of the whole group."""
         if not check.batched:
             for prompt in missing:
                 yield prompt, self._generate(method, [prompt], sampled=check.sampled)[0]
@@ -144,7 +147,7 @@ class Bench:
         return self._generate(BASELINE, [prompt], sampled=check.sampled)[0]
 
     def _generate(
-        self, method: Method, prompts: Sequence[Prompt], *, sampled: bool
+        self, method: Contestant, prompts: Sequence[Prompt], *, sampled: bool
     ) -> list[Generation]:
         ids = [self._encode(prompt) for prompt in prompts]
         params = [self._options.params(prompt, sampled=sampled) for prompt in prompts]
@@ -153,7 +156,7 @@ class Bench:
             Generation(
                 output.token_ids,
                 tuple(entry.logprob for entry in output.logprobs or ()),
-                any(branched(step.parents) for step in output.trace),
+                any(drafts_a_tree(step) for step in output.trace),
             )
             for output in outputs
         ]
@@ -177,7 +180,12 @@ class Bench:
         return Generation(tuple(output[0, len(ids) :].tolist()))
 
     def _record(
-        self, check: Check, method: Method, prompt: Prompt, expected: Generation, got: Generation
+        self,
+        check: Check,
+        method: Contestant,
+        prompt: Prompt,
+        expected: Generation,
+        got: Generation,
     ) -> None:
         ids = self._encode(prompt)
         difference = first_difference(expected, got)
@@ -198,23 +206,20 @@ class Bench:
         self._advance()
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        llm = self._llm(BASELINE)
-        options = self._options
-        limit = prompt_limit(llm, options.max_prompt_tokens, options.max_tokens)
-        return encode(llm, prompt, limit)
+        llm, options = self._llm(BASELINE), self._options
+        limit = prompt_limit(llm.max_model_len, options.max_prompt_tokens, options.max_tokens)
+        return encode(llm, prompt.text, limit)
 
-    def _llm(self, method: Method) -> LLM:
+    def _llm(self, method: Contestant) -> LLM:
         if method.label not in self._llms:
-            self._llms[method.label] = llm_for(self._loaded, method, self._draft)
+            config = dict(method.config)
+            if config.get("model") in self._models:  # loaded once for all methods
+                config["model"] = self._models[config["model"]]
+            self._llms[method.label] = llm_for(self._loaded, config)
         return self._llms[method.label]
 
 
-def branched(parents: Sequence[int]) -> bool:
-    """Whether a draft with these parents is more than a chain."""
-    return list(parents) != list(range(-1, len(parents) - 1))
-
-
-def methods_of(check: Check, methods: Sequence[Method]) -> list[Method]:
-    """What a check compares: `none` too, except with itself."""
+def methods_of(check: Check, methods: Sequence[Contestant]) -> list[Contestant]:
+    """The methods that a check compares: with `none` as well, unless it is the reference."""
     is_reference = check.dtype != "float32" and not check.batched
     return [*methods] if is_reference else [BASELINE, *methods]

@@ -1,4 +1,4 @@
-"""Two generations of one prompt, compared; and the file in which comparisons are kept."""
+"""Comparisons of two generations of a prompt, and the file that keeps them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,12 @@ Key: TypeAlias = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Generation:
-    """What one run gave: tokens and, where they were asked for, their log-probabilities.
+    """The result of one run.
 
-    `branched` says whether any draft was a tree and not a chain.
+    Args:
+        token_ids: the output.
+        logprobs: of its tokens, if they were asked for.
+        branched: whether any draft was a tree and not a chain.
     """
 
     token_ids: tuple[int, ...]
@@ -40,15 +43,15 @@ class Generation:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first position at which two generations differ, in tokens or only in a logprob.
+    """The first position at which two generations differ in a token or in its logprob.
 
     Args:
-        position: counted from the first generated token.
-        expected, got: the two tokens; None is past the end of one.
-        expected_logprob, got_logprob: their log-probabilities, if both sides have them.
-        top2_gap: difference of the two largest logits there in float32; small gaps are ties that
-            rounding may decide either way.
-        token_gap: logit of the expected token less that of the other in float32.
+        position: from 0, the first generated token.
+        expected, got: the two tokens; None where one generation has ended.
+        expected_logprob, got_logprob: their log-probabilities, if both generations have them.
+        top2_gap: difference of the two largest float32 logits there. Where it is tiny, rounding
+            decides between the two tokens.
+        token_gap: float32 logit of the expected token less that of the other.
     """
 
     position: int
@@ -62,10 +65,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One method on one prompt against its reference.
+    """One method on one prompt, compared with its reference.
 
-    `promised` says whether they ought to be identical: invariant 7 speaks of chains, so that the
-    bits of a run that drafted branches may differ.
+    `promised` says whether they must be identical. In 16 bits invariant 7 covers chains only, so a
+    run that drafted trees may differ.
     """
 
     check: str
@@ -79,7 +82,7 @@ class Comparison:
 
     @property
     def key(self) -> Key:
-        """What it is a comparison of."""
+        """Identifies the comparison."""
         return self.check, self.method, self.prompt
 
     @property
@@ -89,7 +92,7 @@ class Comparison:
 
     @property
     def broken(self) -> bool:
-        """Whether it differs and should not."""
+        """Whether it differs although it must not."""
         return self.promised and not self.identical
 
     @staticmethod
@@ -100,9 +103,9 @@ class Comparison:
 
 
 def first_difference(expected: Generation, got: Generation) -> Difference | None:
-    """Where the second differs from the first; None where tokens and logprobs are identical.
+    """The first difference; None if tokens and logprobs are identical.
 
-    Log-probabilities are compared bit for bit (as floats that are equal), if both sides have them.
+    Log-probabilities are compared as equal floats, if both generations have them.
     """
     for position in range(max(len(expected.token_ids), len(got.token_ids))):
         tokens = _at(expected.token_ids, position), _at(got.token_ids, position)
@@ -119,11 +122,11 @@ def _at(values: Sequence[Any], position: int) -> Any:
 
 
 class ResultsFile:
-    """Comparisons as JSON lines, appended one by one; a run that was broken off goes on from it.
+    """Comparisons as JSON lines, appended one by one, from which an interrupted run continues.
 
     Args:
         path: created if it does not exist; None keeps the comparisons in memory only.
-        settings: whatever the results depend on.
+        settings: everything the results depend on.
 
     Raises:
         ForetokenError: the file is not such a file, or its settings differ.
@@ -138,7 +141,7 @@ class ResultsFile:
         self.comparisons: dict[Key, Comparison] = {c.key: c for c in comparisons}
 
     def add(self, comparison: Comparison) -> None:
-        """Keep one more, on disk before this returns."""
+        """Add a comparison; it is on disk before this returns."""
         self.comparisons[comparison.key] = comparison
         self._journal.add(asdict(comparison))
 

@@ -1,9 +1,10 @@
-"""Rounds of the contract's cells: kept in a journal, judged, and spent where they still matter.
+"""Verdicts on the contract's cells, and which cell gets the next round.
 
-Whoever looks after every round and stops at the first verdict finds one in noise sooner or later.
-So a cell is looked at after its rounds, and again whenever they have doubled; in between it stays
-what it was found to be. The k-th look asks for an interval that misses the truth in one of 20 x 2^k
-cases, so that all the looks at a cell together err in at most 5 %, however long a run goes on.
+A test that is repeated after every round and stops at the first verdict finds one in noise sooner
+or later. So a cell is looked at only after its `--rounds` rounds, and again whenever their number
+has doubled; in between its verdict stays. The k-th look uses Student's interval of the logarithms
+at level 1 - 0.05 / 2^k. All looks at a cell together then give a false verdict in at most 5 % of
+cells, however long the run.
 """
 
 from __future__ import annotations
@@ -15,15 +16,14 @@ from typing import Any
 
 import typer
 
-from benchmarks.loading import BASELINE
-from benchmarks.speed_report import FLOOR
-from benchmarks.student import t_ratio
+from foretoken.bench.contestants import BASELINE
 from foretoken.bench.journal import Journal
-from foretoken.bench.ratios import Interval
+from foretoken.bench.ratios import Interval, t_ratio
 
 __all__ = [
     "DEFAULT",
     "FIXED",
+    "FLOOR",
     "Cell",
     "Result",
     "broken_promises",
@@ -33,10 +33,13 @@ __all__ = [
 ]
 
 DEFAULT, FIXED = "default", "fixed"
-"""The variants besides the baseline: with the controller of who names none, and with none."""
+"""The variants besides the baseline: the default controller, and a fixed draft length."""
+
+FLOOR = 0.97
+"""The contract: the least ratio of tokens/s to those of `none`."""
 
 ERRORS = 0.05
-"""How many cells may get a false verdict, as a share."""
+"""The share of cells that may get a false verdict."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +55,16 @@ class Cell:
 
 @dataclass(frozen=True)
 class Result:
-    """What the rounds of a cell have come to.
+    """The measurements of a cell so far.
 
     Args:
-        cell: which.
+        cell: the cell.
         rounds: how many it has had.
-        judged: over how many of them it was looked at last, which is what ratios and speeds are of;
-            0 before the first look, when they are of all.
-        ratios: per variant tokens/s over those of `none`; empty before the first round.
+        judged: its rounds at the last look, which ratios and speeds are computed from; 0 before the
+            first look, when they are computed from all rounds.
+        ratios: per variant, tokens/s over those of `none`; empty before the first round.
         tokens_per_second: of `none`, the median.
-        differing: outputs of any variant that are not those of `none`, in all rounds.
+        differing: outputs of any variant that differ from those of `none`, in all rounds.
     """
 
     cell: Cell
@@ -73,7 +76,7 @@ class Result:
 
     @property
     def state(self) -> str:
-        """'shown', 'broken' or 'open'."""
+        """Of the first part of the contract: 'shown', 'broken' or 'open'."""
         ratio = self._seen(DEFAULT)
         if ratio.low is not None and ratio.low >= FLOOR:
             return "shown"
@@ -81,7 +84,7 @@ class Result:
 
     @property
     def gain(self) -> str:
-        """Whether it is over 1: 'shown', 'not shown' or 'broken'; '-' if no fixed length is."""
+        """Of the second part: 'shown', 'not shown' or 'broken'; '-' if FIXED does not gain."""
         default, fixed = self._seen(DEFAULT), self._seen(FIXED)
         if fixed.low is None or fixed.low <= 1:
             return "-"
@@ -90,14 +93,14 @@ class Result:
         return "shown" if default.low is not None and default.low > 1 else "not shown"
 
     def _seen(self, label: str) -> Interval:
-        """What a look has said; before the first nothing is."""
+        """The interval of the last look; before the first look nothing is known."""
         return self.ratios[label] if self.judged else Interval(1.0, None, None)
 
 
 def results(
     cells: Sequence[Cell], records: Sequence[Mapping[str, Any]], rounds: int
 ) -> list[Result]:
-    """A result for each cell, from the journal's records of all rounds."""
+    """A result for each cell, from the journal's records of rounds."""
     return [
         _result(cell, [r for r in records if (r["batch"], r["kind"]) == _key(cell)], rounds)
         for cell in cells
@@ -123,18 +126,18 @@ def _result(cell: Cell, records: Sequence[Mapping[str, Any]], wanted: int) -> Re
 
 
 def _last_look(rounds: int, wanted: int) -> tuple[int, float]:
-    """Over how many rounds it was, none if there was none yet, and the level of its intervals."""
+    """Its number of rounds (0 before the first look) and the level of its intervals."""
     number = (rounds // wanted).bit_length()
     judged = wanted * 2 ** (number - 1) if number else 0
     return judged, 1 - ERRORS / 2 ** max(1, number)
 
 
 def next_cell(found: Sequence[Result], *, more: bool) -> Cell | None:
-    """The open cell with the fewest rounds, the first of several; None where all are done.
+    """The open cell with the fewest rounds, the first of equals; None if no cell needs a round.
 
     Args:
         found: results of all cells so far.
-        more: whether a cell that is open after its rounds gets another one.
+        more: whether cells that are still open after their rounds get further ones.
     """
     wanted = [r for r in found if r.state == "open" and (more or not r.judged)]
     return min(wanted, key=lambda result: result.rounds).cell if wanted else None
@@ -147,14 +150,15 @@ def measure(
     run: Callable[[Cell, int], Mapping[str, Any]],
     seconds: float | None = None,
 ) -> list[Result]:
-    """Run rounds until every cell has had its own, or is settled, or the time is up.
+    """Run rounds until every cell has a verdict or its number of rounds, or the time is up.
 
     Args:
         cells: in order of importance.
-        journal: what has been measured already; rounds are added to it.
+        journal: has the rounds measured so far; new ones are added.
         rounds: of each cell.
-        run: measures one more round of a cell, of this number.
-        seconds: time for it, in which open cells may have more rounds; None takes what it takes.
+        run: measures the round of this number of a cell.
+        seconds: time limit, within which open cells get further rounds. None has no limit, and no
+            further rounds.
     """
     began = time.monotonic()
     while seconds is None or time.monotonic() - began < seconds:
@@ -169,7 +173,7 @@ def measure(
 
 
 def broken_promises(found: Sequence[Result]) -> list[str]:
-    """Cells below the floor beyond doubt, and cells that miss what a fixed length gains."""
+    """The broken cells of both parts, with their intervals."""
     said = []
     for result in found:
         if result.state == "broken":

@@ -1,15 +1,15 @@
-"""Is the output with a drafter the output without one? Every drafter, on real prompts.
+"""Checks on real prompts that no drafter changes the output.
 
-In float32 every method, `none` included, is compared with `generate()` of Transformers on the same
-weights in the unmodified module: token ids. In bfloat16 every method is compared with `none`: token
-ids and the bits of every log-probability, greedily and with seeded sampling under the coupled rule,
-alone and in a batch of several prompts; there `none` itself is compared too.
+In float32 the token ids of every method, `none` included, are compared with those of Transformers'
+`generate()` on the unmodified module. In bfloat16 the token ids and log-probabilities of every
+method are compared with those of `none`, bit for bit: greedy and sampled with a seed (rule
+`coupled`), one prompt at a time and in batches. In batches `none` itself is compared, too.
 
     python -m benchmarks.identity --prompts FILE --output results.jsonl
 
 Exits with 0 if everything is identical, with 1 if anything differs, with 2 for wrong use. In
-bfloat16, differences of runs that drafted branches are shown but do not count: invariant 7 promises
-bits for chains.
+bfloat16 invariant 7 covers chains only: differences of runs that drafted trees are listed, but do
+not change the exit code.
 """
 
 from __future__ import annotations
@@ -27,20 +27,29 @@ from transformers import PreTrainedModel
 from benchmarks import BenchmarkError, flags
 from benchmarks.checks import CHECKS, Bench, Check, Explainer, Options, methods_of
 from benchmarks.compare import Comparison, ResultsFile, summary
-from benchmarks.loading import Method, default_methods, load, parse_methods
-from benchmarks.prompts import Prompt, read_prompts, stratified
-from benchmarks.report import command_line, machine, one_line_errors, progress_bar
+from benchmarks.loading import load
+from benchmarks.report import (
+    command_line,
+    in_one_line,
+    machine,
+    one_line_errors,
+    progress_bar,
+)
+from foretoken import ConfigError
+from foretoken.bench.contestants import BASELINE, Contestant, methods
+from foretoken.bench.prompts_file import Prompt, read_prompts, stratified
+from foretoken.drafters.registry import METHODS
 from foretoken.models.support import default_device
 
-__all__ = ["main"]
+__all__ = ["default_methods", "main", "named_methods"]
 
 TIE = 1e-3
-"""Logits of a float32 forward pass closer than this are called a tie when a mismatch is told."""
+"""A mismatch whose two largest float32 logits are closer than this is reported as a tie."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where the models come from."""
+    """The models."""
 
     model: str
     draft_model: str | None
@@ -49,30 +58,34 @@ class Source:
     def bench(
         self, options: Options, dtype: str, results: ResultsFile, advance: Callable[[], object]
     ) -> Bench:
-        """Load the models in this dtype."""
+        """Load them in this dtype."""
         loaded = load(self.model, dtype, self.device)
-        draft = load(self.draft_model, dtype, self.device).module if self.draft_model else None
+        models = {self.model: loaded.module}
+        if self.draft_model is not None:
+            models[self.draft_model] = load(self.draft_model, dtype, self.device).module
 
         def float32_module() -> PreTrainedModel:
             same = dtype == "float32"
             return loaded.module if same else load(self.model, "float32", self.device).module
 
-        return Bench(options, loaded, draft, Explainer(float32_module), results, advance)
+        return Bench(options, loaded, models, Explainer(float32_module), results, advance)
 
 
 def main(
     prompts: flags.Prompts,
     output: Annotated[
-        Path | None, typer.Option(help="JSON lines of comparisons; goes on where it ends.")
+        Path | None, typer.Option(help="JSON lines of comparisons; an existing file is continued.")
     ] = None,
     model: flags.Model = "smollm2-135m",
-    draft_model: flags.DraftModel = None,
+    draft_model: Annotated[
+        str | None, typer.Option(help="For methods that take one. Default: the model itself.")
+    ] = None,
     method: Annotated[
         list[str] | None,
-        typer.Option(help="A method, or a JSON speculative_config (repeatable); default: all."),
+        typer.Option(help="A method, or a JSON speculative_config (repeatable). Default: all."),
     ] = None,
     check: Annotated[
-        list[str] | None, typer.Option(help="A check, by its name (repeatable); default: all.")
+        list[str] | None, typer.Option(help="A check, by its name (repeatable). Default: all.")
     ] = None,
     kind: flags.Kinds = None,
     per_kind: flags.PerKind = 80,
@@ -90,7 +103,11 @@ def main(
     """
     with one_line_errors():
         options = Options(
-            methods=tuple(parse_methods(method) if method else _all_methods()),
+            methods=tuple(
+                named_methods(method, draft_model or model)
+                if method
+                else _all_methods(draft_model or model)
+            ),
             max_tokens=max_tokens,
             max_prompt_tokens=max_prompt_tokens,
             batch_size=batch_size,
@@ -106,14 +123,49 @@ def main(
     raise typer.Exit(1 if any(comparison.broken for comparison in compared) else 0)
 
 
-def _all_methods() -> list[Method]:
-    methods, left_out = default_methods()
+def named_methods(texts: Sequence[str], draft_model: str) -> list[Contestant]:
+    """The methods of a command line, without the baseline.
+
+    Args:
+        texts: see `foretoken.bench.contestants.methods`.
+        draft_model: for methods that take one and do not name it.
+
+    Raises:
+        ConfigError: a configuration is wrong.
+        BenchmarkError: only the baseline is named, or one has other weights than the baseline.
+    """
+    _, *chosen = methods(texts, draft_model, None)
+    if not chosen:
+        raise BenchmarkError(f"'{BASELINE.label}' is the baseline: name another --method.")
+    for method in chosen:
+        if method.quantization is not None:
+            raise BenchmarkError(f"--method {method.label}: quantized weights change the output.")
+    return chosen
+
+
+def default_methods(draft_model: str) -> tuple[list[Contestant], list[str]]:
+    """All registered methods but the baseline, and the names of those left out.
+
+    Left out are methods with required fields of their own, such as a corpus or other drafters.
+    """
+    ready: list[Contestant] = []
+    left_out: list[str] = []
+    for name in METHODS:
+        if name == BASELINE.label:
+            continue
+        try:
+            ready += named_methods([name], draft_model)
+        except ConfigError:
+            left_out.append(name)
+    return ready, left_out
+
+
+def _all_methods(draft_model: str) -> list[Contestant]:
+    ready, left_out = default_methods(draft_model)
     if left_out:
         names = ", ".join(left_out)
-        typer.echo(
-            f"Left out, as they need fields of their own (--method JSON): {names}.", err=True
-        )
-    return methods
+        typer.echo(f"Left out, because they need fields (--method JSON): {names}.", err=True)
+    return ready
 
 
 def _checks_named(names: Sequence[str]) -> list[Check]:
@@ -125,7 +177,7 @@ def _checks_named(names: Sequence[str]) -> list[Check]:
 
 
 def _settings(options: Options, source: Source, prompts: Path, seed: int) -> dict[str, Any]:
-    """What a comparison depends on; how many prompts are compared is not part of it."""
+    """What a comparison depends on, which does not include the number of prompts."""
     return {
         "model": source.model,
         "draft_model": source.draft_model,
@@ -153,7 +205,7 @@ def _run_all(
     sample: Sequence[Prompt],
     results: ResultsFile,
 ) -> None:
-    """One dtype after the other, so that one model is in memory at a time."""
+    """Run one dtype after the other, so that one model is in memory at a time."""
     size = options.batch_size
     groups = [sample[start : start + size] for start in range(0, len(sample), size)]
     with progress_bar() as bar:
@@ -170,30 +222,29 @@ def _run_all(
 
 
 def _print_report(compared: Sequence[Comparison], where: dict[str, Any]) -> None:
-    facts = ", ".join(f"{name} {value}" for name, value in where.items() if value is not None)
-    print(f"`{command_line('benchmarks.identity')}`\n\n{facts}\n")
+    print(f"{command_line('benchmarks.identity')}\n\n{in_one_line(where)}\n")
     print(summary(compared))
     different = [comparison for comparison in compared if not comparison.identical]
     for comparison in different:
-        print(f"\n{_told(comparison)}")
+        print(f"\n{_in_words(comparison)}")
     print(f"\n{len(compared) - len(different)} of {len(compared)} identical.")
 
 
-def _told(comparison: Comparison) -> str:
+def _in_words(comparison: Comparison) -> str:
     """One mismatch in words."""
     difference = comparison.difference
     assert difference is not None
-    told = (
+    text = (
         f"{comparison.check}: {comparison.method}, prompt {comparison.prompt} "
         f"({comparison.kind}): at position {difference.position} of "
         f"{comparison.generated_tokens} token {difference.got} instead of {difference.expected}"
     )
     if difference.expected_logprob is not None or difference.got_logprob is not None:
-        told += f", logprob {difference.got_logprob} instead of {difference.expected_logprob}"
+        text += f", logprob {difference.got_logprob} instead of {difference.expected_logprob}"
     assert difference.top2_gap is not None
     verdict = "a tie" if difference.top2_gap < TIE else "no tie"
-    told += f"; gap of the two largest float32 logits {difference.top2_gap:.2e}: {verdict}"
-    return told if comparison.promised else f"{told}; it drafted branches: bits are not promised"
+    text += f"; gap of the two largest float32 logits {difference.top2_gap:.2e}: {verdict}"
+    return text if comparison.promised else f"{text}; it drafted trees, which may differ"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""How far quantized weights move p: KL divergence and agreement of the most probable token.
+"""How far quantized weights move p: KL divergence, and agreement of the most probable token.
 
-The prompts' own text is read once with the weights as they are and once quantized, and the
-distributions of the next token are compared at every position. Speculation changes neither: it is
-lossless with respect to the weights that run.
+The prompts are read with the original and with the quantized weights, and the distributions of the
+next token are compared at every position. Speculation changes neither: it is lossless with respect
+to the weights that run.
 
     python -m benchmarks.quantization --prompts FILE
 """
@@ -19,23 +19,32 @@ import typer
 from torch import Tensor
 
 from benchmarks import flags
-from benchmarks.loading import BASELINE, llm_for, load
-from benchmarks.prompts import encode, prompt_limit, read_prompts, stratified
-from benchmarks.report import command_line, machine, markdown_table, one_line_errors, progress_bar
+from benchmarks.loading import llm_for, load
+from benchmarks.report import (
+    command_line,
+    in_one_line,
+    machine,
+    markdown_table,
+    one_line_errors,
+    progress_bar,
+)
+from foretoken.bench.contestants import BASELINE
+from foretoken.bench.encode import encode, prompt_limit
+from foretoken.bench.prompts_file import read_prompts, stratified
 from foretoken.core.tree import chain
 from foretoken.runtime.choices import QUANTIZATIONS
 from foretoken.runtime.target import Target
 
-__all__ = ["Shift", "main", "shift"]
+__all__ = ["Shift", "logits_of", "main", "shift"]
 
 
 @dataclass(frozen=True)
 class Shift:
-    """How far two distributions lie apart at some positions.
+    """How far quantization moves p, at some positions.
 
     Args:
-        kl: KL(p || quantized p) in nats, of each position.
-        agrees: whether the most probable token is the same, of each.
+        kl: KL(p || quantized p) in nats, at each position.
+        agrees: whether the most probable token stays the same, at each position.
     """
 
     kl: tuple[float, ...]
@@ -53,7 +62,7 @@ class Shift:
 
 
 def shift(logits: Tensor, quantized: Tensor) -> Shift:
-    """Compare logits [N, V] of the same positions."""
+    """Compare the logits [N, V] of the same positions."""
     p, q = (x.float().log_softmax(-1) for x in (logits, quantized))
     kl = (p.exp() * (p - q)).sum(-1)
     agrees = p.argmax(-1) == q.argmax(-1)
@@ -65,39 +74,39 @@ def main(
     model: flags.Model = "smollm2-135m",
     quantization: Annotated[str, typer.Option(help=" or ".join(QUANTIZATIONS))] = "int8",
     per_kind: flags.PerKind = 4,
-    max_prompt_tokens: Annotated[int, typer.Option(min=2, help="Of longer ones the ends.")] = 512,
+    max_prompt_tokens: flags.MaxPromptTokens = 512,
     seed: flags.Seed = 0,
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
 ) -> None:
-    """Measure mean KL and top-1 agreement on prompts' text and print a Markdown table."""
+    """Measure mean KL and top-1 agreement on prompts and print a Markdown table."""
     with one_line_errors():
         loaded = load(model, dtype, "cpu")
-        llm = llm_for(loaded, BASELINE)
+        llm = llm_for(loaded, BASELINE.config)
         targets = [Target(loaded.module), Target(loaded.module, quantization=quantization)]
         sample = stratified(read_prompts(prompts), per_kind, seed)
-        limit = prompt_limit(llm, max_prompt_tokens, 1)
+        limit = prompt_limit(llm.max_model_len, max_prompt_tokens, 1)
         by_kind: dict[str, Shift] = {}
         with progress_bar() as bar:
             for prompt in bar.track(sample, description="prompts"):
-                logits = [_read(target, encode(llm, prompt, limit)) for target in targets]
+                ids = encode(llm, prompt.text, limit)
+                logits = [logits_of(target, ids) for target in targets]
                 found = shift(logits[0], logits[1])
                 by_kind[prompt.kind] = by_kind.get(prompt.kind, Shift((), ())) + found
     everything = sum(by_kind.values(), Shift((), ()))
     rows = [[kind, *each.cells()] for kind, each in {**by_kind, "all": everything}.items()]
-    facts = {**machine(llm.device), "dtype": str(llm.dtype), "quantization": quantization}
-    print(f"`{command_line('benchmarks.quantization')}`\n")
-    print(", ".join(f"{k} {v}" for k, v in facts.items() if v is not None) + "\n")
+    facts = {**machine(llm.device, llm.dtype), "quantization": quantization}
+    print(f"{command_line('benchmarks.quantization')}\n\n{in_one_line(facts)}\n")
     print(markdown_table(("text", "positions", "mean KL (nats)", "same most probable token"), rows))
 
 
-def _read(target: Target, tokens: Sequence[int]) -> Tensor:
+def logits_of(target: Target, tokens: Sequence[int]) -> Tensor:
     """Logits [N, V] at every position of a text."""
     target.add(0)
     try:
         parts = []
         for start in range(0, len(tokens), 64):
             part = tokens[start : start + 64]
-            parts.append(target.verify([0], [chain(part)])[0].clone())
+            parts.append(target.verify([0], [chain(part)])[0].scores.clone())
             target.commit(0, range(len(part)))
         return torch.cat(parts)
     finally:

@@ -1,10 +1,10 @@
-"""What the benchmarks share: the machine in words, Markdown tables, one-line errors."""
+"""What the benchmarks share: the machine, Markdown tables, progress, errors in one line."""
 
 from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from foretoken.bench.tables import markdown_table
 
 __all__ = [
     "command_line",
+    "in_one_line",
     "machine",
     "markdown_table",
     "one_line_errors",
@@ -34,22 +35,28 @@ __all__ = [
 ]
 
 
-def machine(device: torch.device) -> dict[str, Any]:
-    """What a measurement depends on: processor, threads, versions."""
+def machine(device: torch.device, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """What a measurement depends on: processor, GPU, threads, versions, dtype."""
     return {
         **host(),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "torch_threads": torch.get_num_threads(),
+        **({} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}),
     }
 
 
+def in_one_line(facts: Mapping[str, Any]) -> str:
+    """Facts as text; unknown ones (None) are left out."""
+    return ", ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
+
+
 def command_line(module: str) -> str:
-    """How the running benchmark was called."""
-    return f"python -m {module} {shlex.join(sys.argv[1:])}"
+    """The command that started this benchmark, as Markdown code."""
+    return f"`python -m {module} {shlex.join(sys.argv[1:])}`"
 
 
 def progress_bar() -> Progress:
-    """A progress bar on stderr, so that stdout has results only."""
+    """A progress bar on stderr; stdout is for results."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -62,7 +69,7 @@ def progress_bar() -> Progress:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn what the user has to change into one line on stderr and exit code 2."""
+    """Turn errors of wrong use into one line on stderr and exit code 2."""
     try:
         yield
     except (ForetokenError, BenchmarkError) as error:

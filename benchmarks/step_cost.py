@@ -1,14 +1,19 @@
-"""What a step costs: the pass by nodes and by context, and everything beside the pass.
+"""What a step costs: the target's pass by nodes, context and hidden states, and the rest.
 
-Three tables. *Nodes*: seconds of a pass by the number of nodes, and over that of one. *Context*:
-seconds of a pass of one node by the number of tokens before it, beside the straight line through
-the first and the last. *Overhead*: the share of a step that is not the target's forward pass:
-drafting by `ngram`, distributions, acceptance, commit, text, bookkeeping. There every draft is
-filled up to a chain of 5 nodes or a tree of 32, whatever `ngram` finds.
+Four tables:
+
+- *Nodes*: seconds of a pass by its number of nodes, and over those of one node.
+- *Context*: seconds of a pass of one node by the number of tokens before it, beside the straight
+  line through the shortest and the longest context.
+- *Hidden states*: a pass that returns the hidden states of three layers (an early, a middle and a
+  late one, as EAGLE-3 uses) over the same pass without, with a 95 % interval over rounds.
+- *Overhead*: the share of a step outside the target's pass: drafting by `ngram`, distributions,
+  acceptance, commit, text, bookkeeping. Every draft is filled up to a chain of 5 nodes or a tree of
+  32, whatever `ngram` finds.
 
     python -m benchmarks.step_cost
 
-Sizes alternate from round to round in one process; figures are medians.
+The variants of a table take turns in every round, in one process; seconds are medians.
 """
 
 from __future__ import annotations
@@ -17,44 +22,43 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
-from torch import Tensor
 
 from benchmarks import BenchmarkError, flags
-from benchmarks.loading import Loaded, load
+from benchmarks.loading import load
 from benchmarks.report import command_line, machine, markdown_table, one_line_errors, progress_bar
-from benchmarks.tree_cost import TINY, tiny
 from foretoken import LLM, SamplingParams
+from foretoken.bench.ratios import Interval, bootstrap_ratio
 from foretoken.bench.rounds import order
 from foretoken.control import Budget, Fixed
 from foretoken.core.acceptance import rule_class
 from foretoken.core.tree import Draft, TokenTree, chain
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.ngram import NgramDrafter, NgramOptions
-from foretoken.engine.scheduler import Engine
+from foretoken.engine.scheduler import Scheduler
 from foretoken.request import Request
 from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.kv_slab import KVSlab
-from foretoken.runtime.network import Network
+from foretoken.runtime.network import LOGITS, Need, PassOutput
 from foretoken.runtime.target import Target
+from foretoken.speculation import Speculation, Strategy
 
-__all__ = ["Filled", "Overhead", "Timed", "main", "overhead", "pass_seconds"]
+__all__ = ["Filled", "Overhead", "Timed", "hidden_ratios", "main", "overhead", "pass_seconds"]
 
 NODES = (1, 2, 4, 8, 16, 32)
+HIDDEN_NODES = (1, 8, 32)
 CONTEXTS = (256, 1024, 2048, 4096, 8000)
 SHAPES = {"a chain of 5": (1, 5), "a tree of 32": (4, 8)}
 """Paths below the root, and the tokens of each."""
 
-Size = TypeVar("Size")
+Variant = TypeVar("Variant")
 
 
 def main(
-    model: Annotated[
-        str, typer.Option(help="Folder, GGUF file or alias; tiny: random weights, no files.")
-    ] = "smollm2-135m",
-    rounds: Annotated[int, typer.Option(min=1, help="Passes of each size.")] = 20,
+    model: flags.TinyModel = "smollm2-135m",
+    rounds: Annotated[int, typer.Option(min=1, help="Passes of each variant.")] = 20,
     steps: Annotated[int, typer.Option(min=2, help="Steps whose overhead is measured.")] = 100,
     context: Annotated[int, typer.Option(min=1, help="Tokens before the nodes.")] = 256,
     quantization: Annotated[str | None, typer.Option(help="int8 or int4.")] = None,
@@ -64,37 +68,43 @@ def main(
 ) -> None:
     """Measure what passes and steps cost."""
     with one_line_errors():
-        given = Loaded(tiny(dtype, device), None) if model == TINY else load(model, dtype, device)
-        module = given.module
-        target = Target(module, quantization=quantization, runtime=runtime)
+        loaded = load(model, dtype, device)
+        llm = LLM(
+            loaded.module, tokenizer=loaded.tokenizer, quantization=quantization, runtime=runtime
+        )
+        target = llm.engine.target
         if context + max(NODES) > target.max_model_len:
             most = target.max_model_len - max(NODES)
             raise BenchmarkError(f"--context must be at most {most}, got {context}.")
         contexts = [size for size in CONTEXTS if size < target.max_model_len]
         with progress_bar() as bar:
-            task = bar.add_task("parts", total=3)
+            task = bar.add_task("tables", total=4)
             nodes = pass_seconds(target, [(context, count) for count in NODES], rounds)
             bar.advance(task)
             lengths = pass_seconds(target, [(size, 1) for size in contexts], rounds)
             bar.advance(task)
-            llm = LLM(module, tokenizer=given.tokenizer, quantization=quantization, runtime=runtime)
+            hidden = hidden_ratios(target, context, HIDDEN_NODES, rounds)
+            bar.advance(task)
             beside = {name: overhead(llm, *SHAPES[name], context, steps) for name in SHAPES}
             bar.advance(task)
-    print(f"`{command_line('benchmarks.step_cost')}`\n")
-    print(f"{_nodes_table(nodes)}\n\n{_context_table(lengths)}\n\n{_overhead_table(beside)}\n")
-    facts = {**machine(target.device), "dtype": str(target.dtype).removeprefix("torch.")}
-    facts["runtime"] = target.network.name
+    tables = (
+        _nodes_table(nodes),
+        _context_table(lengths),
+        _hidden_table(hidden, hidden_layers(target)),
+        _overhead_table(beside),
+    )
+    print("\n\n".join([command_line("benchmarks.step_cost"), *tables]) + "\n")
+    facts = {**machine(target.device, target.dtype), "runtime": target.network.name}
     print("\n".join(f"- {name}: {value}" for name, value in facts.items()))
 
 
 def pass_seconds(
     target: Target, sizes: Sequence[tuple[int, int]], rounds: int
 ) -> dict[tuple[int, int], float]:
-    """Medians for (tokens before, nodes), interleaved: each context is a row of its own."""
+    """Median seconds for each (tokens before, nodes); each context has its own row."""
     contexts = sorted({context for context, _ in sizes}, reverse=True)
     rows = {context: row for row, context in enumerate(contexts)}
-    target.add(0)
-    target.prefill(0, [token % target.vocab_size for token in range(contexts[0])])
+    _fill(target, contexts[0])
     for context, row in rows.items():
         if row:
             target.fork(0, row)
@@ -104,42 +114,79 @@ def pass_seconds(
         context, nodes = size
         target.verify([rows[context]], [chain([0] * nodes)])
 
-    seconds = _medians(run, sizes, rounds)
+    seconds = _in_turn(run, sizes, rounds)
     for row in rows.values():
         target.remove(row)
-    return seconds
+    return {size: median(times) for size, times in seconds.items()}
 
 
-def _medians(run: Callable[[Size], None], keys: Sequence[Size], rounds: int) -> dict[Size, float]:
-    times: dict[Size, list[float]] = {key: [] for key in keys}
-    for index in range(rounds + 1):  # the first one warms up
-        for key in order(keys, index):
+def hidden_ratios(
+    target: Target, context: int, nodes: Sequence[int], rounds: int
+) -> dict[int, Interval]:
+    """By nodes: seconds of a pass that returns hidden states, over those of one that does not.
+
+    The interval is over rounds, each of which compares two passes of about the same moment.
+    """
+    needs = {False: LOGITS, True: Need(hidden=hidden_layers(target))}
+    _fill(target, context)
+
+    def run(variant: tuple[int, bool]) -> None:
+        count, hidden = variant
+        target.verify([0], [chain([0] * count)], need=needs[hidden])
+
+    variants = [(count, hidden) for count in nodes for hidden in (False, True)]
+    seconds = _in_turn(run, variants, rounds)
+    target.remove(0)
+    return {
+        count: bootstrap_ratio(
+            [w / wo for w, wo in zip(seconds[count, True], seconds[count, False], strict=True)]
+        )
+        for count in nodes
+    }
+
+
+def hidden_layers(target: Target) -> tuple[int, ...]:
+    """An early, a middle and a late layer: 2, L / 2 and L - 3 where the model has enough."""
+    num_layers = target.network.num_layers
+    return tuple(sorted({min(2, num_layers), num_layers // 2, max(0, num_layers - 3)}))
+
+
+def _fill(target: Target, length: int) -> None:
+    """Open row 0 with so many tokens."""
+    target.add(0)
+    target.prefill(0, [token % target.vocab_size for token in range(length)])
+
+
+def _in_turn(
+    run: Callable[[Variant], None], variants: Sequence[Variant], rounds: int
+) -> dict[Variant, list[float]]:
+    """Seconds of every run; each round has one of every variant."""
+    times: dict[Variant, list[float]] = {variant: [] for variant in variants}
+    for index in range(rounds + 1):
+        for variant in order(variants, index):
             began = time.perf_counter()
-            run(key)
-            times[key].append(time.perf_counter() - began)
-    return {key: median(values[1:]) for key, values in times.items()}
+            run(variant)
+            times[variant].append(time.perf_counter() - began)
+    return {variant: values[1:] for variant, values in times.items()}  # the first one warms up
 
 
 class Timed:
-    """A network that measures its passes (see `Network`)."""
+    """A network that adds up the seconds of its passes (see `Network`)."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Any) -> None:
         self._network = network
-        self.least_nodes, self.exact_trees = network.least_nodes, network.exact_trees
-        self.name, self.num_layers = network.name, network.num_layers
         self.seconds = 0.0
 
-    @property
-    def likeliest(self) -> Sequence[int] | None:
-        """See `Network.likeliest`."""
-        return self._network.likeliest
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the network's."""
+        return getattr(self._network, name)
 
-    def forward(self, inputs: PassInputs, slab: KVSlab, *, scored: bool) -> Tensor | None:
+    def forward(self, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:
         """See `Network.forward`."""
         began = time.perf_counter()
-        logits = self._network.forward(inputs, slab, scored=scored)
+        output: PassOutput = self._network.forward(inputs, slab, need)
         self.seconds += time.perf_counter() - began
-        return logits
+        return output
 
 
 class Filled(Drafter):
@@ -171,31 +218,33 @@ class Filled(Drafter):
 
 @dataclass(frozen=True)
 class Overhead:
-    """Seconds of a step, and of the pass in it: medians."""
+    """Median seconds of a step, and of the pass in it."""
 
     step: float
     forward: float
 
 
 def overhead(llm: LLM, paths: int, length: int, context: int, steps: int) -> Overhead:
-    """Of steps with drafts of one shape."""
-    target = llm._target
-    timed = Timed(target.network)
-    target.network = timed  # type: ignore[assignment]
-    engine = Engine(target, Filled(paths, length), rule_class("coupled")(), Fixed(length))
+    """Measure steps with drafts of one shape."""
+    target = llm.engine.target
+    network = target.network
+    timed: Any = Timed(network)
+    target.network = timed
+    strategy = Strategy(Filled(paths, length), Fixed(length), rule_class("coupled")())
+    scheduler = Scheduler(target, Speculation(strategy))
     prompt = [token % target.vocab_size for token in range(context)]
-    # Every step commits a token at least, and not more than a whole path.
+    # A step commits at least one token, and at most a whole path and the bonus token.
     room = target.max_model_len - context
     params = SamplingParams(temperature=0, max_tokens=min(room, steps * length), ignore_eos=True)
-    (request,) = llm._requests(prompt, params, False)
-    engine.add(request)
+    (request,) = llm.engine.make_requests(prompt, params)
+    scheduler.add(request)
     times: list[tuple[float, float]] = []
-    while engine.busy and len(times) < steps:
+    while scheduler.busy and len(times) < steps:
         before, began = timed.seconds, time.perf_counter()
-        engine.step()
+        scheduler.step()
         times.append((time.perf_counter() - began, timed.seconds - before))
-    engine.abort([request])
-    target.network = timed._network
+    scheduler.abort([request])
+    target.network = network
     times = times[1:]  # the first one computes the prompt
     return Overhead(median(step for step, _ in times), median(forward for _, forward in times))
 
@@ -224,9 +273,14 @@ def _context_table(seconds: dict[tuple[int, int], float]) -> str:
     )
 
 
+def _hidden_table(ratios: dict[int, Interval], layers: Sequence[int]) -> str:
+    title = f"with hidden states of layers {', '.join(map(str, layers))} over without"
+    return markdown_table(["nodes", title], [[str(n), str(ratio)] for n, ratio in ratios.items()])
+
+
 def _overhead_table(found: dict[str, Overhead]) -> str:
     return markdown_table(
-        ["every step drafts", "step ms", "pass ms", "beside it ms", "share"],
+        ["every step drafts", "step ms", "pass ms", "outside the pass ms", "share"],
         [
             [
                 name,

@@ -1,10 +1,9 @@
-"""What a tree saves over its paths: k drafts in one pass, as a token tree and as batch rows.
+"""Verification of k drafts in one pass: as a token tree, and as one batch row per path.
 
-Trees are k paths of d tokens whose first s tokens are the same. As a tree (`Target.verify`) the
-shared tokens are computed once; as rows (`RowsVerifier`) every path is a batch row with KV of its
-own: its shared tokens are computed again, and the context's KV is copied for all rows but the
-first. Passes of both forms alternate in one process; seconds are medians, and those of rows
-include the copies.
+The drafts are k paths of d tokens that share their first s tokens. As a tree (`Target.verify`) the
+shared tokens are computed once. As rows (`RowsVerifier`) every path has its own KV: the shared
+tokens are computed for each row, and the context's KV is copied to all rows but the first. Passes
+of both forms alternate in one process. Seconds are medians; those of rows include the copies.
 
     python -m benchmarks.tree_cost --model tiny
 
@@ -20,9 +19,7 @@ from itertools import product
 from statistics import median
 from typing import Annotated
 
-import torch
 import typer
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks import BenchmarkError, flags
 from benchmarks.loading import load
@@ -30,12 +27,10 @@ from benchmarks.report import command_line, machine, markdown_table, one_line_er
 from foretoken.analysis.rows import RowsVerifier
 from foretoken.bench.rounds import order
 from foretoken.core.tree import TokenTree
-from foretoken.models.support import default_device, default_dtype
 from foretoken.runtime.target import Target
 
-__all__ = ["Case", "Cost", "main", "measure", "tiny"]
+__all__ = ["Case", "Cost", "main", "measure"]
 
-TINY = "tiny"
 FORMS = ("tree", "rows")
 _KEY = 0
 
@@ -47,7 +42,7 @@ class Case:
     Args:
         paths: k.
         depth: d, drafted tokens of each path.
-        shared: s, how many of them all paths begin with; less than d.
+        shared: s, tokens that all paths begin with; less than d.
     """
 
     paths: int
@@ -55,7 +50,7 @@ class Case:
     shared: int
 
     def tree(self, vocab_size: int) -> TokenTree:
-        """One chain of s tokens below the root, and k of d - s below that."""
+        """A chain of s tokens below the root, and below that k chains of d - s tokens."""
         parents = list(range(-1, self.shared))
         for _ in range(self.paths):
             first = len(parents)
@@ -79,9 +74,7 @@ class Cost:
 
 
 def main(
-    model: Annotated[
-        str, typer.Option(help="Folder, GGUF file or alias; tiny: random weights, no files.")
-    ] = "smollm2-135m",
+    model: flags.TinyModel = "smollm2-135m",
     paths: Annotated[list[int] | None, typer.Option(min=1, help="k (repeatable).")] = None,
     depth: Annotated[int, typer.Option(min=1, help="d, tokens of a path.")] = 6,
     shared: Annotated[
@@ -95,59 +88,28 @@ def main(
     """Measure verification of k drafts as a token tree against k batch rows."""
     with one_line_errors():
         cases = _cases(paths or [1, 2, 4, 8], depth, shared or [0, depth // 2])
-        module = tiny(dtype, device) if model == TINY else load(model, dtype, device).module
-        target = Target(module)
+        target = Target(load(model, dtype, device).module)
         costs = measure(target, cases, context, rounds)
-    print(f"`{command_line('benchmarks.tree_cost')}`\n\n{_markdown(costs, kv_bytes(module))}\n")
-    facts = {**machine(target.device), "dtype": str(target.dtype).removeprefix("torch.")}
+    print(f"{command_line('benchmarks.tree_cost')}\n\n{_markdown(costs, target.cell_bytes)}\n")
+    facts = machine(target.device, target.dtype)
     print("\n".join(f"- {name}: {value}" for name, value in facts.items()))
 
 
 def _cases(paths: list[int], depth: int, shared: list[int]) -> list[Case]:
     if max(shared) >= depth:
         raise BenchmarkError(f"--shared must be less than --depth {depth}, got {max(shared)}.")
-    # Without repetitions: a single path shares nothing, whatever s is.
+    # A single path shares nothing, whatever s is: count it once.
     kept = {Case(k, depth, 0 if k == 1 else s) for s, k in product(shared, paths)}
     return sorted(kept, key=lambda case: (case.shared, case.paths))
-
-
-def tiny(dtype: str, device: str) -> PreTrainedModel:
-    """Two layers of random weights: for trying the benchmark out."""
-    config = AutoConfig.for_model(
-        "llama",
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-    )
-    place = default_device(device)
-    torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        config, dtype=default_dtype(dtype, place)
-    )
-    model.to(place)  # type: ignore[arg-type]
-    return model
-
-
-def kv_bytes(model: PreTrainedModel) -> int:
-    """Bytes of one position's keys and values in all layers."""
-    config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    groups = getattr(config, "num_key_value_heads", None) or heads
-    return int(2 * config.num_hidden_layers * groups * width * model.dtype.itemsize)
 
 
 def measure(
     target: Target, cases: list[Case], context: int, rounds: int
 ) -> dict[Case, dict[str, Cost]]:
-    """Both forms on every tree after the same context, interleaved.
+    """Measure both forms of every tree after the same context, alternating.
 
     Raises:
-        BenchmarkError: context and tree do not fit into the model's.
+        BenchmarkError: context and tree are longer than the model allows.
     """
     deepest = max(1 + case.depth for case in cases)
     if context + deepest > target.max_model_len:
@@ -171,7 +133,7 @@ def _measure_case(target: Target, case: Case, rounds: int) -> dict[str, Cost]:
         "rows": lambda: rows.verify([_KEY], [tree]),
     }
     seconds: dict[str, list[float]] = {form: [] for form in forms}
-    forms["rows"]()  # makes the slab as large as it will be
+    forms["rows"]()  # so that the slab has its final size
     positions, copied = rows.num_positions, rows.num_copied
     for index in range(rounds + 1):  # the first one warms up
         for form in order(FORMS, index):

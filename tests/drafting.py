@@ -6,14 +6,39 @@ Also what tests need to run them: schedulers over a target, and the parts of an 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from foretoken.control import Budget
+import torch
+from torch import Tensor
+
+from foretoken import LLM
+from foretoken.control import Budget, Fixed
+from foretoken.core.acceptance import RULES
+from foretoken.core.common_prefix import common_prefix
 from foretoken.core.tree import Draft, TokenTree, chain
+from foretoken.decode import Outcome, StepTimes
 from foretoken.drafters.base import Drafter
+from foretoken.engine.scheduler import Scheduler
 from foretoken.request import Request
+from foretoken.runtime.kv_slab import OverBudget
+from foretoken.runtime.target import Target
+from foretoken.speculation import Speculation, Strategy
 
-__all__ = ["RandomTrees", "Scripted"]
+__all__ = ["RandomTrees", "Reader", "Scripted", "drafter_of", "scheduler_of"]
+
+
+def drafter_of(llm: LLM) -> Drafter:
+    """The drafter of requests that bring none."""
+    return llm.engine._speculation.default.drafter
+
+
+def scheduler_of(
+    target: Target, drafter: Drafter, rule: str = "coupled", gamma: int = 4, **fields: Any
+) -> Scheduler:
+    """Runs requests with a drafter of the tests and drafts of one length."""
+    strategy = Strategy(drafter, Fixed(gamma), RULES[rule]())
+    return Scheduler(target, Speculation(strategy), **fields)
 
 
 class Scripted(Drafter):
@@ -80,3 +105,90 @@ class RandomTrees(Scripted):
             parents.append(parent)
             depths.append(depths[parent] + 1)
         return Draft.deterministic(TokenTree(tuple(tokens), tuple(parents)))
+
+
+class Reader(Drafter):
+    """Keeps the hidden states that it is shown, and holds that none is missing or shown twice over.
+
+    Args:
+        inner: drafts; None drafts nothing.
+        layers: whose hidden states it asks for.
+        full_every: every so many proposals fail for want of memory, so that a plain step follows;
+            0 for none.
+
+    Attributes:
+        ended: of every released request its tokens and layer id -> [n, E], of all tokens but the
+            last.
+        shown_again: positions that were shown a second time, with the same bits.
+    """
+
+    def __init__(
+        self,
+        inner: Drafter | None = None,
+        layers: tuple[int, ...] = (0, 1, 2),
+        full_every: int = 0,
+    ) -> None:
+        self.hidden_layers = layers
+        self.ended: list[tuple[list[int], dict[int, Tensor]]] = []
+        self.shown_again = 0
+        self.drafts_trees = inner is not None and inner.drafts_trees
+        self._inner = inner
+        self._full_every = full_every
+        self._proposals = 0
+        self._seen: dict[int, list[tuple[int, dict[int, Tensor]]]] = {}  # token, layer -> [E]
+
+    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
+        self._proposals += 1
+        if self._full_every and self._proposals % self._full_every == 0:
+            raise OverBudget("as the test wants it")
+        for request in batch:
+            self._check(request)
+        if self._inner is None:
+            return [Draft.empty(request.root) for request in batch]
+        return self._inner.propose(batch, budgets)
+
+    def observe_prefill(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
+        length = len(hidden[self.hidden_layers[0]])
+        self._keep(request, start, request.token_ids[start : start + length], hidden)
+
+    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
+        for outcome in outcomes:
+            request = outcome.request
+            root = len(request.token_ids) - len(outcome.committed) - 1
+            # The end of the output may cut the accepted path.
+            tokens = request.token_ids[root:-1][: 1 + len(outcome.accepted.path)]
+            self._keep(request, root, tokens, outcome.hidden)
+            self._check(request)
+
+    def rewind(self, request: Request) -> None:
+        seen = self._seen.get(request.key, [])
+        del seen[common_prefix([token for token, _ in seen], request.token_ids) :]
+
+    def release(self, request: Request) -> None:
+        seen = self._seen.pop(request.key, [])
+        states = {
+            layer: torch.stack([each[layer] for _, each in seen])
+            for layer in self.hidden_layers
+            if seen
+        }
+        self.ended.append((list(request.token_ids), states))
+
+    def _keep(
+        self, request: Request, start: int, tokens: Sequence[int], hidden: Mapping[int, Tensor]
+    ) -> None:
+        seen = self._seen.setdefault(request.key, [])
+        assert start <= len(seen), "states of tokens before these are missing"
+        for offset, token in enumerate(tokens):
+            # Copies, as they are valid until the next pass.
+            states = {layer: hidden[layer][offset].clone() for layer in self.hidden_layers}
+            if start + offset == len(seen):
+                seen.append((token, states))
+                continue
+            before, known = seen[start + offset]
+            assert before == token
+            assert all(torch.equal(known[layer], states[layer]) for layer in states)
+            self.shown_again += 1
+
+    def _check(self, request: Request) -> None:
+        seen = [token for token, _ in self._seen.get(request.key, [])]
+        assert seen == request.token_ids[:-1], "the states of all committed tokens but the last"

@@ -23,7 +23,7 @@ LOSSLESS = [name for name, rule in RULES.items() if rule.lossless]
 BRANCHING = ("ensemble", "lookahead", "pad", "recycle")
 """Methods whose drafts are trees whatever their options."""
 ON_CHAINS = [name for name in SPECULATIVE if name not in BRANCHING]
-"""Methods that invariant 7 promises the very bits for: the others promise the tokens."""
+"""Methods whose bits invariant 7 promises; for the others it promises the tokens."""
 
 
 def tiny_texts() -> list[list[int]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, cast
 
 import pytest
 
 from foretoken import ConfigError, SamplingParams, SpeculativeConfig
+from foretoken.core.acceptance import RULES
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,80 @@ def test_out_of_range(fields: dict[str, Any], message: str) -> None:
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 1e39},
+        {"logit_bias": {3: 1e39}},
+        {"logit_bias": {3: -1e39}},
+        {"logit_bias": {3: float("nan")}},
+        {"logit_bias": {3: float("-inf")}},
+        {"repetition_penalty": 1e-46},
+        {"repetition_penalty": 1e39},
+        {"presence_penalty": float("nan")},
+        {"frequency_penalty": float("nan")},
+        {"min_p": float("nan")},
+        {"top_p": float("nan")},
+    ],
+    ids=str,
+)
+def test_values_that_float32_does_not_hold_are_refused(fields: dict[str, Any]) -> None:
+    """Distributions are computed in it: they would become infinite, or 0."""
+    with pytest.raises(ConfigError) as caught:
+        SamplingParams(**fields)
+    assert str(caught.value).startswith(f"{next(iter(fields))}: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("max_new_tokens", "use 'max_tokens'"),
+        ("max_length", "use 'max_tokens'"),
+        ("do_sample", "use 'temperature', where 0 is greedy"),
+        ("num_beams", "beam search is not offered"),
+        ("num_return_sequences", "use 'n'"),
+        ("best_of", "use 'n'"),
+        ("guided_decoding", "use structured_outputs"),
+        ("guided_json", "use structured_outputs={'json': ...}"),
+        ("guided_regex", "use structured_outputs={'regex': ...}"),
+        ("guided_choice", "use structured_outputs={'choice': ...}"),
+        ("guided_grammar", "use structured_outputs={'grammar': ...}"),
+    ],
+)
+def test_names_of_other_libraries_get_the_right_one(name: str, advice: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SamplingParams(**cast(Any, {name: 3}))
+    assert str(caught.value).startswith(f"SamplingParams has no field '{name}': {advice}")
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 120
+
+
+@pytest.mark.parametrize("method", ["none", "ngram", "lookahead"])
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("assistant_model", "use 'model'."),
+        ("prompt_lookup_num_tokens", "use method 'ngram' with 'num_speculative_tokens'."),
+        ("num_assistant_tokens", "use 'num_speculative_tokens'."),
+    ],
+)
+def test_names_of_other_libraries_for_speculation(name: str, advice: str, method: str) -> None:
+    message = f"speculative_config for method '{method}' has no field '{name}': {advice}"
+    for make in (SpeculativeConfig.parse, lambda fields: SpeculativeConfig(**fields)):
+        with pytest.raises(ConfigError) as caught:
+            make({"method": method, name: 3})
+        assert str(caught.value) == message
+
+
+def test_advice_names_fields_that_exist() -> None:
+    for kind in (SamplingParams, SpeculativeConfig):
+        for name, advice in kind.foreign_names.items():
+            assert name not in kind.field_names()
+            for word in re.findall(r"use '(\w+)'", advice):
+                assert word in kind.field_names()
 
 
 def test_one_stop_string_is_a_list_of_one() -> None:
@@ -114,5 +190,5 @@ def test_the_controller_of_those_who_name_none(fields: dict[str, Any], controlle
 
 def test_a_requests_controller_goes_by_the_rule_it_runs_under() -> None:
     config = SpeculativeConfig.parse({"method": "ngram"})
-    assert config.controller_under("coupled") == "cost_model"
-    assert config.controller_under("rejection") == "fixed"
+    assert config.controller_under(RULES["coupled"]()) == "cost_model"
+    assert config.controller_under(RULES["rejection"]()) == "fixed"

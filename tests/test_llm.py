@@ -85,14 +85,14 @@ def test_bad_prompts(llm: LLM, prompt: Any, message: str) -> None:
     with pytest.raises(PromptError) as caught:
         llm.generate(prompt, GREEDY)
     assert message in str(caught.value)
-    assert not llm._engine.busy
+    assert not llm.engine._scheduler.busy
 
 
 def test_one_bad_prompt_among_good_ones_leaves_nothing_behind(llm: LLM) -> None:
     with pytest.raises(PromptError):
         llm.generate(["good", ""], GREEDY)
-    assert not llm._engine.busy
-    assert not llm._target._keys
+    assert not llm.engine._scheduler.busy
+    assert not llm.engine.target._keys
 
 
 def test_without_a_tokenizer(model: PreTrainedModel) -> None:
@@ -152,7 +152,7 @@ def ends(prompt: Prompt, **fields: Any) -> list[tuple[tuple[int, ...], str | Non
     results = []
     for method in ("none", *SPECULATIVE):
         llm = tiny_llm(model, method)
-        llm.tokenizer = TOKENIZER
+        llm.engine.tokenizer = TOKENIZER
         (output,) = llm.generate([prompt], SamplingParams(**{"temperature": 0, **fields}))
         completion = output.outputs[0]
         results.append(
@@ -253,29 +253,29 @@ def test_a_stream_is_the_output_in_pieces(llm: LLM) -> None:
 def test_closing_a_stream_frees_its_row(llm: LLM) -> None:
     stream = llm.stream("hello", SamplingParams(max_tokens=100))
     next(stream)
-    assert llm._target._keys
+    assert llm.engine.target._keys
     stream.close()
-    assert not llm._target._keys
-    assert not llm._engine.busy
+    assert not llm.engine.target._keys
+    assert not llm.engine._scheduler.busy
     assert len(llm.generate("hello", GREEDY)[0].token_ids) == 20
 
 
 def test_an_interrupt_frees_everything(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
-    original = llm._target.verify
+    original = llm.engine.target.verify
 
-    def interrupted(*args: Any) -> Any:
+    def interrupted(*args: Any, **fields: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 3:
             raise KeyboardInterrupt
-        return original(*args)
+        return original(*args, **fields)
 
-    monkeypatch.setattr(llm._target, "verify", interrupted)
+    monkeypatch.setattr(llm.engine.target, "verify", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["a", "b", "c"], GREEDY)
-    assert not llm._target._keys
-    assert not llm._engine.busy
+    assert not llm.engine.target._keys
+    assert not llm.engine._scheduler.busy
     monkeypatch.undo()
     assert len(llm.generate("hello", GREEDY)[0].token_ids) == 20
 
@@ -286,21 +286,21 @@ def test_an_interrupted_admission_does_not_spoil_the_other_request(
     """A stream waits; another call admits it and is interrupted in the middle of its prefill."""
     expected = llm.generate("a waiting prompt", GREEDY)[0].token_ids
     stream = llm.stream("a waiting prompt", GREEDY)
-    original = llm._target.prefill
+    original = llm.engine.target.prefill
 
-    def interrupted(key: int, tokens: Any) -> None:
-        original(key, tokens[:3])
+    def interrupted(key: int, tokens: Any, *rest: Any) -> None:
+        original(key, tokens[:3], *rest)
         raise KeyboardInterrupt
 
-    (request,) = llm._requests("a waiting prompt", GREEDY, False)
-    llm._engine.add(request)
-    monkeypatch.setattr(llm._target, "prefill", interrupted)
+    (request,) = llm.engine.make_requests("a waiting prompt", GREEDY)
+    llm.engine._scheduler.add(request)
+    monkeypatch.setattr(llm.engine.target, "prefill", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate("another", GREEDY)
     monkeypatch.undo()
     assert tuple(t.token_id for chunk in stream for t in chunk.tokens) == expected
     while not request.finished:
-        llm._engine.step()
+        llm.engine._scheduler.step()
     assert tuple(request.output_ids) == expected
 
 

@@ -99,7 +99,7 @@ def test_nothing_stays_behind(requests: int, monkeypatch: pytest.MonkeyPatch) ->
     dice = random.Random(requests)
     llm, choices = soaked(requests), configs()
     counts: list[int] = []
-    open_ids: set[int] = set()
+    open_ids: set[str] = set()
     preemptions = cached = added = 0
     while added < requests or llm.engine.has_unfinished_requests():
         if added < requests and len(open_ids) < 20:
@@ -112,23 +112,29 @@ def test_nothing_stays_behind(requests: int, monkeypatch: pytest.MonkeyPatch) ->
         if open_ids and dice.random() < 0.1:
             llm.engine.abort(open_ids.pop())
         if dice.random() < 0.8:
-            for output in llm.engine.step():
-                if output.finished:
-                    open_ids.discard(output.request_id or 0)
-                    preemptions += sum(o.metrics.preemptions for o in output.outputs)
-                    cached += output.metrics.cached_prompt_tokens
-                    assert all(o.metrics.drafter_failure is None for o in output.outputs)
-        slab = llm._target._slab
+            for chunk in llm.engine.step():
+                if chunk.output is not None:
+                    assert chunk.request_id is not None
+                    if chunk.request_id not in llm.engine._jobs:  # its last output has ended
+                        open_ids.discard(chunk.request_id)
+                    assert chunk.output.error is None
+                    preemptions += chunk.output.metrics.preemptions
+                    cached += chunk.output.metrics.cached_prompt_tokens
+                    assert chunk.output.metrics.drafter_failure is None
+        slab = llm.engine.target._slab
         assert slab.cells <= BLOCKS * KEY_BLOCK
-        assert len(slab.lengths) == len(llm._target._keys) <= 6
-        assert len(llm._engine._prefixes or ()) <= PREFIX_BLOCKS
+        assert len(slab.lengths) == len(llm.engine.target._keys) <= 6
+        assert len(llm.engine._scheduler._prefixes or ()) <= PREFIX_BLOCKS
     assert preemptions > 0
     assert cached > 0
-    assert not llm._target._keys
-    assert not llm._engine.busy
-    assert not llm._engine._drafters._assigned
-    assert not llm._engine._controllers._assigned
-    drafters: list[Drafter] = [llm._engine._drafter, *(s.drafter for _, s in llm._others)]
+    assert not llm.engine.target._keys
+    assert not llm.engine._scheduler.busy
+    assert not llm.engine._speculation._assigned
+    assert not llm.engine._speculation._failed
+    drafters: list[Drafter] = [
+        llm.engine._speculation.default.drafter,
+        *llm.engine.strategies.drafters(),
+    ]
     assert len(drafters) == 1 + len(METHODS)
     assert not [state for drafter in drafters for state in states_of(drafter, set())]
     gc.collect()

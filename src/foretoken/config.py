@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from annotated_types import Ge, Le
 from pydantic import ConfigDict, Strict, model_validator
@@ -17,7 +17,7 @@ from pydantic import ConfigDict, Strict, model_validator
 from foretoken.control import Fixed, controller_class
 from foretoken.control.cost_model import CostModel
 from foretoken.core.acceptance import AcceptanceRule, rule_class
-from foretoken.core.config import Config, nearest
+from foretoken.core.config import Config
 from foretoken.drafters.base import Drafter, DrafterOptions
 from foretoken.drafters.registry import METHODS, DrafterSpec, drafter_spec, spec_of
 from foretoken.errors import ConfigError
@@ -48,6 +48,14 @@ class SpeculativeConfig(Config):
     """
 
     model_config = ConfigDict(frozen=True, extra="allow", arbitrary_types_allowed=True)
+
+    foreign_names: ClassVar[Mapping[str, str]] = {
+        "assistant_model": "use 'model'.",
+        "speculative_model": "use 'model'.",
+        "draft_model": "use 'model'.",
+        "prompt_lookup_num_tokens": "use method 'ngram' with 'num_speculative_tokens'.",
+        "num_assistant_tokens": "use 'num_speculative_tokens'.",
+    }
 
     method: str | Drafter = "none"
     num_speculative_tokens: Annotated[int, Strict(), Ge(0), Le(256)] | None = None
@@ -106,7 +114,7 @@ class SpeculativeConfig(Config):
             if name not in known:
                 raise ConfigError(
                     f"speculative_config for method '{self.method_name}' has no field '{name}': "
-                    f"{nearest(name, known)}"
+                    f"{self.advice(name, known)}"
                 )
         return options_class(**extra)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from copy import copy
 from itertools import count
@@ -66,6 +67,7 @@ class Request:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.failure: Exception | None = None
+        self.closed = False  # whether the scheduler has let it go: it does not change any more
         self.metrics = Metrics(prompt_tokens=len(prompt_ids))
         self.admitted_at = 0.0
         self._eos = frozenset(() if params.ignore_eos else eos_token_ids)
@@ -79,7 +81,7 @@ class Request:
         )
         self._tokenizer = tokenizer
         self._shows_stops = params.include_stop_str_in_output
-        self._fresh: list[StreamedToken] = []
+        self._fresh: deque[StreamedToken] = deque()  # one thread may take while another extends
         self._origins: list[Origin] = []
         self._logprobs: list[TokenLogprobs] = []
         self._trace = Trace()
@@ -140,7 +142,7 @@ class Request:
         other._max_tokens = max_model_len - len(self.token_ids)
         other.trace_all = False
         other._detokenizer = Detokenizer(None)
-        other._fresh, other._origins, other._logprobs = [], [], []
+        other._fresh, other._origins, other._logprobs = deque(), [], []
         other._trace = Trace()
         return other
 
@@ -164,16 +166,22 @@ class Request:
         tokens = [*(draft.tree.tokens[node] for node in accepted.path), accepted.token]
         origins = [*(Origin.DRAFT for _ in accepted.path), accepted.origin]
         streamed: list[StreamedToken] = []
-        for parent, token, origin in zip(parents, tokens, origins, strict=True):
-            if self.params.logprobs is not None:
-                self._logprobs.append(_logprobs(p, parent, token, self.params.logprobs))
-            streamed.append(self._append(token, origin))
-            if self.finished:
-                break
-        self._count(draft, accepted, len(streamed))
-        step.committed = len(streamed)
-        self._trace.steps.append(step)
-        self._fresh += streamed
+        lengths = len(self.token_ids), len(self._origins)
+        try:
+            for parent, token, origin in zip(parents, tokens, origins, strict=True):
+                if self.params.logprobs is not None:
+                    self._logprobs.append(_logprobs(p, parent, token, self.params.logprobs))
+                streamed.append(self._append(token, origin))
+                if self.finished:
+                    break
+        finally:  # after an error the output ends with the last token that has its text
+            num_tokens, num_generated = (length + len(streamed) for length in lengths)
+            del self.token_ids[num_tokens:]
+            del self._origins[num_generated:], self._logprobs[num_generated:]
+            self._count(draft, accepted, len(streamed))
+            step.committed = len(streamed)
+            self._trace.steps.append(step)
+            self._fresh.extend(streamed)
         return streamed
 
     @property
@@ -183,8 +191,10 @@ class Request:
 
     def take(self) -> tuple[StreamedToken, ...]:
         """Tokens committed since the last call: a stream gets them although others ran the step."""
-        fresh, self._fresh = tuple(self._fresh), []
-        return fresh
+        fresh = []
+        while self._fresh:
+            fresh.append(self._fresh.popleft())
+        return tuple(fresh)
 
     def _append(self, token: int, origin: Origin) -> StreamedToken:
         self.token_ids.append(token)
@@ -247,9 +257,8 @@ class Request:
 
     def fail(self, error: Exception) -> None:
         """End the output where it is, because of an error of this request alone."""
-        if not self.finished:
-            self.failure = error
-            self._finish("error", None)
+        self.failure = error
+        self._finish("error", None)
 
     @property
     def error(self) -> str | None:
@@ -264,9 +273,7 @@ class Request:
     def output(self) -> CompletionOutput:
         """The output as far as it has come."""
         if self._tokenizer is not None and self.finished:
-            self._trace.pieces = {
-                token: str(self._tokenizer.decode([token])) for token in self._trace.tokens()
-            }
+            self._trace.pieces = {token: self._piece(token) for token in self._trace.tokens()}
         return CompletionOutput(
             index=self.index,
             text=self._detokenizer.text,
@@ -279,6 +286,14 @@ class Request:
             metrics=self.metrics,
             trace=self._trace,
         )
+
+    def _piece(self, token: int) -> str:
+        """A token's text, for people; none if the tokenizer cannot decode it."""
+        assert self._tokenizer is not None
+        try:
+            return str(self._tokenizer.decode([token]))
+        except Exception:  # some drafted token, turned down: no reason to lose the output
+            return ""
 
 
 def _logprobs(p: TreeDistributions, node: int, token: int, num_top: int) -> TokenLogprobs:

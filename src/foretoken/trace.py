@@ -34,7 +34,9 @@ class StepTrace:
         token: the token added after the path.
         origin: where `token` came from.
         committed: tokens of this step that are part of the output (a stop may cut some off).
-        draft_seconds, verify_seconds, accept_seconds: wall-clock times of the whole batch's step.
+        draft_seconds: wall-clock time of drafting, for the whole batch's step.
+        verify_seconds: the same for the target's pass.
+        accept_seconds: the same for acceptance, commit and text.
     """
 
     parents: tuple[int, ...]

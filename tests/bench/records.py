@@ -15,6 +15,7 @@ OWN_FACTS = {
     "dtype": "float32",
     "max_model_len": 256,
     "lossless": True,
+    "same_samples": True,
     "weight_bytes": 1_000_000,
     "kv_bytes": 100,
     "draft_bytes": 0,
@@ -117,3 +118,12 @@ def complete() -> list[dict[str, Any]]:
         request("ngram", 4.0, *both, unit="batch of 2", kind="batch"),
     ]
     return records
+
+
+def control(*, same: bool = True) -> list[dict[str, Any]]:
+    """One prompt of random tokens, on which drafting is a little slower."""
+    drawn = [5, 6] if same else [5, 7]
+    return [
+        request("none", 1.0, own_output([5, 6]), unit="random 0", kind="control"),
+        request("ngram", 1.25, drafted(drawn, accepted=0), unit="random 0", kind="control"),
+    ]

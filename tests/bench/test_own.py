@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from foretoken import ConfigError
-from foretoken.bench.contestants import BASELINE, Setting
+from foretoken.bench.contestants import BASELINE, OWN, Contestant, Setting
 from foretoken.bench.own import OwnRunner
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -40,3 +40,17 @@ def test_an_output_that_leaves_no_room_for_a_prompt(folder: str, context: int) -
         f"max_tokens 20 leaves no room for a prompt in a context of {context}: lower it, or raise "
         "max_model_len."
     )
+
+
+def test_the_control_is_sampled_with_its_seed(folder: str) -> None:
+    setting = Setting(folder, max_tokens=20)
+    ngram = {"method": "ngram", "controller": "fixed"}
+    runners = [
+        OwnRunner(Contestant("x", OWN, config), setting) for config in (BASELINE.config, ngram)
+    ]
+    ids = runners[0].control(3, 60)
+    assert len(ids) == len(set(ids)) == 40
+    assert ids != runners[0].control(4, 60)
+    plain, drafted = (runner.generate([ids], 20, seed=3)[0]["token_ids"] for runner in runners)
+    assert plain == drafted
+    assert plain != runners[0].generate([ids], 20)[0]["token_ids"]

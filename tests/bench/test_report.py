@@ -10,9 +10,9 @@ import pytest
 
 from foretoken.bench import figures
 from foretoken.bench.page import html
-from foretoken.bench.report import markdown
+from foretoken.bench.report import ACCEPTANCE, markdown
 from foretoken.bench.summary import Results
-from tests.bench.records import CONTESTANTS, HEADER, complete
+from tests.bench.records import CONTESTANTS, HEADER, complete, control
 
 PLOTS = [
     "Speed-up by kind of prompt",
@@ -60,7 +60,8 @@ def test_markdown_has_every_table() -> None:
     text = markdown(results(), HEADER)
     titles = [line for line in text.splitlines() if line.startswith("## ")]
     assert titles == [
-        *("## Speed", "## Speed by kind of prompt", "## Memory", "## Roofline", "## Batches"),
+        *("## Speed", "## Speed by kind of prompt", f"## {ACCEPTANCE}"),
+        *("## Memory", "## Roofline", "## Batches"),
         "## Remarks",
     ]
     assert "2.213 [" in text
@@ -73,10 +74,22 @@ def test_who_is_not_measured_in_batches_and_why() -> None:
     peer = next(r for r in records if r.get("label") == "transformers-plain")
     peer["facts"] = {**peer["facts"], "batches": False, "no_batches": "it takes one prompt"}
     text = markdown(Results(records, CONTESTANTS), HEADER)
-    assert "- Several prompts at once are measured of none, ngram.\n" in text
-    assert "- transformers-plain: measured with one prompt only: it takes one prompt.\n" in text
+    assert "- Several prompts at once were measured for none, ngram.\n" in text
+    assert (
+        "- transformers-plain: measured with one prompt at a time: it takes one prompt.\n" in text
+    )
     alone = [r for r in records if r.get("kind") != "batch"]
     assert "Several prompts" not in markdown(Results(alone, CONTESTANTS), HEADER)
+
+
+def test_the_control_has_a_column_and_a_remark() -> None:
+    records = [*complete(), *control()]
+    text = markdown(Results(records, CONTESTANTS), HEADER)
+    headers = [line for line in text.splitlines() if "| " in line and "control" in line]
+    found = [[cell.strip() for cell in header.split("|")[2:-1]] for header in headers]
+    assert found == [["qa", "rag", "control"]] * 2
+    assert "- control: 1 prompts of random tokens" in text
+    assert "of random tokens" not in markdown(results(), HEADER)
 
 
 def test_the_page_is_one_file_with_all_plots() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -49,7 +50,14 @@ class FakeProcess:
         type(self).context = max_model_len
         return [[ord(letter) for letter in text] for text in texts]
 
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+    def control(self, seeds: list[int], max_model_len: int) -> list[list[int]]:
+        return [[seed] * 5 for seed in seeds]
+
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int, seed: int | None = None
+    ) -> dict[str, Any]:
+        if seed is not None:
+            assert prompts == [[seed] * 5]
         if len(type(self).calls) == type(self).lasts:
             raise BrokenOffError
         type(self).calls.append((self.label, len(prompts), max_tokens))
@@ -127,6 +135,25 @@ def test_batches_are_for_those_who_take_them(processes: type[FakeProcess]) -> No
     batches = [record for record in journal.records if record.get("batch") == 3]
     assert [record["contestant"] for record in batches] == ["none"]
     assert batches[0]["prompt_tokens"] == [3, 3, 3]
+
+
+def test_the_control_is_for_foretokens_contestants(processes: type[FakeProcess]) -> None:
+    """Peers do not sample with its noise."""
+    journal = Journal(None, FORMAT, {})
+    run.run(replace(plan(rounds=1), control=2), journal, silent)
+    found = [call for call in requests(journal) if call[1].startswith("random")]
+    assert found == [("none", "random 0", 0), ("none", "random 1", 0)]
+    kinds = [r["kind"] for r in journal.records if r["type"] == "request"]
+    assert kinds.count("control") == 2
+
+
+def test_without_scipy_nothing_is_measured(
+    processes: type[FakeProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    with pytest.raises(ForetokenError, match=r"need SciPy: pip install 'foretoken\[bench\]'"):
+        run.run(plan(), Journal(None, FORMAT, {}), silent)
+    assert processes.calls == []
 
 
 def test_prompts_fit_into_the_shortest_context_of_all(processes: type[FakeProcess]) -> None:

@@ -13,6 +13,7 @@ from tests.bench.records import (
     OWN_FACTS,
     background,
     complete,
+    control,
     drafted,
     own_output,
     request,
@@ -43,6 +44,27 @@ def test_rows_of_all_and_of_each_kind() -> None:
     assert found["transformers-plain", "all"].ratio.mean == pytest.approx(0.5)
     assert found["transformers-plain", "all"].mean_acceptance_length is None
     assert not found["transformers-plain", "all"].promised
+
+
+def test_the_control_has_a_row_of_its_own() -> None:
+    found = Results([*complete(), *control()], CONTESTANTS)
+    assert found.kinds == ["qa", "rag", "control"]
+    assert found.ratios("ngram") == Results(complete(), CONTESTANTS).ratios("ngram")
+    rows = {row.kind: row for row in found.rows if row.label == "ngram"}
+    assert rows["control"].ratio.mean == pytest.approx(0.8)
+    assert (rows["control"].mean_acceptance_length, rows["control"].drafting_share) == (1, 1)
+    assert rows["all"].prompts == 4
+
+
+@pytest.mark.parametrize("same_samples", [True, False])
+def test_samples_must_agree_only_under_a_rule_that_keeps_them(same_samples: bool) -> None:
+    """Another lossless rule draws other tokens from the same distribution."""
+    records = [*complete(), *control(same=False)]
+    for record in records:
+        if record["type"] == "contestant" and record["label"] == "ngram":
+            record["facts"] = {**record["facts"], "same_samples": same_samples}
+    broken = Results(records, CONTESTANTS).broken()
+    assert [row.kind for row in broken] == (["control"] if same_samples else [])
 
 
 def test_the_prefill_is_taken_off_where_it_is_known() -> None:

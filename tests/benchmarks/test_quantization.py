@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from benchmarks.quantization import Shift, _read, shift
+from benchmarks.quantization import Shift, logits_of, shift
 
 from foretoken.runtime.target import Target
 from tests.tiny import tiny_model
@@ -30,4 +30,4 @@ def test_every_position_is_read_once() -> None:
     tokens = [i % 90 for i in range(150)]
     with torch.inference_mode():
         expected = model(input_ids=torch.tensor([tokens])).logits[0]
-    assert torch.allclose(_read(Target(model), tokens), expected, atol=2e-4)
+    assert torch.allclose(logits_of(Target(model), tokens), expected, atol=2e-4)

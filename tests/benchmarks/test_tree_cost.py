@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 import typer
-from benchmarks.tree_cost import Case, kv_bytes, main, measure, tiny
+from benchmarks.loading import TINY, load
+from benchmarks.tree_cost import Case, main, measure
 from typer.testing import CliRunner
 
 from foretoken.runtime.target import Target
@@ -28,7 +29,7 @@ def test_paths_share_their_beginning(case: Case, parents: tuple[int, ...]) -> No
 
 
 def test_positions_and_copies_are_counted() -> None:
-    target = Target(tiny("float32", "cpu"))
+    target = Target(load(TINY, "float32", "cpu").module)
     case = Case(4, 6, 3)
     costs = measure(target, [case], context=20, rounds=2)[case]
     assert costs["tree"].positions == costs["tree"].written == 1 + 3 + 4 * 3
@@ -36,15 +37,6 @@ def test_positions_and_copies_are_counted() -> None:
     assert costs["rows"].written == 4 * (1 + 6) + 3 * 20
     assert all(cost.seconds > 0 for cost in costs.values())
     assert target._keys == [0]  # no fork is left
-
-
-def test_bytes_are_those_of_the_cache() -> None:
-    model = tiny("float32", "cpu")
-    target = Target(model)
-    target.add(0)
-    target.prefill(0, [1])
-    buffers = [*target._slab._keys.values(), *target._slab._values.values()]
-    assert kv_bytes(model) == sum(buffer[0, :, 0].nbytes for buffer in buffers)
 
 
 def test_a_table_is_printed() -> None:

@@ -5,12 +5,12 @@ import pytest
 from foretoken.analysis import expected_tokens
 from foretoken.control import CostCurve
 from foretoken.control.cost_model import CostModel
-from foretoken.decode import StepTimes
 from tests.control.worlds import (
     World,
     cheap,
     cpu,
     flat,
+    learn,
     measured,
     outcome,
     request_of,
@@ -53,7 +53,6 @@ def test_it_settles_at_the_best_of_all_depths(name: str) -> None:
     world = WORLDS[name]
     depths = [depth for seed in range(3) for depth in world.steps(model_of(world), 250, seed)[100:]]
     assert world.share_of_best(depths) > 0.97
-    assert world.best in depths
 
 
 @pytest.mark.parametrize("name", [name for name, world in WORLDS.items() if world.sizes != CHAIN])
@@ -85,20 +84,20 @@ def test_the_best_depth_of_known_odds_is_that_of_the_theory() -> None:
     model = CostModel(8, costs=CostCurve({1: 0.010, 4: 0.011, 9: 0.020}))
     request = request_of()
     for _ in range(60):
-        model.budgets([request])
-        model.observe([outcome(request, [1] * 4, 3)], StepTimes(0.004, model.costs(5), 0))
+        model.budgets([request], 1)
+        learn(model, [outcome(request, [1] * 4, 3)], 0.004, model.costs(5))
     (alpha, *others) = model.odds(request)
     assert alpha == pytest.approx(0.75, abs=0.05)
     assert set(others) == {alpha}
     rates = [expected_tokens(alpha, n) / (0.001 * n + model.costs(n + 1)) for n in range(9)]
-    assert model.budgets([request])[0].chain == rates.index(max(rates))
+    assert model.budgets([request], 1)[0].chain == rates.index(max(rates))
 
 
 def test_levels_of_a_tree_have_odds_of_their_own() -> None:
     model = CostModel(14, levels=(2, 4, 8))
     request = request_of()
     for step in range(80):
-        model.observe([outcome(request, (2, 4, 8), 2 if step % 2 else 1)], StepTimes(0, 0.01, 0))
+        learn(model, [outcome(request, (2, 4, 8), 2 if step % 2 else 1)], 0, 0.01)
     first, second, third = model.odds(request)
     assert first > 0.9
     assert second == pytest.approx(0.5, abs=0.1)
@@ -110,14 +109,14 @@ def test_the_budget_of_a_tree_is_its_depth() -> None:
     world = WORLDS["deep tree"]
     model = model_of(world)
     world.steps(model, 100)
-    (budget,) = model.budgets([request_of()])
+    (budget,) = model.budgets([request_of()], 1)
     assert budget.nodes == sum(world.sizes)
     assert 1 <= budget.depth <= len(world.sizes)
-    (last,) = model.budgets([request_of(max_tokens=2)])
+    (last,) = model.budgets([request_of(max_tokens=2)], 1)
     assert last.depth == 1
     wrong = model_of(WORLDS["wrong tree"])
     WORLDS["wrong tree"].steps(wrong, 100)
-    (nothing,) = wrong.budgets([request_of()])
+    (nothing,) = wrong.budgets([request_of()], 1)
     assert (nothing.nodes, nothing.depth) == (0, 0)
 
 
@@ -125,9 +124,9 @@ def test_it_probes_now_and_then() -> None:
     model = CostModel(8, CostModel.Options(probe_every=10), CostCurve({1: 0.01, 9: 0.09}))
     request = request_of()
     for _ in range(30):
-        model.observe([outcome(request, [1] * 4, 0)], StepTimes(0, model.costs(5), 0))
-    model.observe([outcome(request, (), 0)], StepTimes(0, model.costs(1), 0))
-    lengths = [model.budgets([request])[0].chain for _ in range(100)]
+        learn(model, [outcome(request, [1] * 4, 0)], 0, model.costs(5))
+    learn(model, [outcome(request, (), 0)], 0, model.costs(1))
+    lengths = [model.budgets([request], 1)[0].chain for _ in range(100)]
     assert lengths.count(0) == 90
     assert lengths.count(1) == 10
 
@@ -141,18 +140,6 @@ def test_it_has_no_draft_now_and_then_to_know_what_that_costs(name: str) -> None
     assert depths.count(0) == pytest.approx(2000 * 0.01 / (gain - 1), rel=0.5)
 
 
-def test_plain_steps_that_were_slow_for_a_while_are_measured_again() -> None:
-    """What drafts are compared with has become too dear by mistake, and they seem to pay."""
-    world = WORLDS["no gain"]
-    model = model_of(world)
-    WORLDS["free"].steps(model, 50)
-    for _ in range(20):
-        model.costs.observe(1, 0.1)
-    depths = world.steps(model, 500)
-    assert sum(depths[:10]) >= 10
-    assert sum(depths[400:]) <= 100 // 64 + 1
-
-
 @pytest.mark.parametrize(("start_cost", "after"), [(0.0, 20), (0.001, 30), (1.0, 64)])
 def test_a_new_request_is_tried_soon_where_that_is_cheap(start_cost: float, after: int) -> None:
     """After others whose drafts did not pay, unless the drafter has to read much first.
@@ -163,14 +150,14 @@ def test_a_new_request_is_tried_soon_where_that_is_cheap(start_cost: float, afte
     for request in [request_of() for _ in range(20)]:
         before = 0
         for _ in range(8):
-            (budget,) = model.budgets([request])
+            (budget,) = model.budgets([request], 1)
             drafting = start_cost if budget.chain and not before else 0.0
-            times, before = StepTimes(drafting, model.costs(1 + budget.chain), 0), budget.chain
-            model.observe([outcome(request, [1] * budget.chain, 0)], times)
+            times, before = (drafting, model.costs(1 + budget.chain)), budget.chain
+            learn(model, [outcome(request, [1] * budget.chain, 0)], *times)
     another, depths = request_of(), []
     for _ in range(70):
-        depths.append(model.budgets([another])[0].depth)
-        model.observe([outcome(another, (), 0)], StepTimes(0, model.costs(1), 0))
+        depths.append(model.budgets([another], 1)[0].depth)
+        learn(model, [outcome(another, (), 0)], 0, model.costs(1))
     assert depths.index(1) == pytest.approx(after - 1, abs=1)
 
 
@@ -193,10 +180,10 @@ def test_catching_up_is_no_cost_of_drafting() -> None:
     model = CostModel(4, costs=CostCurve({1: 0.01, 9: 0.011}))
     for request in (request_of(), request_of()):
         for step in range(4):
-            (budget,) = model.budgets([request])
+            (budget,) = model.budgets([request], 1)
             assert budget.chain == 4
-            times = StepTimes(0.001 if step else 1.0, model.costs(5), 0)
-            model.observe([outcome(request, [1] * 4, 4)], times)
+            times = (0.001 if step else 1.0, model.costs(5))
+            learn(model, [outcome(request, [1] * 4, 4)], *times)
 
 
 def test_requests_that_end_after_their_first_draft_tell_what_it_costs_at_most() -> None:
@@ -205,42 +192,10 @@ def test_requests_that_end_after_their_first_draft_tell_what_it_costs_at_most() 
     lengths = []
     for _ in range(30):
         request = request_of(max_tokens=6)
-        (budget,) = model.budgets([request])
+        (budget,) = model.budgets([request], 1)
         lengths.append(budget.chain)
-        times = StepTimes(0.2 if budget.chain else 0.0, model.costs(1 + budget.chain), 0)
-        model.observe([outcome(request, [1] * budget.chain, budget.chain)], times)
+        times = (0.2 if budget.chain else 0.0, model.costs(1 + budget.chain))
+        learn(model, [outcome(request, [1] * budget.chain, budget.chain)], *times)
         model.release(request)
     assert lengths[0] == 4
     assert sum(length > 0 for length in lengths) == 1
-
-
-def test_a_bound_does_not_keep_the_next_draft_from_being_measured() -> None:
-    """After them one that goes on: it is tried in its turn, and then twice in a row."""
-    model = CostModel(4, CostModel.Options(probe_every=10), CostCurve({1: 0.01, 9: 0.011}))
-    request = request_of()
-    model._drafting.add(0.2, 4, caught_up=False)
-    lengths, before = [], 0
-    for _ in range(30):
-        (budget,) = model.budgets([request])
-        lengths.append(budget.chain)
-        seconds = 0.0 if not budget.chain else 0.001 * budget.chain + (0 if before else 0.1)
-        before = budget.chain
-        times = StepTimes(seconds, model.costs(1 + budget.chain), 0)
-        model.observe([outcome(request, [1] * budget.chain, budget.chain)], times)
-    assert lengths[:12] == [*[0] * 9, 1, 4, 4]
-    assert sum(length == 4 for length in lengths[12:]) >= 15
-
-
-def test_what_was_not_told_apart_is_not_taken_for_free() -> None:
-    """Steps on a device have no seconds of drafting; those of other steps count at once."""
-    world = World(cpu, CHAIN, [0.6] * 8)
-    model = model_of(world)
-    assert sum(world.steps(model, 50)[10:]) >= 40
-    assert model._drafting.level.value == 0.0
-    dear = World(cpu, CHAIN, [0.6] * 8, level_seconds=0.02)
-    depths = dear.steps(model, 80)
-    assert model._drafting.level.value == pytest.approx(0.02, rel=0.1)
-    assert sum(depths[5:]) <= 4
-    on_device = world.steps(model, 40)
-    assert model._drafting.level.value == pytest.approx(0.02, rel=0.1)
-    assert sum(on_device) <= 4

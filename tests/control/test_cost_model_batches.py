@@ -10,8 +10,7 @@ import pytest
 from foretoken.analysis import expected_tokens
 from foretoken.control import CostCurve
 from foretoken.control.cost_model import CostModel
-from foretoken.decode import StepTimes
-from tests.control.worlds import cheap, measured, outcome, request_of
+from tests.control.worlds import cheap, learn, measured, outcome, request_of
 
 
 def after(model: CostModel, good: int, bad: int, steps: int = 60) -> list[int]:
@@ -19,9 +18,9 @@ def after(model: CostModel, good: int, bad: int, steps: int = 60) -> list[int]:
     requests = [request_of(), request_of()]
     for _ in range(steps):
         outcomes = [outcome(requests[0], [1] * 4, good), outcome(requests[1], [1] * 4, bad)]
-        model.observe(outcomes, StepTimes(0.0, model.costs(10, 2), 0))
-    model._plain_steps._drafting = 0
-    return [budget.chain for budget in model.budgets(requests)]
+        learn(model, outcomes, 0.0, model.costs(10, 2))
+    model._drafted_steps = 0
+    return [budget.chain for budget in model.budgets(requests, len(requests))]
 
 
 def test_it_gives_the_nodes_to_those_who_use_them() -> None:
@@ -40,11 +39,11 @@ def test_it_is_near_the_best_rate_of_all_lengths_of_two_requests() -> None:
     batch = [request_of(), request_of()]
     for accepted in (4, 3, 4, 4, 2) * 8:
         for request, passed in zip(batch, (accepted, accepted // 2), strict=True):
-            model.observe([outcome(request, [1] * 4, passed)], StepTimes(0, model.costs(5), 0))
-    model._drafting.level.add(0.0005)
-    model._plain_steps._drafting = 0
+            learn(model, [outcome(request, [1] * 4, passed)], 0, model.costs(5))
+    model._costs.add(0.0005, 1, caught_up=True)
+    model._drafted_steps = 0
     alphas = [model.odds(request)[0] for request in batch]
-    drafts = [model.drafts(request) for request in batch]
+    drafts = [model._of(request).guesses() for request in batch]
 
     def rate(lengths: tuple[int, ...]) -> float:
         parts = list(zip(alphas, drafts, lengths, strict=True))
@@ -52,7 +51,7 @@ def test_it_is_near_the_best_rate_of_all_lengths_of_two_requests() -> None:
         seconds = model.costs(2 + sum(d * n for _, d, n in parts), 2)
         return tokens / (max(lengths) * 0.0005 + seconds)
 
-    chosen = tuple(budget.chain for budget in model.budgets(batch))
+    chosen = tuple(budget.chain for budget in model.budgets(batch, len(batch)))
     best = max(rate(lengths) for lengths in product(range(6), repeat=2))
     assert rate(chosen) == pytest.approx(best, rel=0.05)
     assert len(set(chosen)) == 2
@@ -67,8 +66,8 @@ def test_trees_of_several_requests_keep_their_levels_in_order() -> None:
     batch = [request_of(), request_of()]
     for step in range(60):
         outcomes = [outcome(batch[0], (6, 1, 2), 3), outcome(batch[1], (6, 1, 2), step % 2)]
-        model.observe(outcomes, StepTimes(0, model.costs(20, 2), 0))
-    model._plain_steps._drafting = 0
+        learn(model, outcomes, 0, model.costs(20, 2))
+    model._drafted_steps = 0
     sizes = (0, 6, 7, 9)
     odds = [model.odds(request) for request in batch]
 
@@ -81,7 +80,7 @@ def test_trees_of_several_requests_keep_their_levels_in_order() -> None:
                 tokens += passed
         return tokens / model.costs(2 + sum(sizes[depth] for depth in depths), 2)
 
-    chosen = tuple(budget.depth for budget in model.budgets(batch))
+    chosen = tuple(budget.depth for budget in model.budgets(batch, len(batch)))
     best = max(rate(depths) for depths in product(range(4), repeat=2))
     assert rate(chosen) == pytest.approx(best, rel=0.05)
     assert chosen[0] == 3
@@ -94,9 +93,9 @@ def test_it_probes_each_request_by_itself() -> None:
     requests = [request_of(), request_of()]
     for _ in range(60):
         outcomes = [outcome(requests[0], [1] * 4, 4), outcome(requests[1], [1] * 4, 0)]
-        model.observe(outcomes, StepTimes(0.0, model.costs(10, 2), 0))
-    model._plain_steps._drafting = 0
-    lengths = [model.budgets(requests)[1].chain for _ in range(50)]
+        learn(model, outcomes, 0.0, model.costs(10, 2))
+    model._drafted_steps = 0
+    lengths = [model.budgets(requests, len(requests))[1].chain for _ in range(50)]
     assert lengths.count(1) == 5
     assert lengths.count(0) == 45
 
@@ -105,10 +104,10 @@ def test_it_knows_that_a_drafter_often_has_no_guess() -> None:
     model = CostModel(4, costs=CostCurve({1: 0.01, 9: 0.01}))
     request = request_of()
     for step in range(100):
-        model.budgets([request])
+        model.budgets([request], 1)
         sizes, passed = ((), 0) if step % 4 else ([1] * 4, 4)
-        model.observe([outcome(request, sizes, passed)], StepTimes(0.001, 0.01, 0))
-    assert model.drafts(request) == pytest.approx(0.25, abs=0.1)
+        learn(model, [outcome(request, sizes, passed)], 0.001, 0.01)
+    assert model._of(request).guesses() == pytest.approx(0.25, abs=0.1)
     assert model.odds(request)[0] > 0.8
 
 
@@ -118,14 +117,14 @@ def test_a_batch_in_which_drafts_cost_too_much_stops_drafting() -> None:
     batch = [request_of() for _ in range(16)]
     drafted = []
     for _ in range(200):
-        budgets = model.budgets(batch)
+        budgets = model.budgets(batch, len(batch))
         positions = 16 + sum(budget.chain for budget in budgets)
         drafted.append(positions - 16)
         outcomes = [
             outcome(request, [1] * budget.chain, budget.chain // 2)
             for request, budget in zip(batch, budgets, strict=True)
         ]
-        model.observe(outcomes, StepTimes(0.0, 0.001 * positions, 0))
+        learn(model, outcomes, 0.0, 0.001 * positions)
     assert max(drafted[:5]) > 0
     assert sum(drafted[100:]) / 100 < 0.1 * 16
 
@@ -135,17 +134,10 @@ def test_what_others_compute_counts() -> None:
     model = CostModel(8, costs=CostCurve({1: 0.01, 9: 0.014, 64: 0.07}))
     request = request_of()
     for _ in range(40):
-        model.observe([outcome(request, [1] * 4, 3)], StepTimes(0, model.costs(5), 0))
-    model._plain_steps._drafting = 0
-    alone = model.budgets([request])[0].chain
-    model.others = 15
-    assert model.budgets([request])[0].chain < alone
-    before = model.costs(5)
-    times = StepTimes(0, 2 * model.costs(20, rows=16), 0, rows=16, positions=20)
-    for _ in range(20):
-        model.observe([outcome(request, [1] * 4, 3)], times)
-    assert model.costs(20, rows=16) == pytest.approx(times.verify, rel=0.05)
-    assert model.costs(5) < 1.5 * before  # it is the rows
+        learn(model, [outcome(request, [1] * 4, 3)], 0, model.costs(5))
+    model._drafted_steps = 0
+    alone = model.budgets([request], 1)[0].chain
+    assert model.budgets([request], 16)[0].chain < alone
 
 
 def depths_with_newcomers(level_seconds: float, lives: int, steps: int = 90) -> list[int]:
@@ -161,13 +153,13 @@ def depths_with_newcomers(level_seconds: float, lives: int, steps: int = 90) -> 
     for step in range(steps):
         if step % lives:
             batch[step % 3] = request_of()
-        lengths = [budget.chain for budget in model.budgets(batch)]
+        lengths = [budget.chain for budget in model.budgets(batch, len(batch))]
         new = sum(n > 0 and r.key not in served for r, n in zip(batch, lengths, strict=True))
         served |= {r.key: n for r, n in zip(batch, lengths, strict=True) if n}
         passed = [next(i for i in range(n + 1) if i == n or dice.random() < 0.5) for n in lengths]
         outcomes = [outcome(r, [1] * n, k) for r, n, k in zip(batch, lengths, passed, strict=True)]
         drafting = level_seconds * max(lengths) + 0.05 * new
-        model.observe(outcomes, StepTimes(drafting, model.costs(3 + sum(lengths), 3), 0))
+        learn(model, outcomes, drafting, model.costs(3 + sum(lengths), 3))
         drafted.append(sum(lengths))
     return drafted
 
@@ -188,10 +180,10 @@ def test_the_first_measurement_is_not_spoilt_by_newcomers() -> None:
     seen = []
     for step, seconds in enumerate((1.0, 0.004, 1.0, 0.004)):
         batch = [first, second] if step else [first]
-        lengths = [budget.chain for budget in model.budgets(batch)]
+        lengths = [budget.chain for budget in model.budgets(batch, len(batch))]
         seen.append(lengths)
         outcomes = [outcome(r, [1] * n, n) for r, n in zip(batch, lengths, strict=True)]
-        model.observe(outcomes, StepTimes(seconds, 0.011, 0))
+        learn(model, outcomes, seconds, 0.011)
     assert seen == [[4], [4, 0], [4, 4], [4, 4]]
-    assert model._drafting.level.measured
-    assert model._drafting.level.value == pytest.approx(0.001)
+    assert not model._costs.bound
+    assert model._costs.level == pytest.approx(0.001)

@@ -13,14 +13,16 @@ from foretoken.control import Controller, CostCurve
 from foretoken.core.acceptance import Accepted
 from foretoken.core.sampler import TreeDistributions
 from foretoken.core.tree import Draft, TokenTree
-from foretoken.decode import Outcome, StepTimes
+from foretoken.decode import Outcome
 from foretoken.request import Request
+from foretoken.runtime.network import PassOutput
 
 __all__ = [
     "World",
     "cheap",
     "cpu",
     "flat",
+    "learn",
     "measured",
     "outcome",
     "request_of",
@@ -81,7 +83,17 @@ def outcome(request: Request, sizes: Sequence[int], passed: int) -> Outcome:
     decision = Accepted(path, 0, rejected, "rejected" if rejected else "")
     logits = torch.zeros(1, 9).expand(len(tree), 9)
     distributions = TreeDistributions(logits, tree, request.sampler, request.output_ids)
-    return Outcome(request, Draft.deterministic(tree), decision, (), logits, distributions)
+    output = PassOutput(logits)
+    return Outcome(request, Draft.deterministic(tree), decision, (), output, distributions)
+
+
+def learn(
+    controller: Controller, outcomes: Sequence[Outcome], draft_seconds: float, verify: float
+) -> None:
+    """What the loop does after a pass that took so many seconds."""
+    positions = sum(len(outcome.draft.tree) for outcome in outcomes)
+    controller.costs.observe(positions, verify, len(outcomes))
+    controller.observe(outcomes, draft_seconds)
 
 
 @dataclass(frozen=True)
@@ -121,15 +133,15 @@ class World:
         """The depths a controller chooses for one request."""
         dice, request, depths = random.Random(seed), request_of(), []
         for _ in range(count):
-            (budget,) = controller.budgets([request])
+            (budget,) = controller.budgets([request], 1)
             depths.append(budget.depth)
             depth = min(budget.depth, len(self.sizes)) if dice.random() < self.guesses else 0
             passed = 0
             while passed < depth and dice.random() < self.odds[passed]:
                 passed += 1
             sizes = self.sizes[:depth]
-            times = StepTimes(depth * self.level_seconds, self.seconds(1 + sum(sizes)), 0.0)
-            controller.observe([outcome(request, sizes, passed)], times)
+            times = (depth * self.level_seconds, self.seconds(1 + sum(sizes)))
+            learn(controller, [outcome(request, sizes, passed)], *times)
         return depths
 
     def share_of_best(self, depths: Sequence[int]) -> float:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foretoken.control import Budget
-from foretoken.drafters.best_first import best_first
+from foretoken.drafters.best_first import best_first_nodes
 
 Path = tuple[int, ...]
 ROOT: Path = ()
@@ -44,7 +44,7 @@ def everything(depth: int) -> list[Path]:
 
 @given(nodes=st.integers(0, 30), depth=st.integers(1, 4), least=st.sampled_from([0.0, 0.05, 0.4]))
 def test_the_most_probable_nodes(nodes: int, depth: int, least: float) -> None:
-    grown = list(best_first(ROOT, successors, nodes, Budget(nodes, depth), least))
+    grown = list(best_first_nodes(ROOT, successors, nodes, Budget(nodes, depth), least))
     values = sorted((p for p in map(probability, everything(depth)) if p >= least), reverse=True)
     assert [path for _, _, path, _ in grown] == pytest.approx(values[:nodes])
     for node, (parent, token, path, place) in enumerate(grown):
@@ -56,7 +56,7 @@ def test_the_most_probable_nodes(nodes: int, depth: int, least: float) -> None:
 
 @pytest.mark.parametrize("budget", [Budget(99, 3, 0.4), Budget(99, 3, 0.0, 0.2)])
 def test_nothing_below_what_the_budget_stops_at(budget: Budget) -> None:
-    drafted = {place for *_, place in best_first(ROOT, successors, 99, budget)}
+    drafted = {place for *_, place in best_first_nodes(ROOT, successors, 99, budget)}
 
     def stops(path: Path) -> bool:
         return budget.stops_below(distribution(path[:-1])[path[-1]], probability(path))

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from foretoken import ConfigError, SamplingParams
-from tests.drafting import drafter_of
 from foretoken.control import Budget
 from foretoken.control.evidence import by_match, by_rank
 from foretoken.core.acceptance import RULES
@@ -20,6 +19,7 @@ from foretoken.drafters.combine import Ensemble, Switch, SwitchOptions, merge
 from foretoken.drafters.ngram import NgramDrafter, NgramOptions
 from foretoken.drafters.none import NoDrafter
 from tests.control.worlds import request_of
+from tests.drafting import drafter_of
 from tests.enumeration import (
     chains,
     distance,

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams
-from tests.drafting import drafter_of
 from foretoken.control import Budget
 from foretoken.drafters.lookahead import LookaheadDrafter, LookaheadOptions, Pool, Window
 from foretoken.request import Request
+from tests.drafting import drafter_of
 from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from foretoken import ConfigError, SamplingParams
-from tests.drafting import drafter_of
 from foretoken.control import Budget
 from foretoken.drafters.pad import PadDrafter, block_size
 from foretoken.request import Request
+from tests.drafting import drafter_of
 from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 

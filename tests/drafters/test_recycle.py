@@ -44,7 +44,9 @@ def saw(request: Request, draft: Draft, path: tuple[int, ...], *rows: torch.Tens
     tokens = [*(draft.tree.tokens[node] for node in path), 0]
     request.token_ids += tokens
     committed = tuple(StreamedToken(token, "", Origin.DRAFT) for token in tokens)
-    return Outcome(request, draft, Accepted(path, 0, (), ""), committed, PassOutput(logits), distributions)
+    return Outcome(
+        request, draft, Accepted(path, 0, (), ""), committed, PassOutput(logits), distributions
+    )
 
 
 def propose(drafter: RecycleDrafter, request: Request, nodes: int, depth: int = 9) -> Draft:

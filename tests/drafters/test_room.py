@@ -10,13 +10,13 @@ from transformers import PreTrainedModel
 
 from foretoken import LLM, ConfigError, RequestOutput, SamplingParams
 from foretoken.control import Budget
+from foretoken.drafters.admission import rows_that_fit
 from foretoken.drafters.draft_model import FIRST_PASS, OwnModel
 from foretoken.drafters.model_drafter import ModelDrafter
-from foretoken.drafters.room import shared_out
 from foretoken.drafters.shapes import Chain, Shape, TreeOptions, Widths
 from foretoken.engine.kv_budget import KVBudget
 from foretoken.request import Request
-from foretoken.runtime import kv_slab as slab_module
+from foretoken.runtime import slab_buffers as slab_module
 from foretoken.runtime.attention import KEY_BLOCK
 from foretoken.runtime.kv_slab import KVSlab
 from foretoken.runtime.target import Target
@@ -82,7 +82,7 @@ def bits(outputs: list[RequestOutput]) -> list[Any]:
 
 
 def draft_slab(llm: LLM) -> KVSlab:
-    drafter: Any = llm._engine._drafter
+    drafter: Any = llm.engine._speculation.default.drafter
     owner = drafter._scorer if hasattr(drafter, "_scorer") else drafter
     slab: KVSlab = owner._model._slab
     return slab
@@ -92,8 +92,10 @@ def test_the_memory_is_shared_in_proportion(model: PreTrainedModel, small: PreTr
     target, draft = Target(model), Target(small)
     assert target.cell_bytes == 8 * draft.cell_bytes
     llm = llm_of(model, small, 4)
-    assert llm._target._slab.limit == draft_slab(llm).limit == 4 * KEY_BLOCK
-    assert LLM(model, kv_cache_memory="1MiB")._target._slab.limit == 2**20 // target.cell_bytes
+    assert llm.engine.target._slab.limit == draft_slab(llm).limit == 4 * KEY_BLOCK
+    assert (
+        LLM(model, kv_cache_memory="1MiB").engine.target._slab.limit == 2**20 // target.cell_bytes
+    )
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -104,7 +106,7 @@ def test_both_slabs_stay_inside(
     prompts = [prompt_of(length, start=length) for length in (500, 3, 505, 700, 9, 502)]
     expected = plain(model, prompts)
     llm = llm_of(model, small, 3, config=config_of(name, small))
-    slabs = (llm._target._slab, draft_slab(llm))
+    slabs = (llm.engine.target._slab, draft_slab(llm))
     sizes: list[int] = []
     original = KVSlab._resize
 
@@ -182,7 +184,9 @@ def test_a_pass_that_does_not_fit_after_all(
     expected = plain(model, prompts)
     llm = llm_of(model, small, 2)
     draft_slab(llm).limit = KEY_BLOCK
-    monkeypatch.setattr("foretoken.drafters.draft_model.shared_out", lambda _, w, __: (set(w), []))
+    monkeypatch.setattr(
+        "foretoken.drafters.draft_model.rows_that_fit", lambda _, w, __: (set(w), [])
+    )
     monkeypatch.setattr("foretoken.drafters.draft_model.OwnModel.room", lambda *_: 100)
     (output,) = llm.generate(prompts, GREEDY)
     assert bits([output]) == expected
@@ -255,7 +259,7 @@ def test_a_machine_without_memory_for_the_draft_model(
     prompts = [prompt_of(20), prompt_of(20, start=4)]
     expected = plain(model, prompts)
     llm = llm_of(model, small, 4, config=config_of(name, small))
-    ours, original = draft_slab(llm)._keys, slab_module._resized
+    ours, original = draft_slab(llm)._keys, vars(slab_module)["_resized"]
     attempts = 0
 
     def resized(old: Any, rows: int, positions: int) -> Any:
@@ -283,11 +287,11 @@ def test_copies_of_prompts_make_room_for_drafts(
 ) -> None:
     """The machine is full, and the KV of earlier prompts can be computed again."""
     llm = LLM(model, speculative_config=config_of("draft_model", small))
-    copies = llm._engine._prefixes
+    copies = llm.engine._scheduler._prefixes
     assert copies is not None
     prompts = [prompt_of(200), prompt_of(200, start=4)]
     expected = plain(model, prompts)
-    ours, original = draft_slab(llm)._keys, slab_module._resized
+    ours, original = draft_slab(llm)._keys, vars(slab_module)["_resized"]
 
     def resized(old: Any, rows: int, positions: int) -> Any:
         if len(copies) and any(old is buffer for buffer in ours.values()):
@@ -310,8 +314,9 @@ def test_a_draft_model_of_a_request_gets_as_much(
     prompts = [prompt_of(20), prompt_of(20, start=4)]
     outputs = llm.generate(prompts, GREEDY, speculative_config=config_of("draft_model", small))
     assert bits(outputs) == plain(model, prompts)
-    drafter: Any = llm._others[0][1].drafter
-    assert drafter._scorer._model._slab.limit == llm._target._slab.limit == 2 * KEY_BLOCK
+    (drafter,) = llm.engine.strategies.drafters()
+    scorer: Any = vars(drafter)["_scorer"]
+    assert scorer._model._slab.limit == llm.engine.target._slab.limit == 2 * KEY_BLOCK
 
 
 def test_too_little_for_both(model: PreTrainedModel, small: PreTrainedModel) -> None:
@@ -328,7 +333,7 @@ def test_no_limit_is_none(model: PreTrainedModel) -> None:
     budget.share()
     budget.add(target)
     assert target._slab.limit is None
-    assert shared_out(target, {1: 10**9, 2: 5}, {3: 7}) == ({1, 2}, [])
+    assert rows_that_fit(target, {1: 10**9, 2: 5}, {3: 7}) == ({1, 2}, [])
 
 
 @pytest.mark.parametrize(
@@ -355,4 +360,4 @@ def test_who_is_drafted_for(
 ) -> None:
     target = Target(model)
     target.limit_memory(2 * KEY_BLOCK * target.cell_bytes)
-    assert shared_out(target, wanted, held) == expected
+    assert rows_that_fit(target, wanted, held) == expected

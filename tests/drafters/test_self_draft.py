@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from foretoken import CompatibilityError, ConfigError, SamplingParams, SpeculativeConfig
-from tests.drafting import drafter_of
 from foretoken.control import Budget
 from foretoken.request import Request
+from tests.drafting import drafter_of
 from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 

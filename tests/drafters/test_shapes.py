@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from foretoken import LLM, ConfigError, SamplingParams
-from tests.drafting import drafter_of
 from foretoken.control import Budget
 from foretoken.core.acceptance import RULES
 from foretoken.core.distribution import Distribution
@@ -20,6 +19,7 @@ from foretoken.drafters.model_drafter import ModelDrafter
 from foretoken.drafters.shapes import Dynamic, Node, Paths, TreeOptions, Widths
 from foretoken.request import Request
 from foretoken.runtime.target import Target
+from tests.drafting import drafter_of
 from tests.matrix import LOSSLESS, PROMPTS, takes_any_tree, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, reference_greedy, tiny_model
 

@@ -9,19 +9,14 @@ import pytest
 import torch
 
 from foretoken import CompatibilityError, ConfigError, SamplingParams
-from tests.drafting import drafter_of
 from foretoken.control import Budget
 from foretoken.core.tree import Draft, TokenTree
-from foretoken.drafters.suffix import (
-    EarlierOutputs,
-    SuffixDrafter,
-    SuffixOptions,
-    grow_chain,
-    grow_tree,
-)
+from foretoken.drafters.suffix import EarlierOutputs, SuffixDrafter, SuffixOptions
+from foretoken.drafters.suffix_candidates import grow_chain, grow_tree
 from foretoken.drafters.suffix_trie import SuffixTrie
 from foretoken.request import Request
 from tests.drafters.test_suffix_trie import expected_counts, fill
+from tests.drafting import drafter_of
 from tests.matrix import LOSSLESS, PROMPTS, takes_any_tree, tiny_llm
 from tests.tiny import ARCHITECTURES, tiny_model
 

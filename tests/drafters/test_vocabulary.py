@@ -28,14 +28,14 @@ from foretoken import (
 from foretoken.control import Budget
 from foretoken.core.sampler import Sampler
 from foretoken.core.tree import Draft, chain
-from foretoken.drafters.base import Drafter
 from foretoken.drafters.draft_model import OwnModel
 from foretoken.drafters.model_drafter import ModelDrafter
+from foretoken.drafters.overlap import VocabularyOverlap
 from foretoken.drafters.retokenise import Splitter, TextDrafter
 from foretoken.drafters.translation import INCOMPLETE, LONGEST_PIECE, Script, Translator
-from foretoken.drafters.overlap import VocabularyOverlap
 from foretoken.llm import Prompt
 from foretoken.request import Request
+from tests.drafting import drafter_of
 from tests.invariants.test_statistics import p_value
 from tests.tiny import CONTEXT, tiny_model
 from tests.vocabularies import END, OTHER_TEXT, TEXT, bpe, permuted, small, words
@@ -71,10 +71,6 @@ def llm_for(
         **fields,
     }
     return LLM(model_for(target), tokenizer=target, speculative_config=config)
-
-
-def drafter_of(llm: LLM) -> Drafter:
-    return drafter_of(llm)
 
 
 def request_of(tokens: list[int], params: SamplingParams = GREEDY, size: int = 0) -> Request:

@@ -44,14 +44,15 @@ def stored(target: Target, cache: PrefixCache, tokens: list[int]) -> None:
 def found(target: Target, cache: PrefixCache, tokens: list[int]) -> int:
     """Tokens found; their KV must give the logits of the whole text."""
     target.add(2)
-    count = cache.restore(2, tokens)
+    count, hidden = cache.restore(2, tokens)
+    assert not hidden
     assert target.cached(2) == count
     target.prefill(2, tokens[count:])
-    (logits,) = target.verify([2], [chain([7])])
-    logits = logits.clone()
+    (output,) = target.verify([2], [chain([7])])
+    logits = output.scores.clone()
     target.rollback(2, 0)
     target.prefill(2, tokens)
-    assert torch.equal(target.verify([2], [chain([7])])[0], logits)
+    assert torch.equal(target.verify([2], [chain([7])])[0].scores, logits)
     target.remove(2)
     return count
 
@@ -125,7 +126,7 @@ def test_the_bits_are_the_same(dtype: torch.dtype) -> None:
 
 def test_a_shared_beginning_is_computed_once(model: PreTrainedModel) -> None:
     llm = LLM(model)
-    positions = counted(llm._target)
+    positions = counted(llm.engine.target)
     system = tokens_of(1, 4 * BLOCK)
     llm.generate([[*system, i, i + 1] for i in range(6)], SamplingParams(max_tokens=1))
     prompts = positions[:-1]  # the last pass is the step

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from foretoken import LLM, ConfigError, ForetokenError, PromptError, RequestOutput, SamplingParams
+from foretoken import LLM, CompletionOutput, ConfigError, PromptError, SamplingParams
 from foretoken.control import CostCurve
 from foretoken.core.memory import num_bytes
-from foretoken.engine.llm_engine import LLMEngine
-from foretoken.errors import CompatibilityError
-from foretoken.runtime import kv_slab as slab_module
+from foretoken.engine import strategies as strategies_module
+from foretoken.errors import CompatibilityError, RequestError
+from foretoken.runtime import slab_buffers as slab_module
 from foretoken.runtime.attention import KEY_BLOCK
+from foretoken.runtime.profiling import measure_costs
 from foretoken.runtime.target import Target
 from tests.counting import counted
+from tests.engine.serving import GREEDY, alone, assert_empty, bits, run, run_all
 from tests.matrix import PROMPTS
 from tests.tiny import VOCAB_SIZE, tiny_model
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "controller": "fixed"}
-GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=1)
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
 
 
@@ -54,38 +54,6 @@ def tokens_of(seed: int, length: int) -> list[int]:
     return [dice.randrange(VOCAB_SIZE) for _ in range(length)]
 
 
-def alone(model: PreTrainedModel, prompt: Sequence[int], params: SamplingParams = GREEDY) -> Any:
-    (output,) = LLM(model, enable_prefix_caching=False).generate([prompt], params)
-    return output.token_ids, output.logprobs
-
-
-def run(engine: LLMEngine) -> dict[int, RequestOutput]:
-    """Finished outputs by id; each is reported as finished once."""
-    finished: dict[int, RequestOutput] = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            assert output.request_id is not None
-            assert output.request_id not in finished
-            if output.finished:
-                finished[output.request_id] = output
-    return finished
-
-
-def assert_empty(llm: LLM) -> None:
-    """No row, no request, no drafter's or controller's state of a request."""
-    engine = llm._engine
-    assert not llm._target._keys
-    assert not llm._target._slab.lengths
-    assert not engine.busy
-    assert not engine._drafters._assigned
-    assert not engine._drafters._failed
-    assert not engine._controllers._assigned
-    assert not llm.engine._groups
-    for owner in [llm._engine._drafter, *(s.drafter for _, s in llm._others)]:
-        for name, value in vars(owner).items():
-            assert not (isinstance(value, dict) and value), (owner, name)
-
-
 # Coming and going
 
 
@@ -94,49 +62,59 @@ def test_add_step_and_finish(llm: LLM) -> None:
     ids = [llm.engine.add_request(prompt, GREEDY) for prompt in PROMPTS]
     finished = run(llm.engine)
     assert [finished[i].token_ids for i in ids] == expected
-    assert [finished[i].prompt_token_ids for i in ids] == [tuple(p) for p in PROMPTS]
     assert len(set(ids)) == len(PROMPTS)
     assert llm.engine.step() == []
     assert_empty(llm)
 
 
-def test_outputs_grow_and_join_while_others_run(llm: LLM) -> None:
+def test_chunks_are_deltas_and_requests_join_while_others_run(llm: LLM) -> None:
     first = llm.engine.add_request(PROMPTS[0], GREEDY)
-    seen: list[tuple[int, ...]] = []
-    second = None
+    seen: list[int] = []
+    second = output = None
     while llm.engine.has_unfinished_requests():
-        for output in llm.engine.step():
-            if output.request_id == first:
-                seen.append(output.token_ids)
-                assert output.finished == (output.finish_reason is not None)
+        for chunk in llm.engine.step():
+            assert chunk.index == 0
+            if chunk.request_id == first:
+                assert output is None
+                assert chunk.tokens or chunk.finished
+                seen += [token.token_id for token in chunk.tokens]
+                output = chunk.output
+                assert chunk.finished == (output is not None)
+            else:
+                assert chunk.request_id == second
         if second is None:
             second = llm.engine.add_request(PROMPTS[1], GREEDY)
-    assert len(seen) > 1
-    assert all(a == b[: len(a)] and len(a) < len(b) for a, b in pairwise(seen))
-    assert len(seen[-1]) == 12
+    assert output is not None
+    assert tuple(seen) == output.token_ids
+    assert len(seen) == 12
+    assert output.finish_reason == "length"
 
 
 def test_what_others_steps_did_is_reported(llm: LLM) -> None:
     request = llm.engine.add_request(PROMPTS[0], SamplingParams(temperature=0, max_tokens=3))
     llm.generate(PROMPTS[1:], GREEDY)  # runs the request to its end
     assert llm.engine.has_unfinished_requests()
-    (output,) = llm.engine.step()
-    assert (output.request_id, output.finished, len(output.token_ids)) == (request, True, 3)
+    (chunk,) = llm.engine.step()
+    assert (chunk.request_id, chunk.finished, len(chunk.tokens)) == (request, True, 3)
+    assert chunk.output is not None
+    assert chunk.output.token_ids == tuple(token.token_id for token in chunk.tokens)
     assert not llm.engine.has_unfinished_requests()
 
 
 def test_several_outputs_of_one_prompt(llm: LLM) -> None:
     params = SamplingParams(n=3, seed=4, max_tokens=6)
-    llm.engine.add_request(PROMPTS[0], params)
-    (output,) = run(llm.engine).values()
+    request_id = llm.engine.add_request(PROMPTS[0], params)
+    outputs = run_all(llm.engine)
     (expected,) = llm.generate([PROMPTS[0]], params)
-    assert [o.token_ids for o in output.outputs] == [o.token_ids for o in expected.outputs]
+    assert {index: outputs[request_id, index].token_ids for index in range(3)} == {
+        output.index: output.token_ids for output in expected.outputs
+    }
 
 
 def test_nothing_to_do(llm: LLM) -> None:
     assert llm.generate([]) == []
     assert llm.engine.step() == []
-    assert llm._engine.step() == []
+    assert llm.engine._scheduler.step() == []
     llm.engine.abort([])
     assert not llm.engine.has_unfinished_requests()
 
@@ -154,23 +132,23 @@ def test_abort_in_every_state(model: PreTrainedModel, state: str) -> None:
     given_up = engine.add_request(
         tokens_of(2, length), GREEDY.model_copy(update={"max_tokens": 30})
     )
-    (request,) = engine._groups[given_up].requests
+    (request,) = engine._jobs[given_up].requests
     for _ in range(steps):
         engine.step()
         if state == "preempted" and request.metrics.preemptions:
             break
     here = {
-        "waiting": request in llm._engine._waiting and not request.metrics.preemptions,
-        "prefilling": request.key in llm._target and not request.output_ids,
-        "running": bool(request.output_ids) and request.key in llm._target,
-        "preempted": request in llm._engine._waiting and request.metrics.preemptions > 0,
+        "waiting": request in llm.engine._scheduler._waiting and not request.metrics.preemptions,
+        "prefilling": request.key in llm.engine.target and not request.output_ids,
+        "running": bool(request.output_ids) and request.key in llm.engine.target,
+        "preempted": request in llm.engine._scheduler._waiting and request.metrics.preemptions > 0,
         "finished": request.finish_reason == "length",
     }
     assert here[state], here
     engine.abort(given_up)
     engine.abort(given_up)  # twice is once
     assert request.finish_reason == ("length" if state == "finished" else "abort")
-    assert request.key not in llm._target
+    assert request.key not in llm.engine.target
     finished = run(engine)
     assert given_up not in finished
     if state != "finished":
@@ -182,16 +160,45 @@ def test_abort_in_every_state(model: PreTrainedModel, state: str) -> None:
 
 
 def test_aborting_what_never_was(llm: LLM) -> None:
-    for request_id in (0, -1):
+    llm.engine.add_request(PROMPTS[0], GREEDY)
+    for request_id in ("1", "-1", "", "nobody"):
         with pytest.raises(ConfigError, match="no request has the id"):
             llm.engine.abort(request_id)
+    assert len(run(llm.engine)) == 1
+
+
+def test_ids_named_by_the_caller(llm: LLM) -> None:
+    """They are unique for ever, and those made up keep clear of them."""
+    named = [llm.engine.add_request(PROMPTS[i], GREEDY, request_id=str(i)) for i in (0, 1)]
+    assert named == ["0", "1"]
+    made_up = llm.engine.add_request(PROMPTS[2], GREEDY)
+    with pytest.raises(ConfigError, match="request_id: '1' is taken by another request"):
+        llm.engine.add_request(PROMPTS[3], GREEDY, request_id="1")
+    with pytest.raises(ConfigError, match=f"request_id: '{made_up}' is taken"):
+        llm.engine.add_request(PROMPTS[3], GREEDY, request_id=made_up)
+    finished = run(llm.engine)
+    assert set(finished) == {"0", "1", made_up}
+    expected = [o.token_ids for o in llm.generate(PROMPTS[:3], GREEDY)]
+    assert [finished[i].token_ids for i in (*named, made_up)] == expected
+    with pytest.raises(ConfigError, match="is taken"):  # also when it has ended
+        llm.engine.add_request(PROMPTS[3], GREEDY, request_id="0")
+    llm.engine.abort(["0", made_up])  # what has ended stays as it is
+    assert_empty(llm)
+
+
+def test_several_are_aborted_at_once(llm: LLM) -> None:
+    ids = [llm.engine.add_request(prompt, GREEDY) for prompt in PROMPTS]
+    llm.engine.step()
+    llm.engine.abort(ids[1:])
+    assert list(run(llm.engine)) == ids[:1]
+    assert_empty(llm)
 
 
 def test_aborted_before_admission_took_no_time(model: PreTrainedModel) -> None:
     llm = LLM(model, max_num_seqs=1)
     llm.engine.add_request([1], GREEDY)
     waiting = llm.engine.add_request([2], GREEDY)
-    (request,) = llm.engine._groups[waiting].requests
+    (request,) = llm.engine._jobs[waiting].requests
     llm.engine.step()
     llm.engine.abort(waiting)
     assert request.output().finish_reason == "abort"
@@ -205,12 +212,12 @@ def test_aborted_before_admission_took_no_time(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize("chunk", [1, 7, 64, 512])
 def test_a_long_prompt_does_not_stall_the_others(model: PreTrainedModel, chunk: int) -> None:
     llm = LLM(model, max_num_batched_tokens=chunk, enable_prefix_caching=False)
-    passes = counted(llm._target)
+    passes = counted(llm.engine.target)
     engine = llm.engine
     short = engine.add_request([3], SamplingParams(temperature=0, max_tokens=10_000))
     engine.step()
     long = engine.add_request(tokens_of(1, 200), GREEDY)
-    (request,) = engine._groups[long].requests
+    (request,) = engine._jobs[long].requests
     steps = 0
     while not request.output_ids:
         passes.clear()
@@ -226,7 +233,7 @@ def test_a_long_prompt_does_not_stall_the_others(model: PreTrainedModel, chunk: 
 def test_prompts_are_computed_in_order_of_arrival(model: PreTrainedModel) -> None:
     llm = LLM(model, max_num_batched_tokens=100, enable_prefix_caching=False)
     ids = [llm.engine.add_request(tokens_of(i, 81), GREEDY) for i in range(3)]
-    order: list[int | None] = []
+    order: list[str | None] = []
     for _ in range(3):
         order += [o.request_id for o in llm.engine.step() if o.request_id not in order]
     assert order == ids
@@ -242,17 +249,18 @@ def test_admission_keeps_the_slab_inside_the_budget(model: PreTrainedModel) -> N
     for prompt in PROMPTS * 2:
         llm.engine.add_request(prompt, GREEDY)
     most = 0
-    outputs: dict[int, RequestOutput] = {}
+    outputs: dict[str | None, CompletionOutput] = {}
+    ids = list(llm.engine._jobs)
     while llm.engine.has_unfinished_requests():
-        for output in llm.engine.step():
-            if output.finished and output.request_id is not None:
-                outputs[output.request_id] = output
-        slab = llm._target._slab
+        for chunk in llm.engine.step():
+            if chunk.output is not None:
+                outputs[chunk.request_id] = chunk.output
+        slab = llm.engine.target._slab
         most = max(most, len(slab.lengths))
         assert slab.cells <= 3 * KEY_BLOCK
         assert all(b.shape[0] * b.shape[2] <= 3 * KEY_BLOCK for b in slab._keys.values())
     assert most == 3
-    assert [(outputs[i].token_ids, outputs[i].logprobs) for i in sorted(outputs)] == expected
+    assert [bits(outputs[i]) for i in ids] == expected
     assert_empty(llm)
 
 
@@ -272,7 +280,7 @@ def test_the_youngest_is_preempted_and_computed_again(model: PreTrainedModel) ->
     assert first.metrics.preemptions == 0
     assert second.metrics.preemptions == 1
     for output, prompt in zip((first, second), prompts, strict=True):
-        assert (output.token_ids, output.logprobs) == alone(model, prompt, params)
+        assert bits(output) == alone(model, prompt, params)
         assert output.metrics.as_dict()["preemptions"] == output.metrics.preemptions
     assert_empty(llm)
 
@@ -281,22 +289,22 @@ def test_the_preempted_come_first_and_in_order(model: PreTrainedModel) -> None:
     llm = limited(model, 3)
     params = SamplingParams(temperature=0, max_tokens=40)
     ids = [llm.engine.add_request(tokens_of(i, KEY_BLOCK - 20), params) for i in range(4)]
-    keys = [llm.engine._groups[i].requests[0].key for i in ids]
+    keys = [llm.engine._jobs[i].requests[0].key for i in ids]
     llm.engine.step()
-    assert len(llm._engine._running) == 3
-    while len(llm._engine._waiting) < 3:
+    assert len(llm.engine._scheduler._running) == 3
+    while len(llm.engine._scheduler._waiting) < 3:
         llm.engine.step()
-    assert [request.key for request in llm._engine._running] == keys[:1]
-    assert [request.key for request in llm._engine._waiting] == keys[1:]
+    assert [request.key for request in llm.engine._scheduler._running] == keys[:1]
+    assert [request.key for request in llm.engine._scheduler._waiting] == keys[1:]
     assert list(run(llm.engine)) == ids
 
 
 def test_a_slab_that_is_long_becomes_wide_again(model: PreTrainedModel) -> None:
     llm = limited(model, 3)
     llm.generate([tokens_of(1, 1200)], GREEDY)
-    assert llm._target._slab._positions == 3 * KEY_BLOCK
+    assert llm.engine.target._slab._positions == 3 * KEY_BLOCK
     outputs = llm.generate([[1], [2], [3]], GREEDY)
-    assert llm._target._slab._rows == 3
+    assert llm.engine.target._slab._rows == 3
     assert [o.token_ids for o in outputs] == [alone(model, [i])[0] for i in (1, 2, 3)]
 
 
@@ -374,7 +382,8 @@ def test_amounts_that_are_none(value: Any) -> None:
 
 def failing(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool]) -> list[int]:
     """Growing a layer fails where `fails` says so of the how-manieth time."""
-    original, calls = slab_module._resized, [0]
+    original: Callable[..., torch.Tensor] = vars(slab_module)["_resized"]
+    calls = [0]
 
     def resized(old: torch.Tensor, rows: int, positions: int) -> torch.Tensor:
         if (old.shape[0], old.shape[2]) != (rows, positions):
@@ -394,8 +403,8 @@ def test_out_of_memory_while_admitting_waits_for_the_others(
     llm = LLM(model, enable_prefix_caching=False)
     failing(monkeypatch, lambda _: True)
     outputs = llm.generate(PROMPTS, GREEDY)
-    assert llm._target._slab._rows == 1
-    assert [(o.token_ids, o.logprobs) for o in outputs] == expected
+    assert llm.engine.target._slab._rows == 1
+    assert [bits(o) for o in outputs] == expected
     assert_empty(llm)
 
 
@@ -408,7 +417,7 @@ def test_layers_of_different_sizes_still_serve(
     expected = [alone(model, prompt) for prompt in prompts]
     llm = LLM(model, enable_prefix_caching=False, speculative_config=NGRAM)
     calls = failing(monkeypatch, lambda call: call % works == 0 and call < 60)
-    assert [(o.token_ids, o.logprobs) for o in llm.generate(prompts, GREEDY)] == expected
+    assert [bits(o) for o in llm.generate(prompts, GREEDY)] == expected
     assert calls[0] >= works
     assert_empty(llm)
 
@@ -420,20 +429,16 @@ def test_out_of_memory_alone_is_an_error(
     expected = [alone(model, prompt, params)[0] for prompt in (tokens_of(1, 500), [5])]
     llm = LLM(model, speculative_config=NGRAM)
     failing(monkeypatch, lambda _: True)
-    with pytest.raises(ForetokenError, match="out of memory for the KV of a request of 600 tokens"):
+    with pytest.raises(RequestError, match="out of memory for the KV of a request of 600 tokens"):
         llm.generate([tokens_of(1, 600)], params)
     assert_empty(llm)
     ids = [llm.engine.add_request(prompt, params) for prompt in (tokens_of(1, 500), [5])]
-    outputs, errors = {}, []
-    while llm.engine.has_unfinished_requests():
-        try:
-            outputs.update({output.request_id: output for output in llm.engine.step()})
-        except ForetokenError as error:
-            errors.append(str(error))
+    outputs = run(llm.engine)
     ended, other = (outputs[i] for i in ids)
-    assert len(errors) == 1
-    assert "which was ended" in errors[0]
-    assert (ended.finish_reason, other.finish_reason) == ("abort", "length")
+    assert "which was ended" in str(ended.error)
+    assert "\n" not in str(ended.error)
+    assert other.error is None
+    assert (ended.finish_reason, other.finish_reason) == ("error", "length")
     assert 10 < len(ended.token_ids) < 20
     assert ended.token_ids == expected[0][: len(ended.token_ids)]
     assert other.token_ids == expected[1]
@@ -444,11 +449,11 @@ def test_memory_that_returns(model: PreTrainedModel, monkeypatch: pytest.MonkeyP
     """The prefix cache is given up before any request is."""
     llm = LLM(model)
     llm.generate([tokens_of(3, 100)], GREEDY)
-    assert len(llm._engine._prefixes or ()) == 1
+    assert len(llm.engine._scheduler._prefixes or ()) == 1
     failing(monkeypatch, lambda call: call == 1)
     (output,) = llm.generate([tokens_of(1, 600)], GREEDY)
     assert output.metrics.preemptions == 0
-    assert (output.token_ids, output.logprobs) == alone(model, tokens_of(1, 600))
+    assert bits(output) == alone(model, tokens_of(1, 600))
 
 
 def test_an_error_that_is_not_about_memory_is_not_hidden(
@@ -457,7 +462,7 @@ def test_an_error_that_is_not_about_memory_is_not_hidden(
     def broken(*_: Any) -> None:
         raise RuntimeError("something else")
 
-    monkeypatch.setattr(llm._target, "prefill", broken)
+    monkeypatch.setattr(llm.engine.target, "prefill", broken)
     with pytest.raises(RuntimeError, match="something else"):
         llm.generate([PROMPTS[0]], GREEDY)
     assert_empty(llm)
@@ -474,11 +479,11 @@ def test_requests_that_a_broken_step_ended_are_let_go(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(llm._engine._drafters, "observe", interrupted)
+    monkeypatch.setattr(llm.engine._speculation, "observe", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.engine.step()
     monkeypatch.undo()
-    assert len(llm._target._keys) == 1
+    assert len(llm.engine.target._keys) == 1
     outputs = run(llm.engine)
     assert outputs[ended].token_ids == alone(model, [1])[0][:2]
     assert outputs[going_on].token_ids == alone(model, [2])[0]
@@ -497,12 +502,12 @@ def test_a_method_for_each_prompt(model: PreTrainedModel) -> None:
     ]
     llm = LLM(model)
     outputs = llm.generate(PROMPTS, GREEDY, speculative_config=configs)
-    assert [(o.token_ids, o.logprobs) for o in outputs] == [alone(model, p) for p in PROMPTS]
+    assert [bits(o) for o in outputs] == [alone(model, p) for p in PROMPTS]
     assert outputs[0].metrics.num_drafts == 0
     assert outputs[3].metrics.num_drafts > 0
-    assert len(llm._others) == 3  # one drafter for equal configurations
+    assert len(llm.engine.strategies._built) == 3  # one drafter for equal configurations
     llm.generate(PROMPTS[0], GREEDY, speculative_config=NGRAM)
-    assert len(llm._others) == 3
+    assert len(llm.engine.strategies._built) == 3
     assert_empty(llm)
 
 
@@ -522,8 +527,6 @@ def test_methods_that_do_not_fit(model: PreTrainedModel) -> None:
     llm = LLM(model, speculative_config={"method": "ngram", "acceptance": "block"})
     with pytest.raises(CompatibilityError, match="'block' takes chains only"):
         llm.generate(PROMPTS, GREEDY, speculative_config={"method": "lookahead"})
-    with pytest.raises(ConfigError, match="requests share the LLM's rule, 'block'"):
-        llm.generate(PROMPTS, GREEDY, speculative_config={**NGRAM, "acceptance": "coupled"})
     for wrong in ("ngram", 3):
         with pytest.raises(ConfigError, match="speculative_config: expected one, or a list"):
             llm.generate(PROMPTS, GREEDY, speculative_config=wrong)  # type: ignore[arg-type]
@@ -532,8 +535,43 @@ def test_methods_that_do_not_fit(model: PreTrainedModel) -> None:
     with pytest.raises(ConfigError, match="unknown method 'nope'"):
         llm.engine.add_request(PROMPTS[0], GREEDY, {"method": "nope"})
     assert_empty(llm)
-    same = {"method": "ngram", "acceptance": "block"}
-    assert len(llm.generate(PROMPTS, GREEDY, speculative_config=same)) == 5
+    for rule in ("block", "coupled"):
+        config = {"method": "ngram", "acceptance": rule}
+        assert len(llm.generate(PROMPTS, GREEDY, speculative_config=config)) == 5
+
+
+RULES_OF_REQUESTS: list[Any] = [
+    None,
+    {**NGRAM, "acceptance": "rejection"},
+    {"method": "ngram_table", "acceptance": "typical", "controller": "fixed"},
+    {**NGRAM, "acceptance": {"rule": "lenient", "lenience": 0.1}},
+    {"method": "random", "acceptance": "block", "controller": "fixed"},
+]
+
+
+def test_a_request_runs_under_its_own_acceptance_rule(model: PreTrainedModel) -> None:
+    """In one batch, each with the bits of an LLM that has this rule."""
+    params = SamplingParams(temperature=0.9, seed=5, max_tokens=30, logprobs=1)
+    llm = LLM(model, speculative_config=NGRAM)
+    outputs = llm.generate(PROMPTS, params, speculative_config=RULES_OF_REQUESTS)
+    for prompt, config, output in zip(PROMPTS, RULES_OF_REQUESTS, outputs, strict=True):
+        (own,) = LLM(model, speculative_config=config or NGRAM).generate([prompt], params)
+        assert bits(output) == bits(own)
+        assert output.outputs[0].origins == own.outputs[0].origins
+    assert_empty(llm)
+
+
+def test_a_request_that_names_no_rule_has_that_of_the_llm(model: PreTrainedModel) -> None:
+    params = SamplingParams(temperature=1.5, seed=5, max_tokens=30, logprobs=1)
+    draft = tiny_model(seed=1, max_position_embeddings=3 * KEY_BLOCK)
+    config = {"model": draft, "controller": "fixed"}
+    under = {**config, "acceptance": "rejection"}
+    (expected,) = LLM(model, speculative_config=under).generate([PROMPTS[0]], params)
+    llm = LLM(model, speculative_config={"method": "none", "acceptance": "rejection"})
+    (output,) = llm.generate([PROMPTS[0]], params, speculative_config=config)
+    assert bits(output) == bits(expected)
+    assert output.outputs[0].origins == expected.outputs[0].origins
+    assert bits(output) != alone(model, PROMPTS[0], params)  # the rule shows
 
 
 LONG = SamplingParams(temperature=0, max_tokens=130, logprobs=1)
@@ -543,20 +581,20 @@ def test_costs_are_measured_once_for_all_controllers(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When the first controller that looks at them is made, and never more rows than there are."""
-    measure, asked = Target.measure_costs, list[int]()
+    asked: list[int] = []
 
-    def watched(self: Target, most_rows: int) -> CostCurve:
+    def watched(target: Target, most_rows: int) -> Any:
         asked.append(most_rows)
-        return measure(self, most_rows)
+        return measure_costs(target, most_rows)
 
-    monkeypatch.setattr(Target, "measure_costs", watched)
+    monkeypatch.setattr(strategies_module, "measure_costs", watched)
     llm = LLM(model, speculative_config={"method": "ngram"}, max_num_seqs=5)
     assert asked == [5]
-    assert llm._costs.measured
+    assert llm.engine.strategies._costs.measured
     llm.generate(PROMPTS, LONG, speculative_config={"method": "ngram_table"})
     assert asked == [5]
     plain = LLM(model)
-    assert not plain._costs.measured
+    assert not plain.engine.strategies._costs.measured
     plain.generate(PROMPTS, GREEDY, speculative_config={"method": "ngram"})
     plain.generate(PROMPTS, GREEDY, speculative_config={"method": "ngram_table"})
     assert asked == [5, 16]
@@ -568,13 +606,13 @@ def test_where_bits_depend_on_the_nodes_no_clock_chooses_them(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def name(config: dict[str, Any]) -> str:
-        return LLM(model, speculative_config=config)._engine._controller.name
+        return LLM(model, speculative_config=config).engine._speculation.default.controller.name
 
     trees = {"method": "suffix", "branching": True}
     assert name({"method": "ngram"}) == "cost_model"
     assert name(trees) == "fixed"  # not on the native runtime
     assert name({**trees, "controller": "cost_model"}) == "cost_model"
-    monkeypatch.setattr(Target, "_same_bits", lambda *_: False)
+    monkeypatch.setattr("foretoken.runtime.probing._same_bits", lambda *_: False)
     assert name({"method": "ngram"}) == "fixed"
 
 
@@ -582,7 +620,7 @@ def test_costs_are_not_measured_for_those_who_do_not_look(model: PreTrainedModel
     for config in (None, NGRAM, {"method": "ngram", "num_speculative_tokens": 0}):
         llm = LLM(model, speculative_config=config)
         llm.generate(PROMPTS, LONG)
-        assert not llm._costs.measured
+        assert not llm.engine.strategies._costs.measured
 
 
 def test_a_request_has_the_default_of_the_rule_it_runs_under(model: PreTrainedModel) -> None:
@@ -590,15 +628,15 @@ def test_a_request_has_the_default_of_the_rule_it_runs_under(model: PreTrainedMo
     for rule, controller in (("coupled", "cost_model"), ("rejection", "fixed")):
         llm = LLM(model, speculative_config={"method": "none", "acceptance": rule})
         llm.generate(PROMPTS[0], GREEDY, speculative_config={"method": "ngram"})
-        assert llm._others[0][1].controller.name == controller
+        assert llm.engine.strategies._built[0][1].controller.name == controller
 
 
 def test_where_there_is_no_room_to_measure_costs_are_learnt(model: PreTrainedModel) -> None:
     llm = limited(model, 2, speculative_config={"method": "ngram", "prompt_lookup_min": 1})
     outputs = llm.generate(PROMPTS, LONG)
-    assert [(o.token_ids, o.logprobs) for o in outputs] == [alone(model, p, LONG) for p in PROMPTS]
-    assert llm._costs.measured  # not tried again
-    assert llm._target._slab.cells <= 2 * KEY_BLOCK
+    assert [bits(o) for o in outputs] == [alone(model, p, LONG) for p in PROMPTS]
+    assert llm.engine.strategies._costs.measured  # not tried again
+    assert llm.engine.target._slab.cells <= 2 * KEY_BLOCK
     assert_empty(llm)
 
 
@@ -607,8 +645,8 @@ def test_controllers_of_requests_see_their_own_part(model: PreTrainedModel) -> N
     llm = LLM(model)
     configs = [cost, {**cost, "num_speculative_tokens": 2}, None, {**NGRAM, "controller": "batch"}]
     outputs = llm.generate(PROMPTS[:4], GREEDY, speculative_config=configs)
-    assert [(o.token_ids, o.logprobs) for o in outputs] == [alone(model, p) for p in PROMPTS[:4]]
-    costs = [s.controller.costs for _, s in llm._others[:2]]
+    assert [bits(o) for o in outputs] == [alone(model, p) for p in PROMPTS[:4]]
+    costs = [s.controller.costs for _, s in llm.engine.strategies._built[:2]]
     assert isinstance(costs[0], CostCurve)
     assert costs[0] is costs[1]  # learnt by all
     assert_empty(llm)

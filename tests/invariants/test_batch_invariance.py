@@ -75,8 +75,8 @@ def _plain(dtype: torch.dtype) -> LLM:
 
 
 def random_llm(dice: random.Random, dtype: torch.dtype) -> LLM:
-    budget = dice.choice(BUDGETS)
-    memory = None if budget is None else budget * KEY_BLOCK * _plain(dtype).engine.target.cell_bytes
+    budget, cell_bytes = dice.choice(BUDGETS), _plain(dtype).engine.target.cell_bytes
+    memory = None if budget is None else budget * KEY_BLOCK * cell_bytes
     return LLM(
         model_of(dtype),
         speculative_config=config_of(dice.choice(CHOICES), dtype),
@@ -84,7 +84,7 @@ def random_llm(dice: random.Random, dtype: torch.dtype) -> LLM:
         max_num_batched_tokens=dice.choice(CHUNKS),
         kv_cache_memory=memory,
         enable_prefix_caching=dice.random() < 0.8,
-        prefix_cache_memory=dice.choice((2, 9, 100)) * BLOCK * _plain(dtype).engine.target.cell_bytes,
+        prefix_cache_memory=dice.choice((2, 9, 100)) * BLOCK * cell_bytes,
     )
 
 

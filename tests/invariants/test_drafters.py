@@ -10,9 +10,9 @@ import torch
 from foretoken import LLM, SamplingParams
 from foretoken.control import Budget, Fixed
 from foretoken.core.tree import Draft
-from foretoken.drafters.base import Drafter
 from foretoken.drafters.registry import METHODS
 from foretoken.request import Request
+from tests.drafting import drafter_of
 from tests.matrix import LEAST_NODES, PROMPTS, SPECULATIVE, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 
@@ -20,10 +20,6 @@ from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 def request_of(tokens: list[int], params: SamplingParams | None = None) -> Request:
     params = params or SamplingParams(temperature=0, max_tokens=100)
     return Request(tokens, params, vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
-
-
-def drafter_of(llm: LLM) -> Drafter:
-    return drafter_of(llm)
 
 
 def propose(llm: LLM, batch: list[Request], budgets: list[Budget]) -> list[Draft]:

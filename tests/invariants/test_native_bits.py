@@ -14,8 +14,8 @@ import torch
 
 from foretoken import LLM
 from foretoken.drafters.registry import METHODS
-from foretoken.runtime.native.build import NativeLibraryError, library
 from foretoken.runtime.choose import network_for
+from foretoken.runtime.native.build import NativeLibraryError, library
 from tests.invariants.test_bits import PARAMS, bits
 from tests.matrix import PROMPTS, SPECULATIVE, WITH_TOKENIZER, speculative_config
 from tests.tiny import tiny_model, tiny_tokenizer

@@ -1,32 +1,28 @@
-"""What captures take is no part of a step, and those that fail change no token."""
+"""Captures that fail change no token; passes that no graph can serve run without one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from foretoken import LLM, CompatibilityError, SamplingParams, decode
+from foretoken import LLM, CompatibilityError, SamplingParams
 from foretoken.core.tree import chain
-from foretoken.decode import StepTimes
 from foretoken.runtime.attention import KEY_BLOCK
 from foretoken.runtime.cuda import cuda_network, eager_network
-from foretoken.runtime.cuda import network as network_module
-from foretoken.runtime.cuda import step as step_module
 from foretoken.runtime.cuda.buckets import Bucket
 from foretoken.runtime.cuda.decoder import decoder_for
 from foretoken.runtime.cuda.inputs import StaticInputs
 from foretoken.runtime.cuda.network import CudaNetwork
-from foretoken.runtime.cuda.step import DeviceStep
 from foretoken.runtime.inputs import PassInputs, RowNodes
 from foretoken.runtime.module import ModuleNetwork
 from foretoken.runtime.target import Target
 from foretoken.tuning.layer_laboratory import LayerLaboratory
 from foretoken.tuning.skip_sets import Sublayer
 from tests.runtime.on_device import use_capture, use_cuda_runtime
-from tests.runtime.tape import Tape, storage
+from tests.runtime.tape import Tape
 from tests.runtime.test_cuda_network import TREE, both
 from tests.tiny import tiny_model
 
@@ -59,12 +55,6 @@ class Failing(Tape):
         function()
         self.failures += 1
         raise self._error
-
-
-def device_llm(config: dict[str, Any], **options: Any) -> tuple[LLM, DeviceStep]:
-    llm = LLM(tiny_model(), speculative_config=config, **options)
-    llm._engine._step = device_step = DeviceStep(llm._target)
-    return llm, device_step
 
 
 # Captures that fail
@@ -138,24 +128,20 @@ def test_faults_of_the_module_are_not_taken_for_failed_captures(
         Target(tiny_model())
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2, 4])
-def test_generation_goes_on_without_graphs(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+@pytest.mark.parametrize("captures", [0, 1, 2, 4])
+def test_generation_goes_on_without_graphs(monkeypatch: pytest.MonkeyPatch, captures: int) -> None:
     expected = LLM(tiny_model()).generate(PROMPTS, PARAMS)
     tape = Failing(ERRORS["memory"], left=99)
     use_capture(monkeypatch, tape)
-    llm, device_step = device_llm(NGRAM, max_num_seqs=2)
+    llm = LLM(tiny_model(), speculative_config=NGRAM, max_num_seqs=2)
     assert llm.runtime == "cuda"
-    tape.left = steps
+    tape.left = captures
     with pytest.warns(RuntimeWarning, match="out of memory"):
         found = llm.generate(PROMPTS, PARAMS)
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
-    assert (device_step.num_steps > 0) == (steps > 0)
     assert llm.runtime == "lean"
-    assert not device_step._steps
-    before = device_step.num_steps
     again = llm.generate(PROMPTS, PARAMS)
     assert [output.token_ids for output in again] == [output.token_ids for output in expected]
-    assert device_step.num_steps == before
     assert tape.failures == 1
 
 
@@ -179,87 +165,6 @@ def test_parts_of_a_network_without_graphs_have_none_either() -> None:
     assert network.first_layers(1).name == network.name == "lean"
 
 
-# Captures take time
-
-
-class Clock:
-    """Of a machine on which only captures take time: a thousand seconds each."""
-
-    def __init__(self, tape: Tape) -> None:
-        self._tape = tape
-
-    def perf_counter(self) -> float:
-        return 1000.0 * self._tape.num_captures
-
-
-@pytest.mark.parametrize(
-    "config", [NGRAM, {"method": "suffix"}, {"method": "early_exit", "exit_layer": 1}]
-)
-def test_controllers_are_not_shown_what_captures_take(
-    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
-) -> None:
-    """On the device, in verification, and in drafting."""
-    tape = use_cuda_runtime(monkeypatch)
-    llm, device_step = device_llm({**config, "controller": "fixed"})
-    for module in (decode, step_module, network_module):
-        monkeypatch.setattr(module, "time", Clock(tape))
-    shown: list[StepTimes] = []
-
-    def observe(_outcomes: Sequence[object], times: StepTimes) -> None:
-        shown.append(times)
-
-    monkeypatch.setattr(llm._engine._controllers, "observe", observe)
-    before = tape.num_captures
-    llm.generate([[1, 2, 1, 2, 1]], PARAMS[0])
-    assert tape.num_captures > before
-    assert {(times.draft, times.verify) for times in shown} == {(0.0, 0.0)}
-    assert (device_step.num_steps > 0) == (config is NGRAM)
-
-
-# Memory
-
-
-def test_steps_of_all_shapes_leave_their_logits_in_one_place(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    use_cuda_runtime(monkeypatch)
-    llm, device_step = device_llm(NGRAM)
-    llm.generate(PROMPTS, PARAMS)
-    steps = [chain_step for chain_step, _ in device_step._steps.values()]
-    assert len(steps) > 2
-    network = llm._target.network
-    assert isinstance(network, CudaNetwork)
-    assert network._output is not None
-    assert {storage(one.logits) for one in steps} == {storage(network._output)}
-
-
-def test_sampled_steps_have_fewer_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_module, "_MOST_SAMPLED", 4)
-    config = {**NGRAM, "num_speculative_tokens": 6}
-    prompts = [[1, 2] * 4] * 2
-    greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    sampled = SamplingParams(temperature=0.1, seed=1, max_tokens=20, ignore_eos=True)
-    expected = LLM(tiny_model()).generate(prompts, sampled)
-    use_cuda_runtime(monkeypatch)
-    llm, device_step = device_llm(config)
-    llm.generate(prompts, greedy)
-    assert max(len(found.draft.tree) for found in steps_of(llm, prompts, greedy)) == 7
-    outcomes = steps_of(llm, prompts, sampled)
-    assert max(len(found.draft.tree) for found in outcomes) == 2  # 2 rows x 2 nodes
-    assert {s.rows * (s.drafting.length + 1) for s in device_step._steps if s.sampled} <= {2, 4}
-    found = llm.generate(prompts, sampled)
-    assert [output.token_ids for output in found] == [output.token_ids for output in expected]
-
-
-def steps_of(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[decode.Outcome]:
-    for prompt in prompts:
-        llm.engine.add_request(prompt, params)
-    outcomes: list[decode.Outcome] = []
-    while llm._engine.busy:
-        outcomes += llm._engine.step()
-    return outcomes
-
-
 # Passes that are no graphs'
 
 
@@ -277,10 +182,10 @@ def test_skip_sets_are_measured_as_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> 
     model = tiny_model(num_hidden_layers=4, initializer_range=0.12)
     params = SamplingParams(temperature=0.8, top_k=20, seed=3, max_tokens=12)
     skip = frozenset([Sublayer("attention", 1), Sublayer("mlp", 2)])
-    expected = LayerLaboratory(model)
+    expected = LayerLaboratory(LLM(model))
     expected.calibrate(PROMPTS[:2], params)
     tape = use_cuda_runtime(monkeypatch)
-    laboratory = LayerLaboratory(model)
+    laboratory = LayerLaboratory(LLM(model))
     laboratory.calibrate(PROMPTS[:2], params)
     assert laboratory.positions == expected.positions
     assert laboratory.alpha(skip) == pytest.approx(expected.alpha(skip), abs=1e-4)

@@ -24,7 +24,7 @@ from foretoken.runtime.cuda.slab import StaticSlab
 from foretoken.runtime.kv_slab import SlabFull
 from foretoken.runtime.lean import LeanDecoder
 from foretoken.runtime.module import ModuleNetwork
-from foretoken.runtime.network import LOGITS, Need, PassOutput
+from foretoken.runtime.network import Need, PassOutput
 from foretoken.runtime.target import Target
 from tests.runtime.on_device import graphs_of, use_cuda_runtime
 from tests.runtime.tape import Tape

@@ -27,6 +27,7 @@ from foretoken.tuning.measure_tree import (
     accepted_rank,
     measure_acceptance,
     one_level,
+    pass_costs,
 )
 from foretoken.tuning.sequoia import best_size, best_tree, best_widths, expected_tokens
 from tests.tiny import tiny_model
@@ -329,7 +330,7 @@ def test_nothing_drafted_is_told() -> None:
 
 
 def test_costs_are_those_of_the_target() -> None:
-    costs = laboratory(2).costs()
+    costs = pass_costs(laboratory(2))
     assert costs.measured
     assert costs(1) > 0
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken import CompatibilityError, ConfigError, SamplingParams
+from foretoken import LLM, CompatibilityError, ConfigError, SamplingParams
 from foretoken.analysis import improvement_on_curve
 from foretoken.analysis.measure import Laboratory
 from foretoken.runtime.module import Skipped

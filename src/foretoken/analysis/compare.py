@@ -1,6 +1,6 @@
-"""Predicted against measured: the two columns of Leviathan et al.'s table 4, and what parts them.
+"""Predicted and measured speed-ups, as in Leviathan et al.'s table 4, and why they differ.
 
-The measured speed-up over the predicted one is split, exactly, into one factor per assumption:
+The ratio of measured to predicted is exactly the product of one factor per assumption:
 
     drafts        every step drafts gamma tokens
     acceptance    every drafted token is accepted with probability alpha, independently
@@ -9,7 +9,8 @@ The measured speed-up over the predicted one is split, exactly, into one factor 
     passes        a pass costs what the curve says, as timed beforehand
     overhead      a step costs its drafting and its pass and nothing else
 
-Each factor is 1 where its assumption holds, and their product is measured / predicted.
+Each factor is 1 if its assumption holds. `foretoken plan --measure` calls `compare` with the
+measurements of `measure.Laboratory`.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from foretoken.errors import ConfigError
 __all__ = ["AGREEMENT", "Assumptions", "Factors", "StepSample", "Trial", "compare"]
 
 AGREEMENT = 0.15
-"""Predicted and measured agree when they differ by at most this part of the prediction."""
+"""Predicted and measured agree if they differ by at most this share of the prediction."""
 
 NOTABLE = 0.05
-"""An assumption is named as failing when its factor is off by more than this."""
+"""An assumption fails if its factor differs from 1 by more than this."""
 
 
 @dataclass(frozen=True)
 class StepSample:
-    """One step of a real run: counts of tokens, wall-clock seconds."""
+    """One step of a real run: numbers of tokens, and wall-clock seconds."""
 
     drafted: int
     accepted: int
@@ -48,13 +49,13 @@ class StepSample:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What the predictions are made from.
+    """The measured numbers that the predictions are computed from.
 
     Args:
         alpha: E[sum of min(p, q)] over positions with a draft.
         c: time of one drafted token over time of a plain target pass.
-        verify_cost: [G+1] time of a pass over n drafted tokens over that of a plain one.
-        draft_lengths: how many tokens were drafted at every position of each text, of at most G.
+        verify_cost: [G+1] time of a pass over n drafted tokens over time of a plain pass.
+        draft_lengths: tokens drafted at every position of each text, at most G.
         betas: sum of min(p, q) at every position with a draft.
         pass_seconds: time of a plain target pass.
     """
@@ -68,32 +69,33 @@ class Assumptions:
 
     @property
     def drafting_share(self) -> float:
-        """Positions at which anything was drafted."""
+        """The share of positions with a draft."""
         return len(self.betas) / self.positions
 
     @property
     def positions(self) -> int:
-        """Tokens of all texts."""
+        """The number of positions of all texts."""
         return sum(len(text) for text in self.draft_lengths)
 
     def predicted(self, gamma: int) -> float:
-        """Theorem 3.8: gamma tokens in every step, passes of one cost."""
+        """The speed-up by theorem 3.8: gamma tokens in every step, the same cost for every pass."""
         return improvement(self.alpha, gamma, self.c)
 
     def predicted_on_curve(self, gamma: int) -> float:
-        """The same with the measured cost of passes and the drafts there were at each position."""
+        """The speed-up with the measured costs of passes and the draft length at each position."""
         walks = [self._walk([min(n, gamma) for n in text]) for text in self.draft_lengths]
         return sum(tokens for tokens, _ in walks) / sum(cost for _, cost in walks)
 
     def _walk(self, lengths: Sequence[int]) -> tuple[float, float]:
-        """Expected tokens and cost of generating a text, from the cost of steps at each position.
+        """Expected tokens, and cost in plain passes, of generating a text.
 
-        Steps do not begin everywhere alike: an accepted draft jumps over positions, often just
-        those with long drafts. So the text is walked, with i.i.d. acceptance:
+        Steps do not begin at all positions equally often: an accepted draft skips positions, often
+        those with long drafts. The recursion over positions t assumes i.i.d. acceptance:
 
             cost(t) = n_t c + v(n_t) + sum over k of P(k accepted of n_t) cost(t + k + 1)
 
-        and tokens likewise. With drafts of one length this is theorem 3.8 on the curve.
+        n_t is the draft length at t and v the cost of verification. The expected tokens follow in
+        the same way. With one draft length everywhere this is theorem 3.8 with v in place of 1.
         """
         tokens = np.zeros(len(lengths) + max(lengths) + 1)
         cost = np.zeros_like(tokens)
@@ -106,7 +108,7 @@ class Assumptions:
         return float(tokens[0]), float(cost[0])
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, without the single positions."""
+        """The numbers for JSON, without those of single positions."""
         return {
             "alpha": self.alpha,
             "c": self.c,
@@ -119,7 +121,7 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Factors:
-    """Measured over predicted, by assumption (see the module)."""
+    """Measured over predicted speed-up, one factor per assumption (see the module)."""
 
     drafts: float
     acceptance: float
@@ -130,11 +132,11 @@ class Factors:
 
     @property
     def product(self) -> float:
-        """Measured over predicted by theorem 3.8."""
+        """The measured speed-up over that of theorem 3.8."""
         return float(math.prod(asdict(self).values()))
 
     def failing(self) -> list[str]:
-        """Names of the assumptions that do not hold, the worst first."""
+        """The assumptions that do not hold, the worst first."""
         by_size = sorted(asdict(self).items(), key=lambda item: -abs(math.log(item[1])))
         return [name for name, factor in by_size if abs(factor - 1) > NOTABLE]
 
@@ -145,17 +147,17 @@ class Trial:
 
     Args:
         gamma: the draft length.
-        predicted: theorem 3.8.
-        predicted_on_curve: with measured costs of passes and lengths of drafts.
-        measured: speed over that without drafts, of all rounds together.
-        low, high: the least and the most of a single round.
-        expected_tokens: equation 1.
+        predicted: the speed-up of theorem 3.8.
+        predicted_on_curve: the speed-up with measured costs of passes and lengths of drafts.
+        measured: the speed over the speed without drafts, over all rounds.
+        low, high: the smallest and the largest speed-up of a round.
+        expected_tokens: tokens per step by equation 1.
         measured_tokens: tokens per step.
         mean_drafted: drafted tokens per step.
-        mean_verify_cost: cost of the passes that verified them, in plain passes.
-        factors: what parts measured from predicted.
-        accepted: [gamma+1] share of the full drafts of which 0 to gamma tokens were accepted.
-        geometric: [gamma+1] the same by the i.i.d. model.
+        mean_verify_cost: mean cost of a verification, in plain passes.
+        factors: why measured differs from predicted.
+        accepted: [gamma+1] shares of the full drafts with 0 to gamma accepted tokens.
+        geometric: [gamma+1] the same shares if acceptance is i.i.d.
     """
 
     gamma: int
@@ -174,21 +176,21 @@ class Trial:
 
     @property
     def agrees(self) -> bool:
-        """Whether theorem 3.8 holds within `AGREEMENT`."""
+        """Whether the measured speed-up is within `AGREEMENT` of theorem 3.8."""
         return abs(self.measured / self.predicted - 1) <= AGREEMENT
 
     @property
     def agrees_on_curve(self) -> bool:
-        """Whether the prediction from measured costs holds within `AGREEMENT`."""
+        """Whether the measured speed-up is within `AGREEMENT` of `predicted_on_curve`."""
         return abs(self.measured / self.predicted_on_curve - 1) <= AGREEMENT
 
     @property
     def distance(self) -> float:
-        """Total variation distance of the accepted lengths from the geometric law, 0 to 1."""
+        """Total variation distance between accepted lengths and the geometric distribution."""
         return float(np.abs(np.subtract(self.accepted, self.geometric)).sum() / 2)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The trial for JSON."""
         return {
             **asdict(self),
             "agrees": self.agrees,
@@ -201,15 +203,15 @@ class Trial:
 def compare(
     assumed: Assumptions, rounds: Sequence[Mapping[int, Sequence[StepSample]]], gamma: int
 ) -> Trial:
-    """Hold the predictions for one draft length against what was measured.
+    """Compare the predictions for one draft length with the measured speed-up.
 
     Args:
         assumed: alpha, c and the cost of passes.
-        rounds: per round the steps of each draft length, 0 (no drafts) and `gamma` among them.
+        rounds: the steps by draft length, for each round; 0 (no drafts) and `gamma` are among them.
         gamma: the draft length.
 
     Raises:
-        ConfigError: outputs had no step after the first, so that there is nothing to compare.
+        ConfigError: no output had a step after its first.
     """
     if not all(steps[length] for steps in rounds for length in (0, gamma)):
         raise ConfigError("max_tokens: every output ended in its first step; nothing was measured.")
@@ -237,7 +239,10 @@ def compare(
 def _factors(
     assumed: Assumptions, gamma: int, steps: Sequence[StepSample], plain: Sequence[StepSample]
 ) -> Factors:
-    """Go from the model to the run, one assumption at a time; times in plain passes of the run."""
+    """Replace one assumption after the other by its measurement.
+
+    Times are in plain passes of the run.
+    """
     alpha, c = assumed.alpha, assumed.c
     unit = _mean(step.verify_seconds for step in plain)
     drafted = _mean(step.drafted for step in steps)
@@ -247,7 +252,7 @@ def _factors(
     pass_time = _mean(step.verify_seconds for step in steps) / unit
     step_time = _mean(step.seconds for step in steps) / unit
     plain_time = _mean(step.seconds for step in plain) / unit
-    shorter = iid_tokens / (drafted * c + 1)  # theorem 3.8 for drafts as long as they were
+    shorter = iid_tokens / (drafted * c + 1)  # theorem 3.8 for the measured draft lengths
     return Factors(
         drafts=shorter / assumed.predicted(gamma),
         acceptance=_mean(step.committed for step in steps) / iid_tokens,

@@ -1,7 +1,8 @@
-"""From the two distributions to the acceptance rate: definitions 3.1 and 3.2, theorem 3.5, A.5.
+"""The acceptance rate from the two distributions, by Leviathan et al. (2023).
 
-p is the target's distribution and q the drafter's, as dense arrays [V]. For distributions kept on
-their support, as decoding has them, see `foretoken.analysis.measure.overlap`.
+It has definitions 3.1 and 3.2, theorem 3.5, corollary 3.6 and appendix A.5. p is the target's
+distribution and q the drafter's, as dense arrays [V]. Decoding keeps distributions on their support
+only; `foretoken.analysis.measure.overlap` is for those. The package exports these functions.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ __all__ = [
 def lk_divergence(p: ArrayLike, q: ArrayLike) -> float:
     """D_LK(p, q) = sum over x of |p - M| with M = (p + q) / 2: definition 3.2.
 
-    Equal to 1 - sum of min(p, q) by lemma 3.3; 0 for equal distributions, 1 for disjoint ones,
-    symmetric. It is the total variation distance.
+    By lemma 3.3 it equals 1 - sum of min(p, q). It is symmetric, 0 for equal distributions and 1
+    for disjoint ones: the total variation distance.
 
     Args:
         p: [V] the target's probabilities.
         q: [V] the drafter's.
 
     Raises:
-        ConfigError: not a pair of distributions of one length.
+        ConfigError: p and q are not distributions of one length.
     """
     p, q = _pair(p, q)
     return float(np.abs(p - (p + q) / 2).sum())
 
 
 def acceptance_probability(p: ArrayLike, q: ArrayLike) -> float:
-    """Beta: how likely a token drawn from q is accepted against p.
+    """Beta: the probability that a token drawn from q is accepted.
 
     Definition 3.1; by theorem 3.5 it is 1 - D_LK(p, q) = sum over x of min(p(x), q(x)).
 
@@ -47,7 +48,7 @@ def acceptance_probability(p: ArrayLike, q: ArrayLike) -> float:
         q: [V] the drafter's.
 
     Raises:
-        ConfigError: not a pair of distributions of one length.
+        ConfigError: p and q are not distributions of one length.
     """
     p, q = _pair(p, q)
     return float(np.minimum(p, q).sum())
@@ -61,18 +62,18 @@ def acceptance_rate(p: ArrayLike, q: ArrayLike) -> float:
         q: [N, V] the drafter's.
 
     Raises:
-        ConfigError: not two lists of distributions of one shape.
+        ConfigError: p and q are not distributions of one shape.
     """
     p, q = _pair(p, q, dimensions=2)
     return float(np.minimum(p, q).sum(axis=-1).mean())
 
 
 def lenient_acceptance_probability(p: ArrayLike, q: ArrayLike, lenience: float) -> float:
-    """Beta under lenience l, where x passes with probability min(1, p / (l q)): appendix A.5.
+    """Beta under lenience l, which accepts x with probability min(1, p / (l q)): appendix A.5.
 
         E over x from q of p / max(p, l q) = 1/l * sum over x of min(p(x), l q(x))
 
-    No token is then emitted with more than p(x) / l. With l = 1 this is theorem 3.5.
+    No token's output probability then exceeds p(x) / l. With l = 1 this is theorem 3.5.
 
     Args:
         p: [V] the target's probabilities.
@@ -80,7 +81,7 @@ def lenient_acceptance_probability(p: ArrayLike, q: ArrayLike, lenience: float) 
         lenience: l, in (0, 1].
 
     Raises:
-        ConfigError: not a pair of distributions of one length, or l out of range.
+        ConfigError: p and q are not distributions of one length, or l is out of range.
     """
     p, q = _pair(p, q)
     if domain.positive("lenience", lenience) > 1:

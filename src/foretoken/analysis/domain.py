@@ -1,4 +1,7 @@
-"""Domains of the formulas' arguments: what lies outside is refused by name and range."""
+"""Checks of the formulas' arguments: a `ConfigError` names the argument and its range.
+
+`formulas`, `distributions`, `stochastic` and `foretoken.tuning.sequoia` call them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from foretoken.errors import ConfigError
 __all__ = ["cost", "count", "curve", "distribution", "positive", "rate"]
 
 SUM_TOLERANCE = 1e-4
-"""How far probabilities may sum to other than 1: rounding of float32 over a large vocabulary."""
+"""How far a sum of probabilities may be from 1: float32 rounding over a large vocabulary."""
 
 
 def rate(name: str, value: float) -> float:
@@ -45,7 +48,7 @@ def count(name: str, value: int, least: int = 0) -> int:
 
 
 def curve(name: str, values: Sequence[float]) -> NDArray[np.float64]:
-    """A verification cost per draft length, [G+1], at least one, all finite and above 0."""
+    """Costs of verification by draft length, [G+1] with G >= 0, all finite and above 0."""
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or not len(array) or not np.all((array > 0) & np.isfinite(array)):
         raise ConfigError(f"{name}: must be a list of finite numbers above 0, got {values!r}.")

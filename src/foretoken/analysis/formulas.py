@@ -1,8 +1,10 @@
 """Expected tokens, wall-time, operations and the best draft length, from alpha, gamma and c.
 
-The model: every drafted token is accepted with probability alpha, independently (i.i.d. betas);
-a draft step costs c target passes; a target pass costs the same for one position as for
-gamma + 1, or what a measured curve says.
+The formulas are those of Leviathan et al. (2023) unless another paper is named. They assume that
+every drafted token is accepted with probability alpha, independently (i.i.d. betas). A draft step
+costs c target passes. A target pass costs the same for one position as for gamma + 1, except in the
+`_on_curve` functions, which take a measured curve. `foretoken plan` and `foretoken.tuning` call
+them.
 """
 
 from __future__ import annotations
@@ -33,16 +35,16 @@ __all__ = [
 ]
 
 MAX_GAMMA = 256
-"""Longest draft that is searched: the longest that `SpeculativeConfig` takes."""
+"""Longest draft that is considered: the maximum of `SpeculativeConfig`."""
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
-    """Tokens per step, the last one (correction or bonus) included: equation 1.
+    """Expected tokens per step, correction or bonus token included: equation 1.
 
         E = (1 - alpha^(gamma+1)) / (1 - alpha) = 1 + alpha + ... + alpha^gamma
 
-    The mean of a geometric variable with success probability 1 - alpha, capped at gamma + 1. It
-    is computed as the sum, which is exact at alpha = 1 too (gamma + 1) and does not cancel near it.
+    This is the mean of a geometric variable with success probability 1 - alpha, capped at gamma +
+    1. The code computes the sum, which is exact at alpha = 1, too, and loses no digits near it.
 
     Args:
         alpha: acceptance rate, in [0, 1].
@@ -56,21 +58,21 @@ def expected_tokens(alpha: float, gamma: int) -> float:
 
 
 def accepted_distribution(alpha: float, gamma: int) -> NDArray[np.float64]:
-    """How many drafted tokens are accepted: the capped geometric distribution behind equation 1.
+    """Distribution of the number of accepted tokens: the capped geometric one of equation 1.
 
     Args:
         alpha: acceptance rate, in [0, 1].
         gamma: drafted tokens per step, 0 or more.
 
     Returns:
-        [gamma+1] probabilities of 0 to gamma accepted: alpha^n (1 - alpha), and alpha^gamma for
-        all.
+        [gamma+1] probabilities of n = 0 to gamma accepted tokens: alpha^n (1 - alpha) for
+        n < gamma, and alpha^gamma for n = gamma.
 
     Raises:
         ConfigError: an argument is out of range.
     """
     alpha, gamma = domain.rate("alpha", alpha), domain.count("gamma", gamma)
-    at_least = _powers(alpha, gamma)  # [gamma+1] chance of n or more
+    at_least = _powers(alpha, gamma)  # [gamma+1] probability of n or more
     more = np.append(at_least[1:], 0.0)
     distribution: NDArray[np.float64] = at_least - more
     return distribution
@@ -109,7 +111,7 @@ def pays(alpha: float, c: float) -> bool:
 
 
 def guaranteed_improvement(alpha: float, c: float) -> float:
-    """What the best draft length improves at least, where it pays: corollary 3.9.
+    """A lower bound on the best improvement, if drafting pays: corollary 3.9.
 
         (1 + alpha) / (1 + c), the improvement of gamma = 1
 
@@ -145,8 +147,8 @@ def operations(alpha: float, gamma: int, c_hat: float) -> float:
 def memory_reduction(alpha: float, gamma: int) -> float:
     """Expected factor by which reads of the target's weights and KV cache shrink: section 3.4.
 
-    One pass reads them once, whatever it verifies, so the factor is equation 1. The drafter's own
-    reads come on top and are not counted.
+    A pass reads them once, however many tokens it verifies, so the factor is equation 1. The
+    drafter's own reads are not counted.
 
     Args:
         alpha: acceptance rate, in [0, 1].
@@ -159,16 +161,16 @@ def memory_reduction(alpha: float, gamma: int) -> float:
 
 
 def best_gamma(alpha: float, c: float, max_gamma: int = MAX_GAMMA) -> int:
-    """The draft length with the largest improvement: section 3.5, over whole numbers.
+    """The whole draft length with the largest improvement: section 3.5.
 
     Args:
         alpha: acceptance rate, in [0, 1].
         c: time of one draft step over time of one target pass.
-        max_gamma: longest draft to consider. With c = 0, or alpha = 1 and c < 1, longer is always
-            better, and this is the answer.
+        max_gamma: longest draft to consider. With c = 0 and alpha > 0, or alpha = 1 and c < 1, a
+            longer draft is always better, so this is the answer.
 
     Returns:
-        The smallest gamma of 0 to `max_gamma` that reaches the maximum; 0 where none pays.
+        The smallest gamma of 0 to `max_gamma` that reaches the maximum; 0 if drafting does not pay.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -177,12 +179,12 @@ def best_gamma(alpha: float, c: float, max_gamma: int = MAX_GAMMA) -> int:
 
 
 def improvement_on_curve(alpha: float, gamma: int, c: float, verify_cost: Sequence[float]) -> float:
-    """Theorem 3.8 with a pass that costs more the more it verifies.
+    """Theorem 3.8 for passes whose cost grows with the tokens they verify.
 
         (1 - alpha^(gamma+1)) / ((1 - alpha) (gamma c + v(gamma)))
 
-    A step drafts for gamma c and verifies gamma + 1 positions for v(gamma), in units of the plain
-    pass v(0) = 1. With v = 1 everywhere it is theorem 3.8.
+    Drafting costs gamma c and verifying gamma + 1 positions costs v(gamma), in plain passes:
+    v(0) = 1. With v = 1 everywhere this is theorem 3.8.
 
     Args:
         alpha: acceptance rate, in [0, 1].
@@ -202,7 +204,7 @@ def improvement_on_curve(alpha: float, gamma: int, c: float, verify_cost: Sequen
 
 
 def best_gamma_on_curve(alpha: float, c: float, verify_cost: Sequence[float]) -> int:
-    """The draft length with the largest `improvement_on_curve`.
+    """The whole draft length with the largest `improvement_on_curve`: section 3.5 on a curve.
 
     Args:
         alpha: acceptance rate, in [0, 1].
@@ -223,11 +225,11 @@ def best_gamma_on_curve(alpha: float, c: float, verify_cost: Sequence[float]) ->
 
 
 def oracle_improvement(alpha: float, c: float) -> float:
-    """Improvement if an oracle told before each step how many guesses will pass: section 3.5.
+    """Improvement if an oracle tells before each step how many drafts pass: section 3.5.
 
-    The step then drafts exactly those K, none in vain, and K is the geometric variable without a
-    cap: P(K = n) = alpha^n (1 - alpha), E[K] = alpha / (1 - alpha). A step yields K + 1 tokens and
-    costs K c + 1. Over many steps the speed is the ratio of the means (renewal-reward):
+    The step then drafts exactly these K tokens, and all are accepted. K is the geometric variable
+    without a cap: P(K = n) = alpha^n (1 - alpha), E[K] = alpha / (1 - alpha). A step yields K + 1
+    tokens and costs K c + 1. Over many steps the speed is the ratio of the means (renewal-reward):
 
         (E[K] + 1) / (E[K] c + 1) = 1 / (1 - alpha + alpha c)
 
@@ -238,8 +240,8 @@ def oracle_improvement(alpha: float, c: float) -> float:
         c: time of one draft step over time of one target pass.
 
     Returns:
-        The bound; infinite for alpha = 1 and c = 0. Below 1 where alpha > 0 and c > 1: this oracle
-        drafts whatever will pass, even if drafting is dearer than the target.
+        The bound; infinite for alpha = 1 and c = 0. It is below 1 for alpha > 0 and c > 1, since
+        this oracle drafts all K tokens even if drafting costs more than the target.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -258,7 +260,7 @@ def specdec_latency(
 
     Args:
         length: L, tokens to generate, 0 or more.
-        tokens_per_step: Tok, mean tokens a step adds, at least 1.
+        tokens_per_step: Tok, mean tokens per step, at least 1.
         draft_seconds: t_d, time of drafting in a step.
         verify_seconds: t_v, time of verification in a step.
 

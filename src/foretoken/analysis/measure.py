@@ -1,10 +1,10 @@
-"""Measuring what the theory assumes: alpha, c, and what a pass costs by what it verifies.
+"""Measure what the theory assumes: alpha, c, and the cost of a pass by the tokens it verifies.
 
-A `Laboratory` is an `LLM` that runs many draft lengths on one target in memory. It measures alpha
-as the paper defines it, over the tokens of the target's own text and from p and q themselves: the
+A `Laboratory` runs the target of an `LLM` with many draft lengths. It measures alpha as Leviathan
+et al. (2023) define it (corollary 3.6), over the target's own text and from p and q themselves. The
 drafter proposes at every position, nothing it proposes is kept, and beta = sum of min(p, q) of the
-first drafted token is recorded. Counting acceptances instead would weigh positions by how often a
-step happens to begin there.
+first drafted token is recorded. Counting acceptances instead would weight positions by how often a
+step begins there. `foretoken plan --measure` and `foretoken.tuning` use it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from foretoken.trace import Trace
 __all__ = ["Laboratory", "Recorder", "Watch", "overlap", "steps_of"]
 
 PASSES = 7
-"""Timed passes of each width and prompt; the median counts."""
+"""Timed passes per width and prompt, of which the median counts."""
 
 
 def overlap(p: Distribution, q: Distribution) -> float:
@@ -48,7 +48,7 @@ def overlap(p: Distribution, q: Distribution) -> float:
 
 
 class Watch(AcceptanceRule):
-    """Keeps nothing that was drafted and draws the next token from p: plain decoding, watched."""
+    """Rejects every draft and draws the next token from p: plain decoding that sees drafts."""
 
     name: ClassVar[str] = "watch"
     lossless: ClassVar[bool] = True
@@ -61,14 +61,14 @@ class Watch(AcceptanceRule):
 
 
 class Recorder(Fixed):
-    """A fixed draft length that writes down beta and the drafts' lengths.
+    """A fixed draft length that records beta and the lengths of the drafts.
 
-    The end of the output does not shorten drafts: nothing of them is kept anyway, and the lengths
-    should be those of any position.
+    It does not shorten drafts at the end of the output, where `Fixed` does: no draft is kept, and
+    every position should count alike.
 
     Args:
         num_speculative_tokens: drafted tokens per step.
-        max_model_len: the context, which drafts must not leave.
+        max_model_len: the context length, which drafts must not exceed.
 
     Attributes:
         betas: sum of min(p, q) of the first drafted token, for every step that drafted.
@@ -82,7 +82,7 @@ class Recorder(Fixed):
         self.lengths: list[int] = []
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
-        """The full length wherever the context has room."""
+        """The full length, if the context has room for it."""
         length = self.num_speculative_tokens
         rooms = [self._max_model_len - len(request.token_ids) for request in batch]
         return [Budget(length, max(0, min(length, room))) for room in rooms]
@@ -100,7 +100,7 @@ class Recorder(Fixed):
 
 @dataclass
 class _Findings:
-    """What was found so far, over all prompts."""
+    """The measurements so far, over all prompts."""
 
     betas: list[float] = field(default_factory=list)
     lengths: list[tuple[int, ...]] = field(default_factory=list)  # per prompt
@@ -110,13 +110,13 @@ class _Findings:
 
 
 class Laboratory:
-    """Runs an `LLM`'s target and draft model at many draft lengths in turn.
+    """Runs the target and the drafter of an `LLM` with many draft lengths in turn.
 
     Args:
-        llm: with the method to be measured.
+        llm: configured with the method to measure.
 
     Raises:
-        CompatibilityError: the drafter proposes trees, which the theory is not about.
+        CompatibilityError: the drafter proposes trees, for which the theory does not hold.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -124,7 +124,7 @@ class Laboratory:
         self._target, self._config = llm.engine.target, llm.speculative_config
         self._rule = self._config.rule
         self._strategies = llm.engine.strategies.sharing_models()
-        if self._fresh_drafter(1).drafts_trees:
+        if self._fresh_drafter().drafts_trees:
             raise CompatibilityError(
                 f"method '{self._config.method_name}' drafts trees: the theory of alpha and "
                 "gamma is about chains."
@@ -141,7 +141,7 @@ class Laboratory:
             max_gamma: longest draft of interest, at least 1.
 
         Raises:
-            ConfigError: nothing was drafted at all, so that there is nothing to predict from.
+            ConfigError: nothing was drafted, so there is nothing to predict from.
         """
         found = _Findings()
         for prompt in prompts:
@@ -161,25 +161,25 @@ class Laboratory:
         )
 
     def run(self, prompt: Sequence[int], params: SamplingParams, gamma: int) -> list[StepSample]:
-        """Generate with this draft length, 0 for none; what every step did.
+        """Generate with this draft length and return what every step did.
 
         Args:
             prompt: token ids.
             params: how to sample.
-            gamma: drafted tokens per step.
+            gamma: drafted tokens per step; 0 is plain decoding.
         """
-        drafter = self._fresh_drafter(gamma) if gamma else NoDrafter()
+        drafter = self._fresh_drafter() if gamma else NoDrafter()
         strategy = Strategy(drafter, Fixed(gamma), self._rule)
         return steps_of(self._generate(prompt, params, strategy)[1])
 
     def _examine(
         self, prompt: Sequence[int], params: SamplingParams, max_gamma: int, found: _Findings
     ) -> None:
-        """One prompt, watched; the passes are timed right after, so that they see one machine."""
+        """Measure one prompt; time the passes right after it, under the same load."""
         recorder = Recorder(max_gamma, self.llm.max_model_len)
-        strategy = Strategy(self._fresh_drafter(max_gamma), recorder, Watch())
+        strategy = Strategy(self._fresh_drafter(), recorder, Watch())
         request, trace = self._generate(prompt, params, strategy)
-        # A context as long as the average one while generating.
+        # The average length of the context while generating.
         average = (len(prompt) + len(request.token_ids)) // 2
         passes = self._time_passes(request.token_ids[:average], max_gamma)
         found.betas += recorder.betas
@@ -204,7 +204,7 @@ class Laboratory:
         return request, request.output().trace
 
     def _time_passes(self, tokens: Sequence[int], max_gamma: int) -> list[float]:
-        """[G+1] median seconds of a pass over 0 to G drafted tokens, taken in turn."""
+        """[G+1] median seconds of a pass over 0 to G drafted tokens, timed in turn."""
         tokens = tokens[: max(1, self.llm.max_model_len - max_gamma - 1)]
         trees = [chain([tokens[-1]] * (gamma + 1)) for gamma in range(max_gamma + 1)]
         seconds: list[list[float]] = [[] for _ in trees]
@@ -223,17 +223,17 @@ class Laboratory:
         return [median(times) for times in seconds]
 
     def _wait(self) -> None:
-        """Until the device has done what it was told."""
+        """Wait until the device has finished its work."""
         if self.llm.device.type == "cuda":
             torch.cuda.synchronize(self.llm.device)
 
-    def _fresh_drafter(self, gamma: int) -> Drafter:
-        """A drafter of its own for every run: none learns from the runs of another length."""
+    def _fresh_drafter(self) -> Drafter:
+        """A new drafter for every run, so that none learns from runs of another length."""
         return self._strategies.drafter(self._config, self._rule)
 
 
 def steps_of(trace: Trace) -> list[StepSample]:
-    """What every step did, without the first: there a draft model reads the whole prompt."""
+    """The steps of a trace without the first, in which a draft model reads the whole prompt."""
     return [
         StepSample(
             drafted=len(step.drafted),

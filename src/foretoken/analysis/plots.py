@@ -1,4 +1,7 @@
-"""Figures 2, 3 and 4 of Leviathan et al. (2023) as PNG; needs the extra `plots` (Matplotlib)."""
+"""Figures 2, 3 and 4 of Leviathan et al. (2023) as PNG, for `foretoken plan --plots`.
+
+It needs Matplotlib, the extra `plots`.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,17 @@ ALPHAS = np.linspace(0, 1, 101)
 GAMMAS = (1, 3, 5, 7, 10)
 COST_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2)
 BELOW_ONE = ALPHAS[:-1]
-"""At alpha = 1 every longer draft is better, so the best one is not a number."""
+"""At alpha = 1 a longer draft is always better, so there is no best one."""
 
 
 def draw(folder: Path, alpha: float, c: float) -> list[Path]:
     """Draw the paper's three figures, with the given alpha as a dashed line.
 
-    Figure 2 is the expected number of tokens, figure 3 the best gamma, figure 4 the speed-up and
-    the operations for a drafter of cost `c` in both (the paper has 0).
+    Figure 2 shows the expected number of tokens, figure 3 the best gamma, and figure 4 the speed-up
+    and the operations for a drafter whose c and c_hat are `c` (the paper has 0).
 
     Args:
-        folder: made if it is not there.
+        folder: where the files go; it is made if needed.
         alpha: acceptance rate, in [0, 1].
         c: time of a draft step over that of a target pass.
 
@@ -41,7 +44,7 @@ def draw(folder: Path, alpha: float, c: float) -> list[Path]:
         ConfigError: Matplotlib is not installed, or an argument is out of range.
         OSError: the folder cannot be written.
     """
-    formulas.improvement(alpha, 1, c)  # checks the arguments before anything is written
+    formulas.improvement(alpha, 1, c)  # check the arguments before anything is written
     folder.mkdir(parents=True, exist_ok=True)
     figures: dict[str, Callable[[Axes], None]] = {
         "figure2_expected_tokens.png": _expected_tokens,

@@ -1,9 +1,9 @@
-"""Tree verification in its naive form: every path of the tree is a batch row with KV of its own.
+"""Token tree verification without tree attention: every path is a batch row with its own KV.
 
-What SpecInfer (Miao et al.) calls sequence-based decoding and compares tree attention with, and the
-form in which SpecTr (Sun et al.) verifies k drafts. A prefix that k paths share is computed k
-times, and so is the context copied; a row is an ordinary causal pass, without branches or masks of
-ancestors. Here it is the oracle of `Target.verify`, and what a tree saves is measured against it.
+SpecInfer (Miao et al.) calls this sequence-based decoding and compares tree attention with it, and
+SpecTr (Sun et al.) verifies k drafts this way. A row is an ordinary causal pass, without branches
+or tree masks, so k paths compute a shared prefix k times and copy the context k times. Tests use it
+as the oracle of `Target.verify`, and `benchmarks/tree_cost.py` measures what a tree saves.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from foretoken.runtime.target import Target
 __all__ = ["RowsVerifier"]
 
 _FIRST_FORK_KEY = -2
-"""Forks count downwards from here: requests have keys from 0, the target's own row has -1."""
+"""The key of the first fork; later ones count down. Requests have keys from 0, the target -1."""
 
 
 @dataclass(frozen=True)
 class _Path:
-    """A path from the root to a leaf, and the row that verifies it."""
+    """A path from the root to a leaf, and the key of the row that verifies it."""
 
     key: int
     nodes: tuple[int, ...]
 
 
 class RowsVerifier:
-    """Verifies and commits like the target, one batch row per path (see `Verifier`).
+    """Verifies and commits like `Target`, with one batch row per path.
 
-    Rows are opened and closed through the target. The first path takes the request's own row, the
-    others forks of it, which stay open until every request of the pass has committed.
+    The target opens and closes the rows. The first path takes the request's own row and the others
+    take forks of it. The forks stay open until every request of the pass has committed.
 
     Args:
-        target: holds the requests' rows.
+        target: the target that holds the requests' rows.
 
     Attributes:
         num_positions: positions computed so far: the lengths of all paths, root included.
@@ -49,7 +49,7 @@ class RowsVerifier:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._paths: dict[int, list[_Path]] = {}  # by request, where it has not committed yet
+        self._paths: dict[int, list[_Path]] = {}  # by key of requests that have not committed
         self._forks: list[int] = []
         self._fork_keys = count(_FIRST_FORK_KEY, -1)
         self.num_positions = 0
@@ -66,8 +66,8 @@ class RowsVerifier:
         """One forward pass over all paths of all trees; see `Target.verify`.
 
         Returns:
-            Per tree the logits after every node, [n+1, V]; for a node on several paths, those of
-            the first.
+            The logits after every node of each tree, [n+1, V]; for a node on several paths, those
+            of the first path.
         """
         self.close()
         self._paths = {key: self._open(key, tree) for key, tree in zip(keys, trees, strict=True)}
@@ -89,7 +89,7 @@ class RowsVerifier:
         ]
 
     def commit(self, key: int, nodes: Sequence[int]) -> None:
-        """Keep the KV of these nodes, root included; `key` takes over the row that has them."""
+        """Keep the KV of these nodes, root included; `key` takes over the row of their path."""
         kept = tuple(nodes)
         row = next(p.key for p in self._paths.pop(key) if p.nodes[: len(kept)] == kept)
         self._target.commit(row, range(len(kept)))
@@ -99,9 +99,9 @@ class RowsVerifier:
             self.close()
 
     def close(self) -> None:
-        """Close all forks; what was not committed is forgotten."""
-        # Together, since closing a row moves the last one, and of that only what is committed; the
-        # youngest first, so that none of them is moved.
+        """Close all forks and roll back what was not committed."""
+        # Closing a row moves the last row into its place, with only its committed KV. So the forks
+        # are closed together, the newest first: then none of them is moved.
         self._paths = {}
         while self._forks:
             self._target.remove(self._forks.pop())
@@ -120,7 +120,7 @@ class RowsVerifier:
 
 
 def _by_node(num_nodes: int, scored: Sequence[tuple[_Path, Tensor]]) -> Tensor:
-    """[n+1, V] from the paths' logits."""
+    """Logits by node, [n+1, V], from the logits of the paths."""
     logits = scored[0][1].new_empty(num_nodes, scored[0][1].shape[1])
     for path, rows in reversed(scored):
         logits[list(path.nodes)] = rows

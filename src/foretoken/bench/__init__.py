@@ -1,16 +1,17 @@
-"""`foretoken bench`: methods and peers compared on the same prompts, in turn.
+"""`foretoken bench`: compares methods and peers on the same prompts.
 
-Every contestant lives in a process of its own and computes only while the others wait, so that what
-slows the machine down for a while slows all of them down. A result is a ratio of two of them with
-its confidence interval, never a lone number of tokens per second.
+Every contestant runs in its own process and computes only while the others wait. What slows the
+machine down for a while therefore slows all of them down. A result is a ratio of two contestants
+with its confidence interval; tokens per second alone depend on the machine's other work.
 
-    contestants.py   who takes part; which package a peer comes with
-    runner.py        what one offers inside its process; own.py, peers.py: those there are
-    worker.py        the process; process.py: the same from outside
-    run.py           rounds (rounds.py: their order); journal.py: what they gave, on disk
-    summary.py       ratios (ratios.py), agreement; calls.py, rows.py: what it is made of
-    report.py        for people, as Markdown; page.py, figures.py: as HTML
-    memory.py, roofline.py, energy.py, machine.py   what else can be measured
+    contestants.py   the contestants, and the packages that peers need
+    runner.py        the interface of a contestant; implemented by own.py (encode.py: prompts) and
+                     peers.py
+    worker.py        a contestant's process; process.py is the parent's side of it
+    run.py           the rounds (order: rounds.py); journal.py saves every call
+    summary.py       results (rows.py) from calls (calls.py), with intervals (ratios.py)
+    report.py        Markdown; page.py and figures.py: HTML
+    memory.py, roofline.py, energy.py, machine.py   what is measured besides time
 """
 
 from __future__ import annotations

@@ -1,11 +1,18 @@
-"""Figures of single calls, as they stand in the journal."""
+"""Figures of single calls, computed from their records in the journal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["added", "first_difference", "joules", "mean_acceptance_length", "tokens"]
+__all__ = [
+    "added",
+    "drafting_share",
+    "first_difference",
+    "joules",
+    "mean_acceptance_length",
+    "tokens",
+]
 
 
 def tokens(call: Mapping[str, Any]) -> int:
@@ -14,7 +21,7 @@ def tokens(call: Mapping[str, Any]) -> int:
 
 
 def added(counts: Iterable[Mapping[str, int]]) -> dict[int, int]:
-    """Counters of JSON added up, in the order of their numbers."""
+    """The sum of histograms whose keys JSON has turned into text; keys ascend."""
     total: dict[int, int] = {}
     for each in counts:
         for name, count in each.items():
@@ -23,7 +30,7 @@ def added(counts: Iterable[Mapping[str, int]]) -> dict[int, int]:
 
 
 def first_difference(expected: Sequence[int], got: Sequence[int]) -> int | None:
-    """Where the second list of tokens leaves the first; None where they are the same."""
+    """The first position at which two lists of tokens differ; None if they are equal."""
     if list(expected) == list(got):
         return None
     pairs = zip(expected, got, strict=False)
@@ -32,16 +39,27 @@ def first_difference(expected: Sequence[int], got: Sequence[int]) -> int | None:
 
 
 def mean_acceptance_length(calls: Sequence[Mapping[str, Any]]) -> float | None:
-    """Tokens per drafting pass: 1 + accepted / drafts; None of peers, which do not count."""
-    outputs = [output for call in calls for output in call["outputs"] if "drafts" in output]
+    """Tokens per target pass with a draft, bonus included; None for peers, which do not count."""
+    outputs = _counted(calls)
     drafts = sum(output["drafts"] for output in outputs)
     if not outputs:
         return None
     return 1 + sum(output["accepted"] for output in outputs) / drafts if drafts else 1.0
 
 
+def drafting_share(calls: Sequence[Mapping[str, Any]]) -> float | None:
+    """Share of the target passes that had a draft; None for peers, which do not count."""
+    outputs = _counted(calls)
+    passes = sum(output["passes"] for output in outputs)
+    return sum(output["drafts"] for output in outputs) / passes if passes else None
+
+
+def _counted(calls: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [output for call in calls for output in call["outputs"] if "drafts" in output]
+
+
 def joules(calls: Sequence[Mapping[str, Any]]) -> float | None:
-    """Energy per 1,000 tokens; None without a counter."""
+    """Energy per 1,000 tokens; None without an energy counter."""
     if any(call["joules"] is None for call in calls):
         return None
     return float(1000 * sum(call["joules"] for call in calls) / sum(map(tokens, calls)))

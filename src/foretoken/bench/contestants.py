@@ -1,7 +1,7 @@
-"""Who takes part in a comparison: this library's methods, and peers if they are installed.
+"""The contestants of a comparison: Foretoken's methods, and peers if they are installed.
 
-A contestant is plain data, so that it can be sent to a process of its own; nothing here imports
-torch or a peer.
+A contestant is plain data, so that it can be sent to its own process. This file imports neither
+torch nor a peer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 OWN = "foretoken"
-"""The kind of contestant that is this library."""
+"""The kind of Foretoken's own contestants."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Contestant:
     """One of those compared.
 
     Args:
-        label: what it is called in results.
+        label: its name in results.
         kind: `OWN`, or a key of `PEERS`.
-        config: the speculative_config of this library's contestants; for a peer, nothing.
-        quantization: of this library's contestants.
+        config: the speculative_config of one of the kind `OWN`; empty for a peer.
+        quantization: as `LLM` takes it; of the kind `OWN`.
     """
 
     label: str
@@ -54,14 +54,14 @@ class Setting:
 
     Args:
         model: folder, GGUF file or alias.
-        dtype, device: of this library's and Transformers' contestants.
-        runtime: of this library's contestants.
+        dtype, device: of Foretoken's and Transformers' contestants.
+        runtime: of Foretoken's contestants.
         draft_model: for methods that take one, and for the assistant of Transformers.
         gguf: the model for peers that read nothing else.
         threads: for every contestant.
         max_tokens: generated per request.
         max_prompt_tokens: the middle of longer prompts is cut out.
-        max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory: of this library's
+        max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory: of Foretoken's
             contestants, as `LLM` takes them.
     """
 
@@ -92,7 +92,7 @@ class Peer:
     Args:
         family: what `--peers` calls the library.
         module: what Python imports.
-        needs: fields of `Setting` it cannot do without.
+        needs: fields of `Setting` that it requires.
     """
 
     family: str
@@ -111,18 +111,18 @@ PEERS: dict[str, Peer] = {
 }
 
 BASELINE = Contestant("none", OWN, {"method": "none"})
-"""This library without a draft: what all others are compared with."""
+"""Plain decoding by Foretoken: all others are compared with it."""
 
 
 def methods(
     texts: Sequence[str], draft_model: str | None, quantization: str | None
 ) -> list[Contestant]:
-    """The baseline, and methods as they stand on a command line.
+    """The baseline, and the methods of a command line.
 
     Args:
-        texts: names, or speculative_configs as JSON, which may have a `quantization` besides.
-        draft_model: for methods that take one and name none.
-        quantization: of those that name none, and of the baseline.
+        texts: names, or speculative_configs as JSON, which may have a `quantization`, too.
+        draft_model: for methods that take one and do not name it.
+        quantization: of the baseline, and of methods that do not name one.
 
     Raises:
         ConfigError: one is not JSON, or a configuration is wrong.
@@ -162,10 +162,10 @@ def _complete(fields: dict[str, Any], draft_model: str | None) -> None:
 def peers(text: str, setting: Setting) -> list[Contestant]:
     """The peers that `--peers` names: families, or one configuration each.
 
-    A family stands for those of its configurations that the setting has all parts for.
+    A family stands for those of its configurations whose needs the setting meets.
 
     Raises:
-        ConfigError: a name is unknown, a part is missing, or a peer is not installed.
+        ConfigError: a name is unknown, a need is not met, or a peer is not installed.
     """
     chosen: dict[str, Contestant] = {}
     for name in filter(None, (part.strip() for part in text.split(","))):
@@ -196,7 +196,7 @@ def _missing(peer: Peer, setting: Setting) -> list[str]:
 
 
 def check_installed(label: str) -> None:
-    """Find out before the work that a peer is not there.
+    """Refuse a peer that is missing, before any work.
 
     Raises:
         ConfigError: it is not installed.
@@ -211,5 +211,5 @@ def check_installed(label: str) -> None:
 
 def gguf_path(setting: Setting) -> Path:
     """The model file of peers that read GGUF."""
-    assert setting.gguf is not None, "refused by `peers` before"
+    assert setting.gguf is not None, "`peers` has refused it"
     return Path(setting.gguf)

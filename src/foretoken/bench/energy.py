@@ -1,7 +1,6 @@
 """Energy by the machine's own counters: RAPL of the processor, NVML of NVIDIA GPUs.
 
-CodeCarbon reads the same two, and estimates where there is none; here an estimate is no result:
-without a counter energy is unavailable, with the reason.
+Where there is no counter, energy is reported as unavailable with the reason; it is never estimated.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ class Meter(Protocol):
     """A counter of energy."""
 
     def read(self) -> list[int]:
-        """The counters as they stand, in any unit."""
+        """The counters' current values, in any unit."""
         ...
 
     def joules(self, before: list[int], after: list[int]) -> float:
@@ -30,7 +29,7 @@ class Meter(Protocol):
 
 @dataclass(frozen=True)
 class RaplMeter:
-    """Processor packages through Linux's powercap, in microjoules that wrap around.
+    """Processor packages through Linux's powercap. Its counters of microjoules wrap around.
 
     Args:
         zones: one folder per package.
@@ -73,7 +72,7 @@ class NvmlMeter:
 
 
 def open_meter(device: str, powercap: Path = POWERCAP) -> tuple[Meter | None, str]:
-    """The counter of the device that computes, or None; and in words what there is.
+    """The energy counter of a device, or None; and its name, or the reason why there is none.
 
     Args:
         device: "cpu" or "cuda...".

@@ -29,7 +29,7 @@ def can_draw() -> bool:
 
 
 def draw_all(results: Results) -> dict[str, str]:
-    """SVG files by title: all plots that there are figures for."""
+    """SVG texts by title, of all plots that have data."""
     drawing = [label for label in results.labels if results.accepted_lengths(label)]
     passes = [label for label in results.labels if len(results.verify_seconds(label)) > 1]
     plots: dict[str, Callable[[Axes], None] | None] = {
@@ -55,7 +55,7 @@ def _svg(contents: Callable[[Axes], None]) -> str:
     from matplotlib.figure import Figure
 
     text = io.StringIO()
-    # Without a date and with a salt of its own, equal figures are equal files.
+    # Without a date and with a fixed salt, equal figures give equal files.
     with rc_context({"svg.hashsalt": "foretoken", "svg.fonttype": "none"}):
         figure = Figure(figsize=(7, 4), layout="constrained")
         FigureCanvasSVG(figure)

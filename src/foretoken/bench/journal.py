@@ -1,4 +1,4 @@
-"""Records as JSON lines, appended one by one; a run that was broken off goes on from them."""
+"""Records as JSON lines, appended one by one, from which an interrupted run continues."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["Journal"]
 
 
 class Journal:
-    """A file of JSON objects, the first of which says what all others depend on.
+    """A file of JSON objects; the first one has the settings that all others depend on.
 
-    A file made with other settings is refused, so that a summary is never a mixture.
+    A file made with other settings is refused, so that a summary never mixes different runs.
 
     Args:
         path: created if it does not exist; None keeps the records in memory only.
-        format_name: what the first line is recognised by.
-        settings: whatever the records depend on.
+        format_name: marks the first line as that of such a file.
+        settings: everything the records depend on.
 
     Raises:
         ForetokenError: the file is not such a file, cannot be used, or its settings differ.
@@ -38,20 +38,20 @@ class Journal:
             raise ForetokenError(f"cannot use {path}: {error.strerror}.") from error
 
     def add(self, record: dict[str, Any]) -> None:
-        """Keep one more, on disk before this returns."""
+        """Add a record; it is on disk before this returns."""
         self.records.append(record)
         self._append(record)
 
     def _load(self, path: Path, header: dict[str, Any]) -> None:
         text = path.read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1]  # the last line may have been cut off
+        whole = text[: text.rfind("\n") + 1]  # an interruption may have cut off the last line
         try:
             found, *self.records = [json.loads(line) for line in whole.splitlines()]
         except ValueError as error:
             raise ForetokenError(f"{path} is not a results file: {error}.") from error
         if not all(isinstance(record, dict) for record in (found, *self.records)):
             raise ForetokenError(f"{path} is not a results file: expected JSON objects.")
-        # As JSON gives it back: tuples have become lists.
+        # JSON turns tuples into lists: compare like with like.
         _check_header(path, found, json.loads(json.dumps(header)))
         if whole != text:
             path.write_text(whole, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a measurement depends on: processor and versions. Imports neither torch nor a model."""
+"""The machine of a measurement: processor and versions. Does not import torch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _cpu_model() -> str:
 
 
 def source_digest() -> str:
-    """Twelve hexadecimal digits that change with any line of the package."""
+    """Twelve hexadecimal digits that change with every change of the package's source."""
     root = Path(foretoken.__file__).parent
     digest = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):

@@ -1,4 +1,4 @@
-"""Bytes: what a process has used at most, and what weights and KV take by their shapes.
+"""Peak bytes of a process, and bytes of weights and KV computed from their shapes.
 
 Tables 8 and 9 of Xia et al., "Speculative Decoding" (2023), give peak memory by parts.
 """
@@ -14,11 +14,11 @@ __all__ = ["BYTES", "kv_bytes", "peak_bytes", "weight_bytes"]
 
 
 BYTES = {"int8": 34 / 32, "int4": 20 / 32}
-"""Of a quantized weight: groups of 32 have a scale in 16 bits, and with 4 bits an offset."""
+"""Per quantized weight. Groups of 32 share a scale of 16 bits; int4 groups an offset, too."""
 
 
 def peak_bytes(device: str) -> int:
-    """Most memory this process has held: of the GPU if it computes there, else resident."""
+    """Peak memory of this process: of the GPU if it computes there, else resident memory."""
     if device.startswith("cuda"):
         import torch
 
@@ -32,8 +32,8 @@ def peak_bytes(device: str) -> int:
 def weight_bytes(folder: Path, itemsize: int, quantization: str | None = None) -> int:
     """Bytes of the weights that one forward pass reads.
 
-    An input embedding that is not tied to the output layer does not count: a pass looks up single
-    rows of it. Quantized matrices count with the scales of their groups.
+    An input embedding that is not tied to the output layer is left out, because a pass reads only
+    a few of its rows. Quantized matrices count with the scales of their groups.
 
     Args:
         folder: a Hugging Face folder with safetensors.
@@ -52,7 +52,7 @@ def weight_bytes(folder: Path, itemsize: int, quantization: str | None = None) -
         if untied and name.endswith(("embed_tokens.weight", "wte.weight", "embed_in.weight")):
             continue
         quantized = len(shape) > 1 and quantization is not None
-        # The head stays in int8, and so does the embedding that it is tied to.
+        # With int4 the output layer stays in int8, and so does the embedding tied to it.
         is_head = name.endswith(("lm_head.weight", "embed_tokens.weight"))
         form = "int8" if is_head else str(quantization)
         total += _product(shape) * (BYTES[form] if quantized else itemsize)
@@ -67,7 +67,7 @@ def _product(shape: list[int]) -> int:
 
 
 def kv_bytes(folder: Path, itemsize: int) -> int | None:
-    """Bytes of one position's keys and values in all layers; None if config.json does not say."""
+    """Bytes of one position's keys and values in all layers; None if config.json lacks sizes."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     layers = config.get("num_hidden_layers", config.get("n_layer"))
     heads = config.get("num_attention_heads", config.get("n_head"))

@@ -1,4 +1,4 @@
-"""This library as a contestant."""
+"""Foretoken itself as a contestant."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ import torch
 
 from foretoken import models
 from foretoken.bench.contestants import Contestant, Setting
+from foretoken.bench.encode import encode, prompt_limit, random_ids
 from foretoken.bench.memory import kv_bytes, weight_bytes
-from foretoken.bench.prompts_file import cut_middle
 from foretoken.core.params import SamplingParams
-from foretoken.errors import ConfigError
 from foretoken.llm import LLM
 from foretoken.outputs import RequestOutput
 from foretoken.trace import StepTrace
 
-__all__ = ["OwnRunner"]
+__all__ = ["OwnRunner", "drafts_a_tree"]
 
-_SHORTEST_PROMPT = 2
-"""Tokens: its first and its last."""
+CONTROL_TEMPERATURE = 1.5
+"""So hot that hardly any token recurs."""
+
+CONTROL_TOKENS = 128
+"""Length of a random prompt, if the context has room for it."""
 
 
 class OwnRunner:
@@ -47,7 +49,7 @@ class OwnRunner:
             max_num_seqs=setting.max_num_seqs,
             max_num_batched_tokens=setting.max_num_batched_tokens,
             kv_cache_memory=setting.kv_cache_memory,
-            enable_prefix_caching=False,  # the rounds repeat every prompt
+            enable_prefix_caching=False,  # every round repeats every prompt
         )
 
     @property
@@ -56,8 +58,9 @@ class OwnRunner:
         return str(self._llm.device)
 
     def facts(self) -> dict[str, Any]:
-        """What the baseline is needed for, too: the context, and bytes of model and draft model."""
+        """What runs, its context, what its rule guarantees, and bytes of model and draft model."""
         llm, draft = self._llm, self._llm.speculative_config.model
+        rule = llm.speculative_config.rule
         itemsize = llm.dtype.itemsize
         quantization = self._contestant.quantization
         assert llm.model_path is not None, "loaded by its name"
@@ -66,40 +69,52 @@ class OwnRunner:
             "dtype": str(llm.dtype).removeprefix("torch."),
             "runtime": llm.runtime,
             "max_model_len": llm.max_model_len,
-            "lossless": llm.speculative_config.rule.lossless,
+            "lossless": rule.lossless,
+            "same_samples": rule.lossless and rule.ignores_draft_lengths,
             "weight_bytes": weight_bytes(llm.model_path, itemsize, quantization),
             "kv_bytes": kv_bytes(llm.model_path, itemsize),
             "draft_bytes": _draft_bytes(draft, itemsize, quantization),
         }
 
     def encode(self, text: str, max_model_len: int) -> list[int]:
-        """A prompt's tokens, as the first message of a chat where the model has a template.
+        """A prompt's tokens (see `encode.encode`).
 
         Args:
-            text: the prompt; of a long one the middle is cut out.
-            max_model_len: the least of all contestants.
+            text: the prompt; the middle of a long one is cut out.
+            max_model_len: the smallest context of all contestants.
 
         Raises:
-            ConfigError: nothing of that is left for a prompt.
+            ConfigError: the context leaves no room for a prompt.
         """
-        llm, max_tokens = self._llm, self._setting.max_tokens
-        room = max_model_len - max_tokens
-        if room < _SHORTEST_PROMPT:
-            raise ConfigError(
-                f"max_tokens {max_tokens} leaves no room for a prompt in a context of "
-                f"{max_model_len}: lower it, or raise max_model_len."
-            )
-        templated = llm.tokenizer is not None and llm.tokenizer.chat_template
-        ids = llm.encode([{"role": "user", "content": text}] if templated else text)
-        return cut_middle(ids, min(self._setting.max_prompt_tokens, room))
+        setting = self._setting
+        limit = prompt_limit(max_model_len, setting.max_prompt_tokens, setting.max_tokens)
+        return encode(self._llm, text, limit)
+
+    def control(self, seed: int, max_model_len: int) -> list[int]:
+        """A prompt of random tokens; arguments as in `encode`."""
+        limit = prompt_limit(max_model_len, CONTROL_TOKENS, self._setting.max_tokens)
+        return random_ids(self._llm, seed, limit)
 
     def forget(self) -> None:
-        """Let go of what earlier outputs taught the drafter."""
+        """Forget what earlier outputs taught the drafter."""
         self._llm.reset_drafter_memory()
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[dict[str, Any]]:
-        """Tokens, and what the drafts came to."""
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, seed: int | None = None
+    ) -> list[dict[str, Any]]:
+        """Tokens, times and counts of each prompt.
+
+        Args:
+            prompts: token ids.
+            max_tokens: generated for each.
+            seed: of sampling at `CONTROL_TEMPERATURE`; None is greedy.
+        """
+        params = SamplingParams(
+            temperature=0 if seed is None else CONTROL_TEMPERATURE,
+            seed=seed,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+        )
         return [_counts(output) for output in self._llm.generate(list(prompts), params)]
 
 
@@ -129,10 +144,10 @@ def _counts(output: RequestOutput) -> dict[str, Any]:
         "accepted": metrics.num_accepted_tokens,
         "accepted_lengths": lengths,
         "verify_seconds": verify,
-        "branched": any(_branches(step) for step in drafting),
+        "branched": any(drafts_a_tree(step) for step in drafting),
     }
 
 
-def _branches(step: StepTrace) -> bool:
-    """Whether the draft is more than a chain."""
+def drafts_a_tree(step: StepTrace) -> bool:
+    """Whether a step's draft is a tree and not a chain."""
     return list(step.parents) != list(range(-1, len(step.parents) - 1))

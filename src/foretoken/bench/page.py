@@ -1,4 +1,4 @@
-"""A comparison as one HTML file that needs nothing else: tables, remarks and plots."""
+"""A comparison as a self-contained HTML file: tables, remarks and plots."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ img { max-width: 100%; height: auto; }
 
 
 def html(results: Results, settings: Mapping[str, Any]) -> str:
-    """The page; without Matplotlib it says so in place of the plots.
+    """The page; without Matplotlib it has a line that says so in place of the plots.
 
     Args:
         results: what was measured.
@@ -77,6 +77,6 @@ def html(results: Results, settings: Mapping[str, Any]) -> str:
 
 
 def _pictures(results: Results) -> dict[str, str]:
-    """As images of their own: inline, the ids of several SVGs would collide."""
+    """As separate images: the ids of several inline SVGs would collide."""
     plots = draw_all(results)
     return {title: base64.b64encode(svg.encode()).decode() for title, svg in plots.items()}

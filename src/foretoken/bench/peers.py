@@ -1,8 +1,8 @@
-"""Peers as contestants, each in its own best sensible configuration.
+"""Peers as contestants, each in the configuration that its documentation recommends.
 
-Prompt lookup (Saxena, 2023) has in all of them the draft length that its own documentation
-recommends. No peer may keep the KV of a prompt it has seen: the rounds repeat every prompt. What
-one of them does not need is not imported for it, or it would count as its memory.
+Draft lengths of prompt lookup (Saxena, 2023) are the recommended ones, too. No peer may keep the KV
+of a prompt, because the rounds repeat every prompt. Imports are local: a module that a peer does
+not need would count as its memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from foretoken.bench.runner import Runner
 __all__ = ["LlamaCppRunner", "OpenVinoRunner", "TransformersRunner", "runner"]
 
 LOOKUP_TOKENS = 10
-"""Draft length of prompt lookup where nothing else is recommended: that of its author."""
+"""Draft length of prompt lookup where none is recommended: the one its author used."""
 
 
 def runner(contestant: Contestant, setting: Setting) -> Runner:
@@ -68,7 +68,7 @@ class TransformersRunner:
         if mode == "lookup":
             self._options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
         elif mode == "assistant":
-            assert setting.draft_model is not None, "refused by `peers` before"
+            assert setting.draft_model is not None, "`peers` has refused it"
             draft = models.resolve(setting.draft_model)
             self._options["assistant_model"] = models.load_model(draft, dtype, place)
             draft_bytes = weight_bytes(draft, dtype.itemsize)
@@ -128,7 +128,7 @@ class LlamaCppRunner:
         draft = None
         if mode == "lookup":
             speculative = importlib.import_module("llama_cpp.llama_speculative")
-            # Its documentation: 10 is good for GPUs, 2 for machines without one.
+            # Its documentation recommends 10 with a GPU and 2 without one.
             draft = speculative.LlamaPromptLookupDecoding(num_pred_tokens=2)
         self._llama = library.Llama(
             model_path=str(gguf_path(setting)),
@@ -137,7 +137,7 @@ class LlamaCppRunner:
             n_threads_batch=setting.threads,
             n_gpu_layers=0,
             draft_model=draft,
-            logits_all=draft is not None,  # or it has no room for those of a draft
+            logits_all=draft is not None,  # else there is no room for the logits of a draft
             verbose=False,
         )
         self._size = gguf_path(setting).stat().st_size
@@ -154,7 +154,7 @@ class LlamaCppRunner:
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[dict[str, Any]]:
         """Tokens, and the time to the first one."""
         (ids,) = prompts
-        self._llama.reset()  # or it would keep the KV of an equal prompt
+        self._llama.reset()  # else it keeps the KV of an equal prompt
         began, first = time.perf_counter(), 0.0
         tokens: list[int] = []
         for token in self._llama.generate(list(ids), temp=0.0, repeat_penalty=1.0):
@@ -181,7 +181,7 @@ class OpenVinoRunner:
         path = gguf_path(setting)
         self._lookup = mode == "lookup"
         scheduler = self._genai.SchedulerConfig()
-        scheduler.enable_prefix_caching = False  # its default keeps the KV of equal prompts
+        scheduler.enable_prefix_caching = False  # the default keeps the KV of equal prompts
         options: dict[str, Any] = {
             "INFERENCE_NUM_THREADS": setting.threads,
             "scheduler_config": scheduler,
@@ -200,7 +200,7 @@ class OpenVinoRunner:
         }
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[dict[str, Any]]:
-        """Tokens, and the time to the first one as the library measures it."""
+        """Tokens, and the time to the first one as OpenVINO measures it."""
         import numpy as np
 
         config = self._genai.GenerationConfig()
@@ -212,15 +212,15 @@ class OpenVinoRunner:
         (ids,) = prompts
         inputs = self._openvino.Tensor(np.array([ids], dtype=np.int64))  # [1, N]
         result = self._pipeline.generate(inputs, config)
-        first = result.perf_metrics.get_ttft().mean / 1000  # it gives milliseconds
+        first = result.perf_metrics.get_ttft().mean / 1000  # from milliseconds
         return [_timed(list(result.tokens[0]), first)]
 
 
 def _batches(why_not: str | None) -> dict[str, Any]:
-    """Whether several prompts at once are measured."""
+    """Whether several prompts at once can be measured, and if not, why."""
     return {"batches": why_not is None, "no_batches": why_not}
 
 
 def _timed(tokens: list[int], first: float) -> dict[str, Any]:
-    """An output whose prefill ends with its first token; this library's ends before it."""
+    """An output whose prefill time includes the first token; Foretoken's does not."""
     return {"token_ids": tokens, "prefill_seconds": first, "decode_tokens": len(tokens) - 1}

@@ -1,4 +1,4 @@
-"""A contestant's process from outside: start, ask, close."""
+"""The parent's side of a contestant's process: start, ask, close."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ _THREADS = (
     "NUMEXPR_NUM_THREADS",
     "RAYON_NUM_THREADS",
 )
-"""What libraries read when they are imported, so that it is set before that."""
+"""Libraries read these when they are imported, so they are set before the process starts."""
 
 _PATIENCE = 10.0
-"""Seconds to end by itself."""
+"""Seconds a process gets to end by itself."""
 
 
 class Process:
-    """A contestant that has been started and told to load; a context manager.
+    """A contestant's process, started and told to load; a context manager.
 
     Args:
         contestant: who.
         setting: what is the same for all.
 
     Attributes:
-        label: the contestant's.
-        facts: what it said of itself when it was loaded.
+        label: the contestant's label.
+        facts: what it reported once it was loaded.
     """
 
     def __init__(self, contestant: Contestant, setting: Setting) -> None:
@@ -55,14 +55,14 @@ class Process:
             text=True,
             encoding="utf-8",
             env={**os.environ, **dict.fromkeys(_THREADS, str(setting.threads))},
-            start_new_session=True,  # Ctrl-C is for the parent, which closes what it started
+            start_new_session=True,  # Ctrl-C goes to the parent alone, which closes this process
         )
         self.facts: dict[str, Any] = {}
         fields = {**asdict(contestant), "config": dict(contestant.config)}
         self._tell(contestant=fields, setting=asdict(setting))
 
     def wait_until_loaded(self) -> None:
-        """Learn its `facts`.
+        """Wait, then fill in `facts`.
 
         Raises:
             ForetokenError: it cannot be loaded.
@@ -70,15 +70,22 @@ class Process:
         self.facts = self._answer()
 
     def encode(self, texts: list[str], max_model_len: int) -> list[list[int]]:
-        """Prompts as tokens that leave room for the output; of this library's contestants."""
+        """See `Worker.encode`."""
         return list(self._ask(command="encode", texts=texts, max_model_len=max_model_len))
 
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+    def control(self, seeds: list[int], max_model_len: int) -> list[list[int]]:
+        """See `Worker.control`."""
+        return list(self._ask(command="control", seeds=seeds, max_model_len=max_model_len))
+
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int, seed: int | None = None
+    ) -> dict[str, Any]:
         """One call: `seconds`, and `outputs` with the tokens of every prompt."""
-        return dict(self._ask(command="generate", prompts=prompts, max_tokens=max_tokens))
+        request = {"prompts": prompts, "max_tokens": max_tokens, "seed": seed}
+        return dict(self._ask(command="generate", **request))
 
     def forget(self) -> None:
-        """Let it forget earlier outputs."""
+        """Make its drafter forget earlier outputs."""
         self._ask(command="forget")
 
     def stream(self, size: int) -> float:
@@ -86,7 +93,7 @@ class Process:
         return float(self._ask(command="stream", size=size))
 
     def memory(self) -> dict[str, int]:
-        """Most bytes so far."""
+        """Peak bytes so far."""
         return dict(self._ask(command="memory"))
 
     def _ask(self, **request: Any) -> Any:
@@ -95,7 +102,7 @@ class Process:
 
     def _tell(self, **request: Any) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # `_answer` says why
+        with suppress(BrokenPipeError):  # `_answer` reports why
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
 
@@ -110,14 +117,14 @@ class Process:
         return answer["answer"]
 
     def _last_words(self) -> str:
-        """The last line on its standard error, or its exit code."""
+        """The last line of its standard error, or its exit code."""
         code = self._process.wait(_PATIENCE)
         self._complaints.seek(0)
         lines = self._complaints.read().strip().splitlines()
         return lines[-1] if lines else f"exit code {code}."
 
     def close(self, *, force: bool = False) -> None:
-        """End it; by force in the middle of its work."""
+        """End the process; `force` kills it in the middle of its work."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         if force:

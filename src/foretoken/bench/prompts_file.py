@@ -38,7 +38,7 @@ MT_BENCH = frozenset(
 """The categories that Spec-Bench took from MT-Bench: together they are one kind."""
 
 TEXT_FIELDS = ("prompt", "text", "question", "instruction")
-"""Where the text of a prompt stands in JSON lines that are not Spec-Bench's, first found first."""
+"""Fields that may have a prompt's text in JSON lines other than Spec-Bench's; the first counts."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Prompt:
 
     @property
     def seed(self) -> int:
-        """A seed of its own, the same wherever the prompt stands in a sample."""
+        """A seed computed from the id: the same in every sample that has the prompt."""
         return int.from_bytes(hashlib.sha256(self.id.encode()).digest()[:4], "big")
 
 
@@ -142,7 +142,7 @@ def stratified(
         if kind not in by_kind:
             raise PromptError(f"no prompts of kind '{kind}'; there are: {', '.join(by_kind)}.")
     chosen = [
-        # A generator per kind: the sample of one does not depend on the others.
+        # A generator per kind: adding a kind does not change the samples of the others.
         random.Random(f"{seed}/{kind}").sample(members, len(members))[:per_kind]
         for kind, members in by_kind.items()
         if not kinds or kind in kinds
@@ -151,7 +151,7 @@ def stratified(
 
 
 def cut_middle(ids: Sequence[int], limit: int) -> list[int]:
-    """The first and the last `limit / 2` tokens of a longer list: a template's ends stay."""
+    """At most `limit` tokens: of a longer list the first half and the last half of that."""
     if len(ids) <= limit:
         return list(ids)
     head = limit // 2

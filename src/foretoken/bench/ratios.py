@@ -1,13 +1,18 @@
-"""Ratios of speeds over prompts: geometric means and bootstrap confidence intervals."""
+"""Ratios of speeds: geometric means with confidence intervals, computed by SciPy."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import geometric_mean
+from typing import Any
 
 import numpy as np
 
-__all__ = ["Interval", "bootstrap_ratio", "geometric_mean"]
+from foretoken.errors import ForetokenError
+
+__all__ = ["Interval", "bootstrap_ratio", "geometric_mean", "scipy_stats", "t_ratio"]
 
 RESAMPLES = 10_000
 LEVEL = 0.95
@@ -27,26 +32,58 @@ class Interval:
         return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def geometric_mean(values: Sequence[float]) -> float:
-    """The mean for ratios: of twice and half it is 1."""
-    return float(np.exp(np.log(np.asarray(values, dtype=np.float64)).mean()))
+def scipy_stats() -> Any:
+    """The module `scipy.stats`, imported at its first use because that takes a second.
+
+    Raises:
+        ForetokenError: SciPy is not installed.
+    """
+    try:
+        return importlib.import_module("scipy.stats")
+    except ImportError as error:
+        raise ForetokenError(
+            "confidence intervals need SciPy: pip install 'foretoken[bench]'."
+        ) from error
 
 
 def bootstrap_ratio(ratios: Sequence[float], seed: int = 0) -> Interval:
-    """Geometric mean of ratios with its 95 % percentile bootstrap interval over prompts.
+    """Geometric mean of ratios with a 95 % percentile bootstrap interval.
 
-    Resampling prompts and not rounds: the interval says what another sample of prompts would give.
+    With one ratio per prompt, prompts are resampled: the interval says how far the mean of another
+    sample of prompts may lie.
 
     Args:
-        ratios: one per prompt, positive.
+        ratios: positive numbers.
         seed: of the resampling.
     """
-    logs = np.log(np.asarray(ratios, dtype=np.float64))  # [P]
     mean = geometric_mean(ratios)
-    if len(logs) < 2:
+    if len(ratios) < 2:
         return Interval(mean, None, None)
-    picks = np.random.default_rng(seed).integers(len(logs), size=(RESAMPLES, len(logs)))
-    means = np.exp(logs[picks].mean(axis=1))  # [RESAMPLES]
-    tail = (1 - LEVEL) / 2
-    low, high = np.quantile(means, [tail, 1 - tail])
+    found = scipy_stats().bootstrap(
+        (np.log(ratios),),
+        np.mean,
+        n_resamples=RESAMPLES,
+        confidence_level=LEVEL,
+        method="percentile",
+        rng=np.random.default_rng(seed),
+    )
+    low, high = np.exp(found.confidence_interval)
     return Interval(mean, float(low), float(high))
+
+
+def t_ratio(ratios: Sequence[float], level: float) -> Interval:
+    """Geometric mean of ratios with Student's t interval of their logarithms.
+
+    For a few rounds of the same measurement. A percentile bootstrap of five values is too narrow:
+    its 95 % intervals contain the true mean in 83 % of cases.
+
+    Args:
+        ratios: positive numbers, one per round.
+        level: the share of such intervals that contain the true mean.
+    """
+    mean = geometric_mean(ratios)
+    if len(ratios) < 2:
+        return Interval(mean, None, None)
+    stats, logs = scipy_stats(), np.log(ratios)
+    half = stats.t.ppf((1 + level) / 2, len(logs) - 1) * stats.sem(logs)
+    return Interval(mean, float(mean * np.exp(-half)), float(mean * np.exp(half)))

@@ -1,13 +1,13 @@
-"""A comparison as Markdown: ratios first, and beside every number what it depends on."""
+"""A comparison as Markdown tables and remarks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from foretoken.bench.contestants import BASELINE
 from foretoken.bench.ratios import Interval
-from foretoken.bench.rows import ALL, Row
+from foretoken.bench.rows import ALL, CONTROL, Row
 from foretoken.bench.summary import Results
 from foretoken.bench.tables import markdown_table
 
@@ -15,6 +15,8 @@ __all__ = ["Table", "facts_line", "markdown", "notes", "tables"]
 
 Table = tuple[str, Sequence[str], list[list[str]]]
 """Title, header, rows."""
+
+ACCEPTANCE = "Mean acceptance length by kind, and the share of target passes that had a draft"
 
 HEADER = (
     "contestant",
@@ -38,19 +40,20 @@ def markdown(results: Results, settings: Mapping[str, Any]) -> str:
 
 
 def facts_line(settings: Mapping[str, Any]) -> str:
-    """What the figures depend on."""
-    hidden = ("contestants", "max_num_seqs", "batch_sizes", "max_prompt_tokens")
+    """The settings and the machine that the figures depend on, in one line."""
+    hidden = ("contestants", "max_num_seqs", "batch_sizes", "max_prompt_tokens", "control")
     shown = {name: value for name, value in settings.items() if name not in hidden}
     return ", ".join(f"{name} {value}" for name, value in shown.items() if value is not None)
 
 
 def tables(results: Results) -> list[Table]:
-    """Those there is something to say in."""
+    """All tables that have rows."""
     rows = results.rows
     overall = [row for row in rows if row.kind == ALL]
     found: list[Table] = [("Speed", HEADER, [_cells(row) for row in overall])]
     if len(results.kinds) > 1:
-        found.append(("Speed by kind of prompt", *_by_kind(results, rows)))
+        found.append(("Speed by kind of prompt", *_by_kind(results, rows, _ratio)))
+        found.append((ACCEPTANCE, *_by_kind(results, rows, _acceptance)))
     found.append(("Memory", *_memory(results)))
     found.append(("Roofline", *_roofline(results)))
     if any(row.joules is not None for row in overall):
@@ -62,13 +65,13 @@ def tables(results: Results) -> list[Table]:
 
 
 def notes(results: Results) -> list[str]:
-    """What a reader has to know about the figures."""
+    """What a reader needs to know about the figures."""
     baseline = results.facts[BASELINE.label]
     found = [
-        "Ratios are geometric means over prompts of medians over rounds, with a bootstrap 95 % "
-        "interval over prompts. Tokens/s are given beside them and mean nothing alone.",
-        f"Equal calls lie {results.spread:.1%} apart (longest less shortest over their median; the "
-        "median of that).",
+        "A ratio is the geometric mean over prompts of medians over rounds, with a 95 % bootstrap "
+        "interval over prompts. Compare ratios: tokens/s depend on what else the machine did.",
+        f"Rounds of the same call differ by {results.spread:.1%} (longest less shortest "
+        "over their median; the median of all calls).",
         f"Energy: {results.energy_source}.",
     ]
     found += [
@@ -78,25 +81,34 @@ def notes(results: Results) -> list[str]:
         if "version" in facts
     ]
     found += [
-        f"{label}: its drafter was given up: {why}"
+        f"{label}: its drafter failed and was given up: {why}"
         for label, why in results.drafter_failures().items()
     ]
-    found += _who_is_measured_in_batches(results)
+    found += _control(results) + _who_is_measured_in_batches(results)
     overall = [row for row in results.rows if row.kind == ALL]
     found += [
         f"{row.label}: outputs must be those of {BASELINE.label}, and differ on {row.differing} "
-        "prompts."
-        for row in overall
-        if row.promised and row.differing
+        f"prompts{'' if row.kind == ALL else ' of the control'}."
+        for row in results.broken()
     ]
     found += [
         f"{row.label}: on {row.learning} prompts the rounds took different numbers of target "
-        "passes. It goes by the clock, or learns from earlier requests: then only --rounds 1 is "
-        "fair, since every round has the same prompts."
+        "passes. Either its draft lengths depend on measured times, or it learns from earlier "
+        "requests; if it learns, only --rounds 1 is fair, since every round has the same prompts."
         for row in overall
         if row.learning
     ]
     return found
+
+
+def _control(results: Results) -> list[str]:
+    rows = [row for row in results.rows if row.kind == CONTROL]
+    if not rows:
+        return []
+    return [
+        f"{CONTROL}: {rows[0].prompts} prompts of random tokens, sampled at temperature 1.5. "
+        "Drafts are hardly ever right there, so a ratio below 1 is what the method costs."
+    ]
 
 
 def _who_is_measured_in_batches(results: Results) -> list[str]:
@@ -104,9 +116,9 @@ def _who_is_measured_in_batches(results: Results) -> list[str]:
         return []
     measured = [label for label, facts in results.facts.items() if facts["batches"]]
     return [
-        f"Several prompts at once are measured of {', '.join(measured)}.",
+        f"Several prompts at once were measured for {', '.join(measured)}.",
         *(
-            f"{label}: measured with one prompt only: {facts['no_batches']}."
+            f"{label}: measured with one prompt at a time: {facts['no_batches']}."
             for label, facts in results.facts.items()
             if not facts["batches"]
         ),
@@ -126,17 +138,25 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _by_kind(results: Results, rows: Sequence[Row]) -> tuple[Sequence[str], list[list[str]]]:
-    by_key = {(row.label, row.kind): row for row in rows}
+def _by_kind(
+    results: Results, rows: Sequence[Row], cell: Callable[[Row], str]
+) -> tuple[Sequence[str], list[list[str]]]:
+    cells = {(row.label, row.kind): cell(row) for row in rows}
     found = [
-        [label, *(_ratio_of(by_key.get((label, kind))) for kind in results.kinds)]
+        [label, *(cells.get((label, kind), "-") for kind in results.kinds)]
         for label in results.labels
     ]
     return ("contestant", *results.kinds), found
 
 
-def _ratio_of(row: Row | None) -> str:
-    return _interval(None if row is None else row.ratio)
+def _ratio(row: Row) -> str:
+    return str(row.ratio)
+
+
+def _acceptance(row: Row) -> str:
+    if row.mean_acceptance_length is None or row.drafting_share is None:
+        return "-"
+    return f"{row.mean_acceptance_length:.2f} ({row.drafting_share:.0%})"
 
 
 def _memory(results: Results) -> tuple[Sequence[str], list[list[str]]]:

@@ -1,7 +1,7 @@
 """The time to stream the weights once: no step of plain decoding can be shorter.
 
-A step reads every weight and little else (Leviathan et al., 2023, section 4.1: decoding is bound by
-memory bandwidth), so that bytes over bandwidth is its roofline.
+Decoding is bound by memory bandwidth (Leviathan et al., 2023, section 4.1): a step reads every
+weight and little else. Bytes over bandwidth is therefore the lower bound of its time.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import torch
 __all__ = ["stream_seconds"]
 
 LARGEST = 1 << 30
-"""Bytes that are really read: far more than any cache, and no second model in memory."""
+"""Bytes that are read at most: far more than any cache, and less than a second large model."""
 
 REPEATS = 5
 
 
 def stream_seconds(size: int, device: str = "cpu") -> float:
-    """Seconds to read this many bytes once with the threads torch has: the best of several sums.
+    """Seconds to read this many bytes once with torch's threads: the best of several runs.
 
     Args:
-        size: in bytes; of more than 1 GiB that much is read and the time is in proportion.
-        device: where.
+        size: in bytes. Above 1 GiB only 1 GiB is read, and its time is scaled up.
+        device: whose memory.
     """
     read = min(size, LARGEST)
     values = torch.ones(max(1, read // 4), dtype=torch.float32, device=device)

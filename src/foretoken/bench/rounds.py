@@ -1,4 +1,4 @@
-"""The order of contestants over rounds."""
+"""The order of contestants in each round."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Method = TypeVar("Method")
 def order(methods: Sequence[Method], index: int) -> list[Method]:
     """The order of the methods in one round.
 
-    Every second round runs backwards, and every second pair begins one method later, so that over
-    the rounds no method is always before or after another, first or last.
+    Rounds come in pairs: the second of a pair is the first backwards, and the next pair begins one
+    method later. Over the rounds every method is before every other one as often as after it.
     """
     start = index // 2 % len(methods)
     turned = [*methods[start:], *methods[:start]]

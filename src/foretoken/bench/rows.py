@@ -1,4 +1,4 @@
-"""What a comparison has found, as plain data."""
+"""The results of a comparison, as plain data."""
 
 from __future__ import annotations
 
@@ -6,29 +6,33 @@ from dataclasses import dataclass
 
 from foretoken.bench.ratios import Interval
 
-__all__ = ["ALL", "BatchPoint", "Memory", "Row"]
+__all__ = ["ALL", "CONTROL", "BatchPoint", "Memory", "Row"]
 
 ALL = "all"
-"""The row of all kinds of prompts together."""
+"""All kinds of prompts together, without the control."""
+
+CONTROL = "control"
+"""The kind of prompts of random tokens, which are sampled so hot that drafters find nothing."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant on one kind of prompts, against the baseline.
+    """One contestant on one kind of prompts, compared with the baseline.
 
     Args:
         label: the contestant.
-        kind: what the prompts are.
+        kind: of the prompts.
         prompts: how many.
         ratio: of tokens/s, prefill included.
-        decode_ratio: of tokens/s after the prefill; None where it is not known.
+        decode_ratio: of tokens/s after the prefill; None where the prefill's time is unknown.
         speed: tokens/s, the geometric mean over prompts.
-        mean_acceptance_length: tokens per drafting pass; None of peers.
-        differing: prompts on which a call's tokens were not the baseline's first.
+        mean_acceptance_length: tokens per target pass with a draft; None for peers.
+        drafting_share: share of the target passes that had a draft; None for peers.
+        differing: prompts on which some call's tokens are not those of the baseline's first call.
         first_difference: the earliest position of a difference, from 0.
-        promised: whether there must be none.
+        promised: whether there must be no difference.
         learning: prompts on which rounds took different numbers of target passes.
-        joules: energy per 1,000 tokens; None without a counter.
+        joules: energy per 1,000 tokens; None without an energy counter.
     """
 
     label: str
@@ -38,6 +42,7 @@ class Row:
     decode_ratio: Interval | None
     speed: float
     mean_acceptance_length: float | None
+    drafting_share: float | None
     differing: int
     first_difference: int | None
     promised: bool
@@ -57,9 +62,10 @@ class BatchPoint:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes: the most a process held, and the parts: weights, KV of the longest request, drafter.
+    """Peak bytes of a process, and what its parts take.
 
-    The parts follow from shapes; None is unknown. The rest is libraries, buffers and packed copies.
+    The parts are computed from shapes: weights, KV of the longest request, draft model. None is
+    unknown. The rest of the peak is libraries, buffers and packed copies of the weights.
     """
 
     label: str

@@ -1,4 +1,4 @@
-"""Rounds: every contestant on every prompt, in turn, each call on disk before the next begins."""
+"""Rounds: the contestants take turns on every prompt, and every call is saved at once."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from dataclasses import asdict, dataclass
 from itertools import cycle, islice
 from typing import Any
 
-from foretoken.bench.contestants import BASELINE, Contestant, Setting
+from foretoken.bench.contestants import BASELINE, OWN, Contestant, Setting
 from foretoken.bench.energy import open_meter
 from foretoken.bench.journal import Journal
 from foretoken.bench.machine import host
 from foretoken.bench.process import Process
 from foretoken.bench.prompts_file import Prompt
+from foretoken.bench.ratios import scipy_stats
 from foretoken.bench.rounds import order
+from foretoken.bench.rows import CONTROL
 
 __all__ = ["FORMAT", "Job", "Plan", "Unit", "pending", "run"]
 
@@ -27,11 +29,19 @@ WARM_UP_TOKENS = 16
 
 @dataclass(frozen=True)
 class Unit:
-    """What one call is about: a prompt, or several at once."""
+    """What one call generates for: a prompt, or several at once.
+
+    Args:
+        id: unique in the run.
+        kind: of the prompts.
+        prompts: one or a batch.
+        seed: of a control prompt, whose tokens are random and whose output is sampled.
+    """
 
     id: str
     kind: str
     prompts: tuple[Prompt, ...]
+    seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,7 @@ class Job:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """What it is a call of."""
+        """Identifies the call."""
         return self.label, self.unit.id, self.round
 
 
@@ -58,6 +68,8 @@ class Plan:
         prompts: the sample.
         rounds: calls of every contestant on every prompt.
         batch_sizes: numbers of prompts at once, besides 1.
+        control: how many prompts of random tokens; the contestants that are not peers sample
+            their continuation at temperature 1.5.
     """
 
     contestants: tuple[Contestant, ...]
@@ -65,18 +77,24 @@ class Plan:
     prompts: tuple[Prompt, ...]
     rounds: int
     batch_sizes: tuple[int, ...] = ()
+    control: int = 0
 
     def units(self) -> list[Unit]:
-        """Every prompt alone, then the first ones of the sample as batches."""
+        """Every prompt alone, then the control, then batches of the sample's first prompts."""
         alone = [Unit(prompt.id, prompt.kind, (prompt,)) for prompt in self.prompts]
         batches = [
             Unit(f"batch of {size}", "batch", tuple(islice(cycle(self.prompts), size)))
             for size in self.batch_sizes
         ]
-        return alone + batches
+        return alone + self.control_units() + batches
+
+    def control_units(self) -> list[Unit]:
+        """The prompts of random tokens."""
+        prompts = [Prompt(f"random {seed}", CONTROL, "") for seed in range(self.control)]
+        return [Unit(one.id, CONTROL, (one,), seed) for seed, one in enumerate(prompts)]
 
     def header(self) -> dict[str, Any]:
-        """What results depend on. More rounds may be added later."""
+        """What the results depend on. Rounds are not part of it: more may be added later."""
         texts = json.dumps([[prompt.id, prompt.text] for prompt in self.prompts])
         return {
             **asdict(self.setting),
@@ -84,18 +102,19 @@ class Plan:
             "contestants": [one.label for one in self.contestants],
             "prompts": hashlib.sha256(texts.encode()).hexdigest()[:12],
             "batch_sizes": list(self.batch_sizes),
+            "control": self.control,
             **host(),
         }
 
 
 def facts_of(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What the contestants said of themselves, by label; the last time counts."""
+    """What the contestants reported when they were loaded, by label; the last report counts."""
     found = [record for record in records if record["type"] == "contestant"]
     return {record["label"]: record["facts"] for record in found}
 
 
 def pending(plan: Plan, journal: Journal, facts: Mapping[str, Mapping[str, Any]]) -> list[Job]:
-    """The calls that are not in the journal yet, in the order in which they are to be made."""
+    """The calls that are not in the journal yet, in order."""
     done = {
         (record["contestant"], record["unit"], record["round"])
         for record in journal.records
@@ -109,7 +128,8 @@ def _jobs(plan: Plan, facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Job]:
         able = [
             one.label
             for one in plan.contestants
-            if len(unit.prompts) == 1 or facts[one.label]["batches"]
+            if (len(unit.prompts) == 1 or facts[one.label]["batches"])
+            and (unit.seed is None or one.kind == OWN)
         ]
         for index in range(plan.rounds):
             for label in order(able, index):
@@ -121,12 +141,13 @@ def run(plan: Plan, journal: Journal, show: Callable[[str, int, int], object]) -
 
     Args:
         plan: what is to be measured.
-        journal: what there is already, and where the rest goes.
-        show: told what is being done, how many calls are done and how many there are.
+        journal: has the calls made so far, and gets the others.
+        show: called with what is being done, the number of calls done, and that of all calls.
 
     Raises:
-        ForetokenError: a contestant cannot be loaded, or has ended.
+        ForetokenError: a contestant cannot be loaded, or has ended; or SciPy is missing.
     """
+    scipy_stats()  # the report needs it: refuse before hours of measuring, not after
     if _complete(plan, journal):
         return
     with ExitStack() as stack:
@@ -140,7 +161,7 @@ def run(plan: Plan, journal: Journal, show: Callable[[str, int, int], object]) -
 
 
 def _complete(plan: Plan, journal: Journal) -> bool:
-    """Whether nothing is missing, the roofline at the end included."""
+    """Whether the journal has everything, up to the roofline at the end."""
     known = facts_of(journal.records)
     if not all(one.label in known for one in plan.contestants):
         return False
@@ -149,7 +170,7 @@ def _complete(plan: Plan, journal: Journal) -> bool:
 
 
 class _Session:
-    """Processes that are running, and the journal."""
+    """A run with its processes and its journal."""
 
     def __init__(
         self,
@@ -163,15 +184,17 @@ class _Session:
         self._processes = processes
         self._show = show
         baseline = processes[BASELINE.label]
-        # A draft model's KV may leave one contestant a shorter context than the others.
+        # A draft model's KV may leave its contestant a shorter context than the others have.
         contexts = [process.facts.get("max_model_len") for process in processes.values()]
         least = min(context for context in contexts if context is not None)
         encoded = baseline.encode([prompt.text for prompt in plan.prompts], least)
         self._ids = dict(zip([prompt.id for prompt in plan.prompts], encoded, strict=True))
+        random = baseline.control(list(range(plan.control)), least) if plan.control else []
+        self._ids |= dict(zip([unit.id for unit in plan.control_units()], random, strict=True))
         self._meter, self._energy = open_meter(str(baseline.facts["device"]))
 
     def run(self) -> None:
-        """Facts, warm-up, all calls, the memory they took, and the roofline."""
+        """Record facts, warm up, make all calls, record memory and the roofline."""
         for label, process in self._processes.items():
             self._journal.add({"type": "contestant", "label": label, "facts": process.facts})
         self._journal.add({"type": "energy", "source": self._energy})
@@ -184,10 +207,10 @@ class _Session:
         self._show("done", len(jobs), len(jobs))
         for label, process in self._processes.items():
             self._journal.add({"type": "memory", "label": label, **process.memory()})
-        self._roofline()  # last, for what it reads would count as memory of the baseline's
+        self._roofline()  # last, because it makes the baseline's process larger
 
     def _warm_up(self) -> None:
-        """Once the longest prompt, and every batch: caches are then as large as they will be."""
+        """Run the longest prompt and every batch once, so that KV caches have their final size."""
         longest = max(self._ids.values(), key=len)
         units = [unit for unit in self._plan.units() if len(unit.prompts) > 1]
         for label, process in self._processes.items():
@@ -199,7 +222,7 @@ class _Session:
             process.forget()
 
     def _roofline(self) -> None:
-        """The time to stream the weights of every contestant, by the baseline's process."""
+        """Measure the time to stream each contestant's weights, in the baseline's process."""
         sizes = {process.facts["weight_bytes"] for process in self._processes.values()}
         for size in sorted(sizes):
             seconds = self._processes[BASELINE.label].stream(size)
@@ -210,10 +233,12 @@ class _Session:
 
     def _call(self, job: Job) -> dict[str, Any]:
         prompts = self._tokens(job.unit)
-        if job.round or len(prompts) > 1:  # nobody is to find a prompt's output remembered
+        if job.round or len(prompts) > 1:  # or a drafter would remember this prompt's output
             self._processes[job.label].forget()
         before = self._meter.read() if self._meter else []
-        answer = self._processes[job.label].generate(prompts, self._plan.setting.max_tokens)
+        answer = self._processes[job.label].generate(
+            prompts, self._plan.setting.max_tokens, job.unit.seed
+        )
         joules = self._meter.joules(before, self._meter.read()) if self._meter else None
         return {
             "type": "request",

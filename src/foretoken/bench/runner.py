@@ -1,4 +1,4 @@
-"""What every contestant has to offer inside its process."""
+"""The interface of a contestant inside its process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Runner"]
 
 
 class Runner(Protocol):
-    """A loaded contestant. Decoding is greedy, and an end of sequence does not end it."""
+    """A loaded contestant. It decodes greedily and goes on past an end-of-sequence token."""
 
     @property
     def device(self) -> str:
@@ -17,9 +17,9 @@ class Runner(Protocol):
         ...
 
     def facts(self) -> dict[str, Any]:
-        """What it is: `version`, `batches` (whether it takes several prompts at once), bytes."""
+        """Its `version`, `batches` (whether it takes several prompts at once), and bytes."""
         ...
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[dict[str, Any]]:
-        """Continue every prompt by `max_tokens` tokens: `token_ids` of each, and what it counts."""
+        """Continue every prompt by `max_tokens` tokens: `token_ids`, times and counts of each."""
         ...

@@ -1,7 +1,7 @@
-"""Is the GGUF file that peers are given the model that they are compared on?
+"""Checks that the GGUF file for peers has the same model as the other contestants.
 
-Told by what its header says: architecture, layers, hidden size and vocabulary. Two trainings of one
-architecture cannot be told apart like this; their outputs will differ, which the table shows.
+It compares what the file's header says: architecture, layers, hidden size and vocabulary. It cannot
+tell two trainings of one architecture apart; their outputs differ, which the table shows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ARCHITECTURES = {
     "phi": "phi2",
     "gemma3_text": "gemma3",
 }
-"""GGUF's names of Transformers' architectures; of others only the sizes are compared."""
+"""GGUF's names of Transformers' architectures; for others only sizes are compared."""
 
 
 def check_same_model(file: Path, folder: Path) -> None:
@@ -58,7 +58,7 @@ def _told(file: GgufFile) -> dict[str, Any]:
 
 
 def _expected(config: dict[str, Any]) -> dict[str, Any]:
-    """The same of a config.json; None is not known."""
+    """The same facts from a config.json; None is unknown."""
     config = {**config, **config.get("text_config", {})}
     return {
         "architecture": _ARCHITECTURES.get(config.get("model_type", "")),

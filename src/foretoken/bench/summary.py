@@ -1,4 +1,4 @@
-"""What the calls come to: ratios with intervals, agreement, acceptance, costs."""
+"""The results of all calls: ratios with intervals, agreement, acceptance lengths, costs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from foretoken.bench.calls import (
     added,
+    drafting_share,
     first_difference,
     joules,
     mean_acceptance_length,
@@ -17,14 +18,14 @@ from foretoken.bench.calls import (
 )
 from foretoken.bench.contestants import BASELINE, OWN, Contestant
 from foretoken.bench.ratios import Interval, bootstrap_ratio, geometric_mean
-from foretoken.bench.rows import ALL, BatchPoint, Memory, Row
+from foretoken.bench.rows import ALL, CONTROL, BatchPoint, Memory, Row
 from foretoken.bench.run import facts_of
 
 __all__ = ["Results"]
 
 
 class Results:
-    """Records of a journal, as figures.
+    """The figures of a journal's records.
 
     Args:
         records: all of them.
@@ -47,23 +48,28 @@ class Results:
 
     @property
     def labels(self) -> list[str]:
-        """Contestants of which there is a call on a prompt."""
+        """Contestants that were called on at least one prompt."""
         return [label for label in self._contestants if self.units(label)]
 
     @property
     def kinds(self) -> list[str]:
-        """Kinds of prompts, in the order of the sample; batches are none."""
-        units = self.units(BASELINE.label)
-        return list(dict.fromkeys(self._calls[BASELINE.label, unit][0]["kind"] for unit in units))
+        """Kinds of prompts in the order of the sample, then the control if there is one."""
+        found = [c[0] for (owner, _), c in self._calls.items() if owner == BASELINE.label]
+        return list(dict.fromkeys(call["kind"] for call in found if call["batch"] == 1))
 
     def units(self, label: str, kind: str | None = None) -> list[str]:
-        """Prompts on which both this contestant and the baseline were called."""
+        """Prompts on which both this contestant and the baseline were called.
+
+        Args:
+            label: the contestant.
+            kind: of the prompts; None is all kinds but the control.
+        """
         return [
             unit
             for (owner, unit), calls in self._calls.items()
             if owner == label
             and calls[0]["batch"] == 1
-            and kind in (None, calls[0]["kind"])
+            and (calls[0]["kind"] == kind if kind else calls[0]["kind"] != CONTROL)
             and (BASELINE.label, unit) in self._calls
         ]
 
@@ -86,11 +92,15 @@ class Results:
         ]
 
     def broken(self) -> list[Row]:
-        """Contestants whose output differs and must not."""
-        return [row for row in self.rows if row.kind == ALL and row.promised and row.differing]
+        """Rows of contestants whose output differs although it must not."""
+        return [
+            row
+            for row in self.rows
+            if row.kind in (ALL, CONTROL) and row.promised and row.differing
+        ]
 
     def accepted_lengths(self, label: str) -> dict[int, int]:
-        """How many drafts had this many tokens accepted."""
+        """Number of drafts by how many of their tokens were accepted."""
         return added(output.get("accepted_lengths", {}) for output in self._outputs(label))
 
     def verify_seconds(self, label: str) -> dict[int, float]:
@@ -114,7 +124,7 @@ class Results:
         return points
 
     def memory(self) -> list[Memory]:
-        """Of every contestant."""
+        """Peak memory of every contestant, and its parts."""
         records = [r for r in self._records if r["type"] == "memory"]
         peaks = {
             label: max((r["peak_bytes"] for r in records if r["label"] == label), default=0)
@@ -125,8 +135,8 @@ class Results:
     def roofline(self) -> list[tuple[str, float, float]]:
         """Label, seconds to stream the weights once, and median seconds of a step.
 
-        A step is a target pass without a draft; of a peer it is a token after the first, and only
-        of plain decoding, where that is the same.
+        A step is a target pass without a draft. Peers do not report passes: for those that decode
+        plainly it is the time of a token after the first, the others are left out.
         """
         streams = {r["bytes"]: r["seconds"] for r in self._records if r["type"] == "roofline"}
         steps = {label: self._step_seconds(label) for label in self.labels}
@@ -137,7 +147,7 @@ class Results:
         ]
 
     def drafter_failures(self) -> dict[str, str]:
-        """Why a contestant's drafter was given up, of those where it was."""
+        """The contestants whose drafter failed and was given up, with the reason."""
         found = {
             label: [output.get("drafter_failure") for output in self._outputs(label)]
             for label in self.labels
@@ -152,7 +162,7 @@ class Results:
 
     @property
     def spread(self) -> float:
-        """How far equal calls lie apart: (longest - shortest) / median seconds, median over all."""
+        """How much rounds of a call differ: (longest - shortest) / median, the median of all."""
         seconds = [[call["seconds"] for call in calls] for calls in self._calls.values()]
         return float(median((max(s) - min(s)) / median(s) for s in seconds))
 
@@ -209,6 +219,7 @@ class Results:
             decode_ratio=self._decode_ratio(label, units),
             speed=geometric_mean([self._speed(label, unit) for unit in units]),
             mean_acceptance_length=mean_acceptance_length(calls),
+            drafting_share=drafting_share(calls),
             differing=sum(bool(positions) for positions in found),
             first_difference=min((p for positions in found for p in positions), default=None),
             promised=self._promised(label, calls),
@@ -226,7 +237,7 @@ class Results:
         return bootstrap_ratio(ratios, self._seed)
 
     def _differences(self, label: str, unit: str) -> list[int]:
-        """Where calls on this prompt first differ from the baseline's first call."""
+        """Where each differing call on this prompt first differs from the baseline's first call."""
         expected = self._calls[BASELINE.label, unit][0]["outputs"][0]["token_ids"]
         found = [
             first_difference(expected, call["outputs"][0]["token_ids"])
@@ -235,10 +246,17 @@ class Results:
         return [position for position in found if position is not None]
 
     def _promised(self, label: str, calls: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether bits must agree: a lossless rule, the same weights, chains (trees in float32)."""
+        """Whether the tokens must be the baseline's.
+
+        They must under a lossless rule with the same weights, for chains and in float32 for trees.
+        Sampled tokens, the control's, must only under rules that keep them for a seed (`coupled`).
+        """
         one, facts = self._contestants[label], self.facts[label]
         same = one.quantization == self._contestants[BASELINE.label].quantization
-        if one.kind != OWN or not same or not facts["lossless"]:
+        sampled = any(call["kind"] == CONTROL for call in calls)
+        if one.kind != OWN or not same:
+            return False
+        if not facts["same_samples" if sampled else "lossless"]:
             return False
         branched = any(output["branched"] for call in calls for output in call["outputs"])
         return facts["dtype"] == "float32" or not branched

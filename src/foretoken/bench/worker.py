@@ -1,9 +1,10 @@
-"""A contestant's process: loads, warms up, then does what it is told, a line of JSON at a time.
+"""The process of one contestant. It reads commands and writes answers, one JSON line each.
 
     python -m foretoken.bench.worker
 
-The first line says who it is. Every line gets one line as an answer; the end of the input ends the
-process. The parent starts one per contestant and never has two compute at once.
+The first line names the contestant, which is then loaded. Every line is answered by one line. The
+process ends at the end of its input. The parent starts one process per contestant and lets only one
+compute at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ __all__ = ["Worker", "serve"]
 
 
 class Worker:
-    """A loaded contestant and what can be asked of it.
+    """A loaded contestant; its public methods are the commands.
 
     Args:
         contestant: who.
@@ -38,30 +39,41 @@ class Worker:
 
         self._runner = runner(contestant, setting)
         self._own: OwnRunner | None = None
-        if contestant.kind == OWN:  # for a peer nothing of ours is imported, it would count as its
+        if contestant.kind == OWN:  # importing it for a peer would count as the peer's memory
             from foretoken.bench.own import OwnRunner
 
             assert isinstance(self._runner, OwnRunner)
             self._own = self._runner
 
     def facts(self) -> dict[str, Any]:
-        """What it is, and how much memory it takes when it is loaded."""
+        """What it is, and how much memory it takes once it is loaded."""
         return {**self._runner.facts(), "device": self._runner.device, **self.memory()}
 
     def encode(self, texts: list[str], max_model_len: int) -> list[list[int]]:
-        """Prompts as tokens that leave room for the output; the baseline is asked."""
+        """Prompts as tokens, cut so that the output has room; only Foretoken's contestants can."""
         assert self._own is not None
         return [self._own.encode(text, max_model_len) for text in texts]
 
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
-        """One timed call for one prompt or a batch of them."""
+    def control(self, seeds: list[int], max_model_len: int) -> list[list[int]]:
+        """A prompt of random tokens for each seed; only Foretoken's contestants can."""
+        assert self._own is not None
+        return [self._own.control(seed, max_model_len) for seed in seeds]
+
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int, seed: int | None = None
+    ) -> dict[str, Any]:
+        """One timed call for one prompt or a batch; with a seed it is sampled (see `OwnRunner`)."""
         gc.collect()
         began = time.perf_counter()
-        outputs = self._runner.generate(prompts, max_tokens)
+        if seed is None:
+            outputs = self._runner.generate(prompts, max_tokens)
+        else:
+            assert self._own is not None
+            outputs = self._own.generate(prompts, max_tokens, seed)
         return {"seconds": time.perf_counter() - began, "outputs": outputs}
 
     def forget(self) -> None:
-        """Let go of earlier outputs; peers keep none."""
+        """Forget earlier outputs; peers keep none."""
         if self._own is not None:
             self._own.forget()
 
@@ -72,14 +84,14 @@ class Worker:
         return stream_seconds(size, self._runner.device)
 
     def memory(self) -> dict[str, int]:
-        """Most bytes so far."""
+        """Peak bytes so far."""
         from foretoken.bench.memory import peak_bytes
 
         return {"peak_bytes": peak_bytes(self._runner.device)}
 
 
 def serve(lines: TextIO, answers: TextIO) -> None:
-    """Load what the first line says and answer every further one, to the end of the input."""
+    """Load the contestant of the first line, then answer every line until the input ends."""
     worker: Worker | None = None
     for line in lines:
         request = json.loads(line)
@@ -98,17 +110,17 @@ def serve(lines: TextIO, answers: TextIO) -> None:
 
 
 def _sentence(error: Exception) -> str:
-    """The first line of what an error says, or its name."""
+    """The first line of an error's message, or the error's name."""
     text = str(error).strip().splitlines()
     return text[0] if text else type(error).__name__
 
 
 def main() -> None:
-    """Keep standard output for answers alone: a peer may print what it likes."""
+    """Serve on a copy of standard output; what a peer prints goes to standard error."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     serve(sys.stdin, answers)
-    os._exit(0)  # taking a model apart can take seconds, and everything has been flushed
+    os._exit(0)  # everything is flushed, and freeing a model can take seconds
 
 
 if __name__ == "__main__":

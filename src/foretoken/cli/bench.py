@@ -61,11 +61,15 @@ class Contenders:
     ] = DEFAULT_PEERS
     gguf: Annotated[
         Path | None,
-        in_panel("Contestants", "GGUF file of the model, for llama.cpp and openvino.", metavar="FILE"),
+        in_panel(
+            "Contestants", "GGUF file of the model, for llama.cpp and openvino.", metavar="FILE"
+        ),
     ] = None
     draft_model: Annotated[
         str | None,
-        in_panel("Contestants", "Draft model, for methods that take one and transformers-assistant."),
+        in_panel(
+            "Contestants", "Draft model, for methods that take one and transformers-assistant."
+        ),
     ] = None
 
 
@@ -74,7 +78,8 @@ class Target(ModelOptions):
     """The model and how it runs, for the baseline and all methods."""
 
     threads: Annotated[
-        int | None, in_panel("Model", "Threads of every contestant.", min=1, show_default="all cores")
+        int | None,
+        in_panel("Model", "Threads of every contestant.", min=1, show_default="all cores"),
     ] = None
 
 
@@ -111,6 +116,10 @@ class Amount:
             show_default="1",
         ),
     ] = None
+    control: Annotated[
+        int,
+        in_panel("Amount", "Also run prompts of random tokens, which drafts cannot copy.", min=0),
+    ] = 0
     seed: Annotated[int, in_panel("Amount", "Seed of the sample of prompts.", min=0)] = 0
 
     def sample(self, file: Path) -> tuple[Prompt, ...]:
@@ -169,7 +178,7 @@ def bench(
     results = Results(journal.records, plan.contestants, amount.seed)
     _write(plan, results, output, as_object=json_output)
     if broken := results.broken():
-        names = ", ".join(row.label for row in broken)
+        names = ", ".join(dict.fromkeys(row.label for row in broken))
         errors().print(plain(f"error: outputs differ from plain decoding's: {names}", "error"))
         raise typer.Exit(1)
 
@@ -211,7 +220,7 @@ def _plan(
         check_same_model(gguf, folder)
     if setting.draft_model is not None:
         resolve(setting.draft_model)
-    return Plan((*own, *others), setting, sample, amount.rounds, sizes)
+    return Plan((*own, *others), setting, sample, amount.rounds, sizes, amount.control)
 
 
 def _refuse_unused(

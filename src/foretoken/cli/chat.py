@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from foretoken.cli.console import errors, plain, say, working
 from foretoken.cli.flat import flat, in_panel
-from foretoken.cli.options import CachingOptions, ModelOptions, SamplingOptions, SpeculationOptions
+from foretoken.cli.options import CachingOptions, ModelOptions, SpeculationOptions
 from foretoken.cli.report import show_summary
 from foretoken.cli.root import UsageError, examples
+from foretoken.cli.sampling_options import SamplingOptions
 from foretoken.cli.session import open_llm
 from foretoken.cli.writer import TokenWriter
 from foretoken.errors import PromptError
@@ -51,9 +52,7 @@ def chat(
     speculation: SpeculationOptions,
     sampling: ChatSampling,
     engine: CachingOptions,
-    system: Annotated[
-        str | None, in_panel("Options", "System message.", metavar="TEXT")
-    ] = None,
+    system: Annotated[str | None, in_panel("Options", "System message.", metavar="TEXT")] = None,
     quiet: Annotated[
         bool, in_panel("Options", "Print answers only: no spinner, no statistics.", "--quiet", "-q")
     ] = False,

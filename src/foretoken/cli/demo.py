@@ -46,7 +46,8 @@ def demo(
     speculation: SpeculationOptions,
     max_tokens: Annotated[int, typer.Option(help="Maximum tokens of an answer.", min=1)] = 160,
     rounds: Annotated[
-        int, typer.Option(help="Measured runs with and without speculation, after a warm-up.", min=1)
+        int,
+        typer.Option(help="Measured runs with and without speculation, after a warm-up.", min=1),
     ] = 3,
 ) -> None:
     """Watch the same model without and with speculation.

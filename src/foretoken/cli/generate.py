@@ -17,12 +17,12 @@ from foretoken.cli.options import (
     CachingOptions,
     MaxNumSeqs,
     ModelOptions,
-    SamplingOptions,
     SpeculationOptions,
 )
 from foretoken.cli.prompt import read_prompt
 from foretoken.cli.report import as_json, show_summary
 from foretoken.cli.root import UsageError, examples
+from foretoken.cli.sampling_options import SamplingOptions
 from foretoken.cli.session import open_llm, shaped
 from foretoken.cli.writer import TokenWriter, retold
 
@@ -93,7 +93,8 @@ def generate(
         in_panel("Output", "With --json: log-probabilities of the k most likely tokens."),
     ] = None,
     json_output: Annotated[
-        bool, in_panel("Output", "Print one JSON object; with --n, `outputs` has all answers.", "--json")
+        bool,
+        in_panel("Output", "Print one JSON object; with --n, `outputs` has all answers.", "--json"),
     ] = False,
     trace: Annotated[
         Path | None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -29,33 +30,64 @@ def methods(
     """List drafters, acceptance rules and controllers."""
     with working("Starting", quiet=json_output):
         from foretoken.control import CONTROLLERS
-        from foretoken.core.acceptance import RULES
-        from foretoken.drafters.registry import METHODS
+        from foretoken.core import acceptance
+        from foretoken.drafters import registry
 
-    drafters = [
-        {
-            "name": name,
-            "num_speculative_tokens": spec.default_num_speculative_tokens,
-            "summary": spec.summary,
-            "fields": spec.options.field_names(),
-        }
-        for name, spec in METHODS.items()
-    ]
-    rules = [
-        {"name": name, "lossless": rule.lossless, **_described(name, rule)}
-        for name, rule in RULES.items()
-    ]
+        plugins = _plugins(registry.PLUGINS, registry.METHODS)
+        drafters = [_listed(name, _drafter) for name in (*registry.METHODS, *plugins)]
+        plugins = _plugins(acceptance.PLUGINS, acceptance.RULES)
+        rules = [_listed(name, _rule) for name in (*acceptance.RULES, *plugins)]
     controllers = [
         {"name": name, **_described(name, controller)} for name, controller in CONTROLLERS.items()
     ]
     if json_output:
         print(as_json({"methods": drafters, "acceptance": rules, "controllers": controllers}))
         return
-    _show("--method", "tokens", [(d, str(d["num_speculative_tokens"])) for d in drafters])
+    _show("--method", "tokens", [(d, str(d.get("num_speculative_tokens", ""))) for d in drafters])
     display().print()
-    _show("--acceptance", "output", [(r, "lossless" if r["lossless"] else "lossy") for r in rules])
+    kinds = {True: "lossless", False: "lossy", None: ""}
+    _show("--acceptance", "output", [(rule, kinds[rule.get("lossless")]) for rule in rules])
     display().print()
     _show("--controller", "", [(controller, "") for controller in controllers])
+
+
+def _plugins(group: str, known: Collection[str]) -> list[str]:
+    """Names that other packages add to those that are known here."""
+    from foretoken.core.plugins import plugin_names
+
+    return [name for name in dict.fromkeys(plugin_names(group)) if name not in known]
+
+
+def _listed(name: str, describe: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    """A method or rule; of one that another package fails to bring, what is wrong with it."""
+    from foretoken.errors import ConfigError
+
+    try:
+        return {"name": name, **describe(name)}
+    except ConfigError as error:
+        return {"name": name, "summary": str(error), "fields": []}
+
+
+def _drafter(name: str) -> dict[str, Any]:
+    from foretoken.drafters.registry import drafter_spec
+
+    spec = drafter_spec(name)
+    return {
+        "num_speculative_tokens": spec.default_num_speculative_tokens,
+        "summary": spec.summary,
+        "fields": spec.options.field_names(),
+    }
+
+
+def _rule(name: str) -> dict[str, Any]:
+    from foretoken.core.acceptance import RULES, rule_class
+
+    rule = rule_class(name)
+    described = _described(name, rule)
+    if name not in RULES:  # a module of another package may hold more than the rule
+        own = inspect.cleandoc(rule.__doc__ or "").partition("\n")[0]
+        described["summary"] = own.rstrip(".") or described["summary"]
+    return {"lossless": rule.lossless, **described}
 
 
 def _described(name: str, part: type[AcceptanceRule] | type[Controller]) -> dict[str, Any]:

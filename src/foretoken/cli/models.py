@@ -1,4 +1,4 @@
-"""`foretoken models`: what can be fetched, what is in the cache, and how to be rid of it."""
+"""`foretoken models`: list, fetch and delete the models in the cache."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.
 
 @app.callback()
 def models() -> None:
-    """List, fetch and remove models. Without a command: list."""
+    """List, fetch and remove models. Without a command, list them."""
 
 
 @app.command("list")
 def list_models(json_output: JsonOption = False) -> None:
-    """Aliases, and what is in the cache."""
+    """List the aliases and the models in the cache."""
     from foretoken.models import aliases, cache_dir, cached
 
     folders = {model.name: model for model in cached()}
@@ -62,7 +62,7 @@ def fetch(
         str, typer.Argument(help="An alias, or a .gguf file to convert.", metavar="NAME")
     ],
 ) -> None:
-    """Fetch and convert a model now, so that its first use need not wait."""
+    """Fetch and convert a model now, so that its first use does not wait."""
     folder = resolve(name)
     display().print(plain(f"{name} is ready in {folder}"), soft_wrap=True)
 
@@ -85,11 +85,11 @@ def remove(
         display().print("nothing deleted")
         return
     store.remove(name)
-    display().print(plain(f"{name} is deleted, {size} are free"), soft_wrap=True)
+    display().print(plain(f"{name} is deleted, which frees {size}"), soft_wrap=True)
 
 
 def _row(alias: Alias | None, model: CachedModel | None) -> dict[str, Any]:
-    """One model, as --json shows it."""
+    """One model as --json shows it; alias, cached model, or both."""
     return {
         "name": alias.name if alias else model.name if model else None,
         "alias": alias is not None,
@@ -112,8 +112,12 @@ def _cells(row: dict[str, Any]) -> tuple[str, str, str, str]:
 
 
 def _confirmed(question: str) -> bool:
-    """Ask at a terminal; without one, nobody can agree."""
+    """The answer to a question.
+
+    Raises:
+        UsageError: standard input is not a terminal.
+    """
     if not sys.stdin.isatty():
-        raise UsageError("there is nobody to ask: add --yes")
+        raise UsageError("nobody can confirm this without a terminal: add --yes")
     errors().print(plain(f"{question} [y/N] "), end="")
     return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -1,4 +1,4 @@
-"""`foretoken plan`: what a draft length should bring, from theory or measured and then tried."""
+"""`foretoken plan`: the best draft length, from theory or from measurements on a model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from foretoken.cli.console import display, plain, working
 from foretoken.cli.flat import flat, in_panel, refuse_given
-from foretoken.cli.options import ModelOptions, SamplingOptions, SpeculationOptions, parse_object
+from foretoken.cli.options import ModelOptions, SpeculationOptions, parse_object
 from foretoken.cli.plan_report import show_plan, show_trials
 from foretoken.cli.plan_theory import Plan, planned
 from foretoken.cli.plan_trials import (
@@ -20,6 +20,7 @@ from foretoken.cli.plan_trials import (
 )
 from foretoken.cli.report import as_json
 from foretoken.cli.root import UsageError, examples
+from foretoken.cli.sampling_options import SamplingOptions
 
 if TYPE_CHECKING:
     from foretoken.config import SpeculativeConfig
@@ -41,7 +42,7 @@ LONGEST_GAMMA = 256
 
 @dataclass(frozen=True)
 class TheoryOptions:
-    """The numbers of the theory."""
+    """The inputs of the theory."""
 
     alpha: Annotated[
         float | None,
@@ -52,7 +53,7 @@ class TheoryOptions:
     ] = None
     c_hat: Annotated[
         float | None,
-        in_panel("Theory", "The same for operations.", min=0, show_default="as --c"),
+        in_panel("Theory", "The same ratio in operations.", min=0, show_default="as --c"),
     ] = None
     max_gamma: Annotated[
         int | None,
@@ -78,7 +79,7 @@ class MeasureOptions:
         Path | None,
         in_panel(
             "Measure",
-            "Text with a prompt a line, or .jsonl with a prompt in each object.",
+            "Text with a prompt per line, or .jsonl with a prompt per object.",
             metavar="FILE",
             show_default="three short ones",
         ),
@@ -97,7 +98,7 @@ class MeasureOptions:
 
 @dataclass(frozen=True)
 class DrafterOptions:
-    """What drafts while measuring."""
+    """The drafter to measure."""
 
     method: Annotated[
         str | None,
@@ -108,11 +109,11 @@ class DrafterOptions:
     ] = None
     speculative_config: Annotated[
         str | None,
-        in_panel("Measure", "The same as a JSON object, with more fields.", metavar="JSON"),
+        in_panel("Measure", "All of this as a JSON object, with more fields.", metavar="JSON"),
     ] = None
 
     def config(self) -> SpeculativeConfig:
-        """The configuration, with the rule the theory is about unless the JSON names another.
+        """The configuration. Its rule is the theory's, rejection, unless the JSON names another.
 
         Raises:
             UsageError: the JSON is not an object, contradicts a flag, or sets the draft length.
@@ -148,8 +149,8 @@ def plan(
 
     With --alpha and --c: expected tokens per step, speed-up and operations
     for every draft length (Leviathan et al., 2023, equation 1 and theorems
-    3.8 and 3.11). With --measure: alpha, c and the cost of verification are
-    measured, every speed-up is predicted and then measured too.
+    3.8 and 3.11). With --measure: measures alpha, c and the cost of
+    verification, predicts every speed-up from them, and measures it too.
     """
     if plots is not None:
         check_plots(plots)
@@ -175,7 +176,7 @@ def plan(
 
 def _expected(theory: TheoryOptions) -> Plan:
     if theory.alpha is None:
-        raise UsageError("give --alpha (and --c), or --measure to find them out")
+        raise UsageError("give --alpha (and --c), or --measure to measure them")
     c = 0.0 if theory.c is None else theory.c
     c_hat = c if theory.c_hat is None else theory.c_hat
     longest = DEFAULT_MAX_GAMMA if theory.max_gamma is None else theory.max_gamma

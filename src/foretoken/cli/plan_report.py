@@ -1,4 +1,4 @@
-"""How `foretoken plan` shows what it found."""
+"""How `foretoken plan` shows its results: the tables and the sentences below them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["show_plan", "show_trials"]
 
 
 def show_plan(plan: Plan) -> None:
-    """The table of the theory, its best row marked, and the sentences below it."""
+    """Print the table of the theory with its best row marked, and the conclusions."""
     console = display()
     table = _table("gamma", "tokens\nper step", "\nspeed-up", "opera-\ntions")
     for row in plan.rows:
@@ -62,7 +62,7 @@ def _times(factor: float) -> str:
 
 
 def show_trials(found: Trials, model: str) -> None:
-    """What was measured, the two columns, and what parts them."""
+    """Print what was measured, predicted and measured speed-ups, and why they differ."""
     console = display()
     for line in _setting(found, model):
         console.print(plain(line))
@@ -73,15 +73,15 @@ def show_trials(found: Trials, model: str) -> None:
         console.print(plain(_agreement(trial)))
     console.print(
         plain(
-            f"\nBest gamma: {found.best_predicted} by measured costs of up to "
-            f"{len(found.assumed.verify_cost) - 1}; {found.best_measured} measured, of those tried."
+            f"\nBest gamma: predicted {found.best_predicted} from measured costs, of 0 to "
+            f"{len(found.assumed.verify_cost) - 1}; measured {found.best_measured}, of those tried."
         )
     )
     console.print(
         plain(
             f"\n{found.rounds} rounds, in turn with none; range: slowest and fastest round. The "
-            "first step of an output, where the prompt is read, does not count. const.: theorem "
-            "3.8. curve: with the measured costs of passes and lengths of drafts. ok: within 15 %.",
+            "first step of an output does not count: it reads the prompt. const.: theorem 3.8. "
+            "curve: the same with measured costs of passes and lengths of drafts. ok: within 15 %.",
             "note",
         )
     )
@@ -93,10 +93,11 @@ def _setting(found: Trials, model: str) -> list[str]:
     shown = sorted({1, len(curve) // 2, len(curve) - 1} - {0})
     costs = ", ".join(f"v({gamma}) {curve[gamma]:.2f}" for gamma in shown)
     how = "greedy" if found.temperature == 0 else f"temperature {found.temperature:g}"
+    milliseconds = assumed.pass_seconds * 1e3
     lines = [
         f"{model}, {found.method}, rule {found.acceptance}, {how}, {found.prompts} prompt(s)",
         f"alpha {assumed.alpha:.3f}: mean of sum min(p, q) over {len(assumed.betas)} positions",
-        f"c {assumed.c:.4f}: a drafted token against a pass of {assumed.pass_seconds * 1e3:.2f} ms",
+        f"c {assumed.c:.4f}: time of a drafted token over a pass of {milliseconds:.2f} ms",
         f"verification, v(0) = 1: {costs}",
     ]
     if assumed.drafting_share < 1:
@@ -127,7 +128,7 @@ def _yes(holds: bool) -> str:
 
 
 def _agreement(trial: Trial) -> str:
-    """One sentence for one draft length."""
+    """One line for one draft length: agreement, or the assumptions that failed."""
     apart = f"{trial.measured / trial.predicted - 1:+.0%}"
     if trial.agrees:
         return f"gamma {trial.gamma}: agrees with theorem 3.8 ({apart})."
@@ -137,10 +138,10 @@ def _agreement(trial: Trial) -> str:
             f"acceptance is not i.i.d. with alpha (accepted lengths are {trial.distance:.2f} from "
             "the geometric distribution in total variation)"
         ),
-        "verification": f"a pass costs {trial.mean_verify_cost:.2f} plain ones, not 1",
+        "verification": f"a pass costs {trial.mean_verify_cost:.2f} plain passes, not 1",
         "drafting": "a drafted token did not cost the measured c",
-        "passes": "passes did not cost what they were timed at",
-        "overhead": "a step costs more or less than its drafting and its pass",
+        "passes": "passes did not take the time measured before",
+        "overhead": "a step does not take the time of its drafting and its pass",
     }
     reasons = "; ".join(
         f"{factors[name]}: x{getattr(trial.factors, name):.2f}" for name in trial.factors.failing()

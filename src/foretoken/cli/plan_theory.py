@@ -1,4 +1,4 @@
-"""What the formulas say for given alpha, c and c_hat: the rows of `foretoken plan`."""
+"""The predictions of theory for given alpha, c and c_hat: the rows of `foretoken plan`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Plan", "PlanRow", "planned"]
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One draft length: equation 1, theorem 3.8, theorem 3.11."""
+    """One draft length: equation 1, theorem 3.8 and theorem 3.11 of Leviathan et al. (2023)."""
 
     gamma: int
     expected_tokens: float
@@ -20,7 +20,7 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Plan:
-    """All draft lengths up to a limit, and the best one of all that can be configured."""
+    """All draft lengths up to a limit, and the best of all lengths up to `analysis.MAX_GAMMA`."""
 
     alpha: float
     c: float
@@ -29,10 +29,10 @@ class Plan:
     best: PlanRow
     oracle: float
     unbounded: bool
-    """Whether a longer draft is always better, so that `best` is only the longest one."""
+    """Whether a longer draft is always better; `best` is then the longest one considered."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, which has no infinity: an oracle without bound is null."""
+        """The plan for JSON; an infinite oracle improvement is null there."""
         return {
             "alpha": self.alpha,
             "c": self.c,
@@ -53,7 +53,7 @@ def planned(alpha: float, c: float, c_hat: float, max_gamma: int) -> Plan:
         alpha: acceptance rate, in [0, 1].
         c: time of a draft step over that of a target pass.
         c_hat: the same for operations.
-        max_gamma: longest draft in the rows; the best one is searched among all.
+        max_gamma: longest draft in the rows; the search for the best one ignores it.
 
     Raises:
         ConfigError: an argument is out of range.

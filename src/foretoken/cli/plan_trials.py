@@ -1,4 +1,7 @@
-"""`foretoken plan --measure`: prompts, the model, and the runs in turn."""
+"""`foretoken plan --measure`: read the prompts, load the model, and time the draft lengths.
+
+`tree` and `tune-layers` read their prompts with it, too.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ __all__ = ["Trials", "check_plots", "open_laboratory", "read_texts", "run_trials
 
 @dataclass(frozen=True)
 class Trials:
-    """What was assumed, and how every draft length did."""
+    """The measured inputs of the predictions, and the trial of every draft length."""
 
     method: str
     acceptance: str
@@ -37,18 +40,18 @@ class Trials:
 
     @property
     def best_predicted(self) -> int:
-        """The best draft length by the measured cost of passes, none (0) included."""
+        """The best draft length predicted from the measured cost of passes; 0 is no drafts."""
         gammas = range(len(self.assumed.verify_cost))
         return max(gammas, key=self.assumed.predicted_on_curve)
 
     @property
     def best_measured(self) -> int:
-        """The fastest length that was tried, none (0) included."""
+        """The fastest length that was tried; 0 is no drafts."""
         best = max(self.trials, key=lambda trial: trial.measured)
         return best.gamma if best.measured > 1 else 0
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The trials for JSON."""
         return {
             "method": self.method,
             "acceptance": self.acceptance,
@@ -63,7 +66,7 @@ class Trials:
 
 
 def check_plots(folder: Path) -> None:
-    """Find out before the work that there is nothing to draw with, or nowhere to.
+    """Check that plots can be drawn and written, before the work begins.
 
     Raises:
         UsageError: Matplotlib is not installed, or the path is a file.
@@ -77,7 +80,7 @@ def check_plots(folder: Path) -> None:
 
 
 def read_texts(file: Path | None) -> list[str]:
-    """Prompts of a file (`foretoken.bench.prompts_file`), or three built-in ones.
+    """The prompts of a file (see `foretoken.bench.prompts_file`), or the demo's three.
 
     Raises:
         ForetokenError: the file cannot be read.
@@ -89,7 +92,7 @@ def read_texts(file: Path | None) -> list[str]:
 
 
 def open_laboratory(options: ModelOptions, config: SpeculativeConfig, *, quiet: bool) -> Laboratory:
-    """Load target and draft model, once for all draft lengths."""
+    """Load the target and the draft model, once for all draft lengths."""
     llm = open_llm(options, config, quiet=quiet)
     from foretoken.analysis.measure import Laboratory
 
@@ -105,7 +108,7 @@ def run_trials(
     *,
     quiet: bool,
 ) -> Trials:
-    """Measure what the theory assumes, then every draft length in turn with none.
+    """Measure the inputs of the theory, then time every draft length in turn with no drafts.
 
     Args:
         laboratory: the model.
@@ -146,7 +149,7 @@ def _round(
     gammas: Sequence[int],
     index: int,
 ) -> dict[int, list[StepSample]]:
-    """Every length on every prompt, prompt by prompt, so that a slow moment falls on all."""
+    """Run all lengths on one prompt after the other, so that other load slows all alike."""
     params = params.model_copy(update={"seed": (params.seed or 0) + index})
     steps: dict[int, list[StepSample]] = {gamma: [] for gamma in gammas}
     for number, prompt in enumerate(prompts):

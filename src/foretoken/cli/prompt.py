@@ -1,4 +1,4 @@
-"""The one prompt of a command: an argument, a file, or standard input."""
+"""The one prompt of `foretoken generate`: an argument, a file, or standard input."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STDIN = "-"
 
 
 def read_prompt(argument: str | None, file: Path | None) -> str:
-    """The prompt; the line end at the end of a file or of piped text is not part of it.
+    """The prompt, without the last line end of a file or of piped text.
 
     Args:
         argument: PROMPT, or "-" for standard input, or None.
@@ -52,7 +52,7 @@ def _decode(content: bytes, source: str) -> str:
 
 
 def _checked(argument: str) -> str:
-    """Arguments in another encoding arrive with surrogates in them."""
+    """Refuse an argument in another encoding, which Python gives us with surrogates."""
     try:
         argument.encode("utf-8")
     except UnicodeEncodeError:

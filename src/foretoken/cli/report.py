@@ -1,4 +1,7 @@
-"""One finished output in words: a line of figures for people, an object for programs."""
+"""Results as text: a line of statistics for people, a JSON object for programs.
+
+Commands that generate use the former, every command with --json the latter.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ __all__ = ["as_json", "legend", "show_summary", "summary"]
 
 
 def legend(origins: Counter[str]) -> Text:
-    """The colours, and how many tokens have each."""
+    """The colours of the origins, and how many tokens have each."""
     line = Text()
     for name, label in (("draft", "accepted"), ("correction", "correction"), ("bonus", "bonus")):
         line.append(f"\u25a0 {label} {origins[name]}", name).append("   ")
@@ -41,7 +44,7 @@ def summary(metrics: Metrics, finish_reason: str | None) -> str:
 
 
 def show_summary(output: CompletionOutput, writer: TokenWriter) -> None:
-    """Legend and figures on stderr, if a person reads it."""
+    """Print the legend and the statistics on stderr, if that is a terminal."""
     console = errors()
     if not console.is_terminal:
         return
@@ -52,8 +55,8 @@ def show_summary(output: CompletionOutput, writer: TokenWriter) -> None:
 
 
 def as_json(value: dict[str, Any]) -> str:
-    """One JSON object, a line per field: `jq` reads it, and so does a person."""
-    # A terminal that cannot show a character gets its escape, which means the same.
+    """One JSON object with a line per field, for programs and people."""
+    # Where the encoding lacks a character, JSON has an escape for it.
     ascii_only = "utf" not in (sys.stdout.encoding or "").lower()
     lines = [
         f"  {json.dumps(name)}: {json.dumps(field, ensure_ascii=ascii_only)}"

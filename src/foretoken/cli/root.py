@@ -1,11 +1,11 @@
-"""How every command ends: its exit code, and one line on stderr if something is wrong.
+"""How every command ends: its exit code, and one line on stderr if something went wrong.
 
-    0    done, also when the reader of a pipe has gone
-    1    a failure: something cannot be read, written or fetched
-    2    wrong use: an option, a prompt or a combination that has to change
+    0    success, also if the reader of a pipe closed it
+    1    failure: something cannot be read, written or fetched
+    2    wrong use: an option, a prompt or a combination has to change
     130  Ctrl-C
 
-A traceback is a mistake of this program's, never of its user's.
+A traceback means a bug in this program. `foretoken.cli` builds its app on `RootGroup`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INTERRUPTED = 130
 
 
 class UsageError(typer.TyperException):
-    """Wrong use that Typer cannot see by itself."""
+    """Wrong use that Typer cannot detect by itself."""
 
     exit_code = 2
 
@@ -38,7 +38,7 @@ class RootGroup(TyperGroup):
     """The top command: turns every known exception into an exit code and one line."""
 
     def main(self, args: Sequence[str] | None = None, *_: Any, **extra: Any) -> Any:
-        """Run and exit. Other parameters are Typer's."""
+        """Run the command line and exit. The other parameters are Typer's."""
         extra |= {"prog_name": "foretoken", "standalone_mode": False}
         try:
             code = super().main(args, **extra)
@@ -48,11 +48,11 @@ class RootGroup(TyperGroup):
         if code == INTERRUPTED:
             say("interrupted")
         for stream in (sys.stdout, sys.stderr):
-            _finish_draft(stream)
+            _flush_or_discard(stream)
         sys.exit(code or 0)
 
     def invoke(self, ctx: Any) -> None:
-        """Run the chosen command; a reader who has gone has seen enough."""
+        """Run the chosen command; a closed pipe ends it without an error."""
         with suppress(BrokenPipeError):
             super().invoke(ctx)
             sys.stdout.flush()
@@ -62,14 +62,14 @@ class DefaultGroup(TyperGroup):
     """A group that runs its first command when none is named."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put the first command's name where no name and no call for help stands."""
+        """Insert the first command's name, unless a name or a help option comes first."""
         if not args or (args[0].startswith("-") and args[0] not in ctx.help_option_names):
             args = [self.list_commands(ctx)[0], *args]
         return super().parse_args(ctx, args)
 
 
 def examples(*lines: str) -> str:
-    """Command lines for the end of a command's help, as Typer's epilog wants them.
+    """Example command lines for Typer's epilog, at the end of a command's help.
 
     Args:
         lines: "command  # remark", in Rich markup.
@@ -84,7 +84,7 @@ def examples(*lines: str) -> str:
 def _exit_code(error: Exception) -> int:
     if isinstance(error, typer.TyperException):
         return error.exit_code
-    # Of the library's errors, the base class is for files and `ModelError` for models.
+    # The library raises the base class for files and `ModelError` for models, else for wrong use.
     failure = isinstance(error, OSError | ModelError) or type(error) is ForetokenError
     return 1 if failure else 2
 
@@ -100,8 +100,8 @@ def _line(error: Exception) -> str:
     return f"error: {in_flags(str(error))}"
 
 
-def _finish_draft(stream: TextIO) -> None:
-    """Drop what cannot be written, or Python would try and complain once more when it exits."""
+def _flush_or_discard(stream: TextIO) -> None:
+    """Flush; discard what cannot be written, or Python would fail again on it at exit."""
     try:
         stream.flush()
     except OSError:

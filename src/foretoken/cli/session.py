@@ -1,4 +1,4 @@
-"""From options to a loaded model, with what a person at a terminal wants to see meanwhile."""
+"""From options to a loaded model, with progress on stderr; for every command that needs one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def open_llm(
 
     Args:
         options: the target.
-        config: how to guess.
+        config: how to draft.
         quiet: show no progress.
         engine: further arguments of `LLM`.
     """
@@ -50,26 +50,26 @@ def open_llm(
         errors().print(plain(str(overlap), "note"), soft_wrap=True)
     on_cpu = llm.device.type == "cpu"
     if on_cpu and llm.runtime == "lean" and options.runtime == "auto" and not quiet:
-        _say_if_only_a_compiler_is_missing()
+        _note_missing_native_runtime()
     return llm
 
 
-def _say_if_only_a_compiler_is_missing() -> None:
-    """A model runs several times slower on PyTorch's operations: who can help that should know."""
+def _note_missing_native_runtime() -> None:
+    """Say why the native runtime is missing, since decoding is several times slower without it."""
     from foretoken.runtime.native.build import NativeLibraryError, library
 
     try:
         library()
     except NativeLibraryError as error:
-        note = f"Running without this library's C++, more slowly: {error}."
+        note = f"Decoding is slower without the native (C++) runtime: {error}."
         errors().print(plain(note, "note"), soft_wrap=True)
 
 
 def open_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer alone.
+    """Load a model's tokenizer without the model.
 
     Raises:
-        UsageError: no model is called this, or it has none.
+        UsageError: no model has this name, or it has no tokenizer.
         ModelError: it cannot be fetched, read or converted.
     """
     folder = resolve(model)
@@ -83,10 +83,10 @@ def open_tokenizer(model: str) -> PreTrainedTokenizerBase:
 
 
 def resolve(name: str) -> Path:
-    """A model's folder, fetched or converted first if need be, under its own progress bar.
+    """A model's folder; fetches or converts the model first if needed, with a progress bar.
 
     Raises:
-        UsageError: no model is called this.
+        UsageError: no model has this name.
         ModelError: it cannot be fetched, read or converted.
     """
     from foretoken import models
@@ -103,17 +103,17 @@ def resolve(name: str) -> Path:
 def _exists(name: str) -> bool:
     try:
         return bool(name) and Path(name).expanduser().exists()
-    except (OSError, RuntimeError):  # a name no file can have, or no home of that name
+    except (OSError, RuntimeError):  # no valid file name, or no such user in `~user`
         return False
 
 
 def shaped(llm: LLM, text: str, chat: bool | None = None) -> Prompt:
-    """Text as a conversation's first message, or as it is.
+    """A prompt as the first message of a conversation, or as plain text.
 
     Args:
         llm: the model.
         text: the prompt.
-        chat: whether to; None does where the model has a chat template.
+        chat: whether it is a message; None means if the model has a chat template.
     """
     if chat is None:
         chat = llm.tokenizer is not None and bool(llm.tokenizer.chat_template)

@@ -1,4 +1,4 @@
-"""`foretoken trace`: the picture of figure 1 in Leviathan et al., from a recorded run."""
+"""`foretoken trace`: draw a recorded run like figure 1 of Leviathan et al. (2023)."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def trace(
         ),
     ],
     json_output: Annotated[
-        bool, typer.Option("--json", help="The summary only, as one JSON object.")
+        bool, typer.Option("--json", help="Print the summary only, as one JSON object.")
     ] = False,
 ) -> None:
-    """Show what was drafted, accepted and corrected, a line per step."""
+    """Show what every step drafted, accepted and corrected, a line per step."""
     from foretoken.trace import Trace
 
     recorded = Trace.load(file)

@@ -1,9 +1,10 @@
-"""One step as one line: Leviathan et al., figure 1.
+"""One step of a trace as one line, like figure 1 of Leviathan et al. (2023).
 
     accepted accepted x rejected unreached > correction
     accepted accepted accepted + bonus
 
-Marks say what the colours say, for who sees none. A token tree takes a line per branch.
+The marks repeat what the colours say, for output without colours. A token tree has a line per
+branch. `foretoken trace` prints these lines.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _VISIBLE = str.maketrans({" ": "\u00b7", "\n": "\u21b5", "\t": "\u21e5", "\r": "
 
 
 def legend() -> Text:
-    """What marks and colours mean."""
+    """The meaning of marks and colours."""
     return Text("   ").join(
         [
             Text("accepted", "draft"),
@@ -53,7 +54,8 @@ class _Picture:
         self._step = step
         self._pieces = pieces
         self._kept = set(step.accepted[: kept(step)])
-        self._end = step.accepted[-1] if step.accepted else -1  # the added token stands below it
+        # The node that the correction or the bonus token follows; -1 is the root.
+        self._end = step.accepted[-1] if step.accepted else -1
 
     def text(self) -> Text:
         if all(parent == index - 1 for index, parent in enumerate(self._step.parents)):
@@ -70,7 +72,7 @@ class _Picture:
         return Text(text, "unreached")
 
     def _added(self) -> list[Text]:
-        """The token after the path, unless a stop has cut it off."""
+        """The token after the accepted path, unless a stop cut it off."""
         if self._step.committed <= len(self._step.accepted):
             return []
         text = self._piece(self._step.token)

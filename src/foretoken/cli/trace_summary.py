@@ -1,4 +1,4 @@
-"""What a trace adds up to."""
+"""Counts over all steps of a trace: the summary that `foretoken trace` shows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def depths(step: StepTrace) -> list[int]:
 
 
 def kept(step: StepTrace) -> int:
-    """Number of drafted tokens that became output: a stop may cut off accepted ones."""
+    """Drafted tokens that became output; a stop may have cut off accepted ones."""
     return min(len(step.accepted), step.committed)
 
 
@@ -29,8 +29,8 @@ def kept(step: StepTrace) -> int:
 class TraceSummary:
     """Counts over all steps, as in `Metrics`; a draft is a step with a drafted token.
 
-    `drafted_per_position` counts the drafts that reach each depth, `accepted_per_position` those
-    of which the token at that depth was kept.
+    `drafted_per_position` counts the drafts that reach each depth, `accepted_per_position` the
+    drafts whose token at that depth was kept.
     """
 
     steps: int = 0
@@ -47,7 +47,7 @@ class TraceSummary:
 
     @staticmethod
     def of(trace: Trace) -> TraceSummary:
-        """Count."""
+        """The summary of a trace."""
         summary = TraceSummary()
         for step in trace:
             summary._add(step)
@@ -87,7 +87,7 @@ class TraceSummary:
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The summary for JSON."""
         return {
             "steps": self.steps,
             "tokens": self.tokens,

@@ -1,4 +1,4 @@
-"""`foretoken tree`: the tree that is worth drafting, from how often each rank is accepted."""
+"""`foretoken tree`: find the best token tree from how often each rank is accepted."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import typer
 from foretoken.cli.console import display, plain, working
 from foretoken.cli.files import check_writable, write_whole
 from foretoken.cli.flat import flat, in_panel, refuse_given
-from foretoken.cli.options import ModelOptions, SamplingOptions, SpeculationOptions, parse_object
+from foretoken.cli.options import ModelOptions, SpeculationOptions, parse_object
 from foretoken.cli.plan_trials import read_texts
 from foretoken.cli.report import as_json
 from foretoken.cli.root import UsageError, examples
+from foretoken.cli.sampling_options import SamplingOptions
 from foretoken.cli.session import open_llm
 from foretoken.cli.tree_report import show_found
 from foretoken.cli.tree_search import Found, measured, solved
@@ -40,7 +41,7 @@ _FOUND_HERE = ("tree", "tree_top_k", "tree_depth", "num_speculative_tokens", "co
 
 @dataclass(frozen=True)
 class ShapeOptions:
-    """How large the tree may be, and what it is made from."""
+    """The size limits of the tree, and the acceptance it is computed from."""
 
     nodes: Annotated[
         int | None,
@@ -49,13 +50,13 @@ class ShapeOptions:
         ),
     ] = None
     depth: Annotated[
-        int, in_panel("Tree", "Most levels, a draft pass each.", min=1, max=MAX_DEPTH)
+        int, in_panel("Tree", "Maximum levels; each takes a draft pass.", min=1, max=MAX_DEPTH)
     ] = DEFAULT_DEPTH
     ranks: Annotated[
         int | None,
         in_panel(
             "Tree",
-            "Children measured, most a node gets.",
+            "Maximum children of a node.",
             min=1,
             max=MAX_RANKS,
             show_default=str(DEFAULT_RANKS),
@@ -63,15 +64,15 @@ class ShapeOptions:
     ] = None
     acceptance_vector: Annotated[
         str | None,
-        in_panel("Tree", "Acceptance by rank, not to be measured.", metavar="A,A,..."),
+        in_panel("Tree", "Acceptance by rank, instead of measuring it.", metavar="A,A,..."),
     ] = None
 
     def vector(self) -> tuple[float, ...] | None:
-        """The vector that was given.
+        """The acceptance vector that was given, if any.
 
         Raises:
-            UsageError: it cannot be read, is too long, or --ranks says otherwise.
-            ConfigError: its entries are no probabilities, or sum to more than 1.
+            UsageError: the vector cannot be parsed, is too long, or --ranks was given, too.
+            ConfigError: an entry is not a probability, or the sum is above 1.
         """
         if self.acceptance_vector is None:
             return None
@@ -85,7 +86,7 @@ class ShapeOptions:
 
 @dataclass(frozen=True)
 class DrafterOptions:
-    """What drafts while measuring."""
+    """The drafter to measure."""
 
     method: Annotated[
         str | None, in_panel("Speculation", "Drafter that takes trees (`foretoken methods`).")
@@ -98,11 +99,11 @@ class DrafterOptions:
     ] = None
     speculative_config: Annotated[
         str | None,
-        in_panel("Speculation", "The same as a JSON object, with more fields.", metavar="JSON"),
+        in_panel("Speculation", "All of this as a JSON object, with more fields.", metavar="JSON"),
     ] = None
 
     def config(self, ranks: int) -> SpeculativeConfig:
-        """The configuration that drafts one level of this many children.
+        """A configuration that drafts one level of `ranks` children.
 
         Raises:
             UsageError: the JSON is not an object, contradicts a flag, or says how much to draft.
@@ -122,7 +123,7 @@ def tree(
     prompts: Annotated[
         Path | None,
         typer.Argument(
-            help="Text with a prompt a line, or .jsonl with a prompt in each object.",
+            help="Text with a prompt per line, or .jsonl with a prompt per object.",
             metavar="PROMPTS_FILE",
             show_default="three short ones",
         ),
@@ -134,16 +135,16 @@ def tree(
     sampling: SamplingOptions,
     output: Annotated[
         Path | None,
-        in_panel("Output", "Save the tree, for the field `tree`.", metavar="FILE.json"),
+        in_panel("Output", "Save the tree to this file.", metavar="FILE.json"),
     ] = None,
     json_output: Annotated[bool, in_panel("Output", "Print one JSON object.", "--json")] = False,
 ) -> None:
     """Find the best tree to draft, for your model and prompts.
 
-    Measures how often a node's first, second, ... child is accepted, and
-    finds the tree with most expected tokens per pass (Chen et al.,
-    "Sequoia"); without --nodes, the size with most tokens per second by the
-    measured cost of passes.
+    Measures how often a node's first, second, ... child is accepted. Finds
+    the tree with the most expected tokens per pass (Chen et al.,
+    "Sequoia"). Without --nodes, also finds the size with the most tokens per
+    second, from measured costs of passes.
     """
     _check_output(output)
     vector = shape.vector()
@@ -216,5 +217,5 @@ def _save(found: Found, output: Path, *, quiet: bool) -> None:
     write_whole(output, as_json(found.file().as_dict()) + "\n")
     if not quiet:
         use = json.dumps({"tree": str(output)})
-        note = f"\nThe tree is in {output}: to draft it, --speculative-config '{use}'."
+        note = f"\nThe tree is in {output}. To draft it: --speculative-config '{use}'."
         display().print(plain(note, "note"), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""How `foretoken tree` shows what it found."""
+"""How `foretoken tree` shows its result: the acceptance vector, the tree, other shapes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 __all__ = ["drawn", "show_found"]
 
 SHOWN = 40
-"""Nodes of a drawing; of larger trees the most probable."""
+"""Maximum nodes of a drawing; of a larger tree it shows the most probable."""
 
 Path = tuple[int, ...]
 
 
 def show_found(found: Found) -> None:
-    """The vector, the tree, and how other shapes of its size would do."""
+    """Print the vector, the tree, and a comparison with other shapes of its size."""
     console = display()
     if found.measured is not None:
         what = f"{found.model}, {found.method}: accepted in {found.measured.drafts} drafts"
@@ -50,15 +50,15 @@ def _vector_table(acceptance: Acceptance) -> Table:
 
 
 def drawn(paths: Sequence[Path], acceptance: Sequence[float], shown: int = SHOWN) -> Tree:
-    """The tree with the probability of reaching each node; what is left out is counted.
+    """A drawing of the tree, with the probability of reaching each node.
 
     Args:
         paths: all nodes.
         acceptance: the positional acceptance vector.
-        shown: most nodes to draw.
+        shown: maximum nodes to draw; the rest is counted below their ancestors.
     """
     reached = {path: prod(acceptance[rank] for rank in path) for path in paths}
-    # No node is reached more often than its parent, which is shallower: what is kept is a tree.
+    # A node is never more probable than its parent, which is shallower: the kept nodes are a tree.
     best = sorted(paths, key=lambda path: (-reached[path], len(path), path))
     kept = set(best[:shown])
     root = Tree(plain("last token", "note"), guide_style="note")

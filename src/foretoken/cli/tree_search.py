@@ -1,4 +1,4 @@
-"""`foretoken tree`: the measurement, the best tree, and what it is compared with."""
+"""`foretoken tree`: measure acceptance and costs, compute the best tree, compare other shapes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 __all__ = ["LARGEST", "Costs", "Found", "Rival", "measured", "solved"]
 
 LARGEST = 128
-"""Most nodes where the cost decides; beyond 64 positions it is extrapolated."""
+"""Maximum nodes where costs choose the size. Costs above 64 positions are extrapolated."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a step costs: verification by positions, and drafting by levels.
+    """The cost of a step: verification by positions, drafting by levels.
 
     Args:
         curve: seconds of a target pass by positions.
@@ -36,13 +36,13 @@ class Costs:
     level: float
 
     def seconds(self, nodes: int, levels: int) -> float:
-        """Of drafting and verifying a tree."""
+        """Seconds of drafting and verifying a tree."""
         return levels * self.level + self.curve(1 + nodes)
 
 
 @dataclass(frozen=True)
 class Rival:
-    """A shape in the comparison."""
+    """A shape that the best tree is compared with, or the best tree itself."""
 
     name: str
     nodes: int
@@ -50,27 +50,27 @@ class Rival:
     expected_tokens: float
 
     def as_dict(self, costs: Costs | None) -> dict[str, Any]:
-        """For JSON."""
+        """The shape for JSON."""
         rate = None if costs is None else self.tokens_per_second(costs)
         return {**vars(self), "tokens_per_second": rate}
 
     def tokens_per_second(self, costs: Costs) -> float:
-        """Expected, by measured costs."""
+        """Expected tokens per second, from measured costs."""
         return self.expected_tokens / costs.seconds(self.nodes, self.levels)
 
 
 @dataclass(frozen=True)
 class Found:
-    """The best tree and where it comes from.
+    """The best tree and the measurements it was computed from.
 
     Args:
         acceptance: the positional acceptance vector.
-        measured: its counts; None where the vector was given.
-        costs: measured where the size was to be found.
+        measured: the counts behind the vector; None if it was given.
+        costs: measured costs; None if the number of nodes was given.
         tree: the best tree.
-        depth: most levels that were allowed.
-        method: what drafted; None where nothing ran.
-        model: the target; None likewise.
+        depth: the limit of levels.
+        method: the drafting method; None if no model ran.
+        model: the target; None if no model ran.
     """
 
     acceptance: tuple[float, ...]
@@ -99,12 +99,12 @@ class Found:
         ]
 
     def file(self) -> TreeFile:
-        """For `--output`."""
+        """The content of the file that `--output` names."""
         tree = self.tree
         return TreeFile(tree.paths, self.acceptance, tree.expected_tokens, self.method, self.model)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: the file's fields, the measurement and the comparison."""
+        """The fields for JSON: the file's, the measurement and the comparison."""
         found = self.measured
         return {
             **self.file().as_dict(),
@@ -117,7 +117,7 @@ class Found:
 
 
 def _full_nodes(widths: Sequence[int]) -> int:
-    """Sum over the levels of the product of widths."""
+    """Nodes of a full tree: the sum over levels of the product of widths down to it."""
     total = 0
     for width in reversed(widths):
         total = width * (1 + total)
@@ -132,12 +132,12 @@ def solved(
     costs: Costs | None = None,
     **origin: str,
 ) -> Found:
-    """The best tree of this many nodes; None takes the number that costs say is best."""
+    """The best tree of this many nodes; None takes the best number by measured costs."""
     from foretoken.tuning.sequoia import BestTree, best_size, best_tree
 
     levels = depth
     if nodes is None:
-        assert costs is not None, "measured where the number is open"
+        assert costs is not None, "without a number of nodes, the costs are measured"
         size = best_size(acceptance, costs.curve, LARGEST, depth, costs.level)
         nodes, levels = size.nodes, size.depth
     tree = best_tree(acceptance, nodes, levels) if nodes else BestTree((), 1.0)
@@ -153,14 +153,14 @@ def measured(
     costs: bool,
     quiet: bool,
 ) -> tuple[Acceptance, Costs | None]:
-    """Run the prompts.
+    """Measure the acceptance of every rank, and the costs if wanted.
 
     Args:
-        llm: drafts one level.
+        llm: a model that drafts one level of children.
         texts: prompts.
         params: how to sample; the seed is 0 if none is given.
         ranks: children of that level.
-        costs: whether to time passes as well.
+        costs: whether to time passes, too.
         quiet: show no progress.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`foretoken tune-layers`: find the sublayers that `layer_skip` should leave out."""
+"""`foretoken tune-layers`: find the sublayers that `layer_skip` should skip."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ EXAMPLES = examples(
 )
 
 CALIBRATED = 0.15
-"""Share of the time after which no further prompt is taken."""
+"""Share of the time limit after which no further prompt is added."""
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """On what to measure, and for how long."""
+    """How much to measure, and for how long."""
 
     max_tokens: Annotated[int, in_panel("Search", "Tokens per prompt.", min=2)] = 64
     trials: Annotated[
-        int, in_panel("Search", "Most runs of a choice on all prompts, for the clock.", min=1)
+        int, in_panel("Search", "Maximum timed runs, each on all prompts.", min=1)
     ] = 30
     seconds: Annotated[
-        float, in_panel("Search", "Time for everything after the model is loaded.", min=1)
+        float, in_panel("Search", "Time limit after the model is loaded.", min=1)
     ] = 600
     temperature: Annotated[
         float, in_panel("Search", "0 is greedy; 1 is the model's own distribution.", min=0)
     ] = 0
 
     def params(self) -> SamplingParams:
-        """How the calibration texts are generated, the same ones in every run."""
+        """Parameters of the calibration texts, seeded so that every run generates the same ones."""
         from foretoken.core.params import SamplingParams
 
         return SamplingParams(temperature=self.temperature, max_tokens=self.max_tokens, seed=0)
@@ -68,7 +68,7 @@ def tune_layers(
     prompts: Annotated[
         Path,
         typer.Argument(
-            help="Text with a prompt a line, or .jsonl with a prompt in each object.",
+            help="Text with a prompt per line, or .jsonl with a prompt per object.",
             metavar="PROMPTS_FILE",
             show_default=False,
         ),
@@ -81,10 +81,10 @@ def tune_layers(
     target: ModelOptions,
     json_output: Annotated[bool, in_panel("Output", "Print one JSON object.", "--json")] = False,
 ) -> None:
-    """Find the sublayers to leave out with --method layer_skip.
+    """Find the sublayers to skip with --method layer_skip.
 
     Predicts from acceptance rates and pass times which choices of sublayers
-    and draft lengths are fast, really runs the best ones in turn with plain
+    and draft lengths are fast. Then times the best ones, in turn with plain
     decoding, and saves the fastest (Zhang et al., "Draft & Verify").
     Ctrl-C saves the fastest of those that were run.
     """
@@ -136,7 +136,7 @@ def _search(laboratory: LayerLaboratory, options: SearchOptions) -> tuple[LayerS
 
 @contextmanager
 def _reporting(found: LayerSearch, *, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Let the search say what it is doing, for who watches a terminal."""
+    """Show the search's progress on stderr, if that is a terminal."""
     console = errors()
     if quiet or not console.is_terminal:
         yield lambda _: None
@@ -151,7 +151,7 @@ def _tuned(found: LayerSearch, laboratory: LayerLaboratory, target: ModelOptions
     from foretoken.tuning.layer_laboratory import layers_of
 
     best = found.best
-    assert best is not None, "the caller knows of a run"
+    assert best is not None, "the caller has checked that there was a run"
     measured: dict[str, Any] = {
         "model": target.model,
         "dtype": str(laboratory.llm.dtype).removeprefix("torch."),
@@ -172,7 +172,7 @@ def _tuned(found: LayerSearch, laboratory: LayerLaboratory, target: ModelOptions
 
 
 def _trials(found: LayerSearch) -> list[dict[str, Any]]:
-    """Everything that was run, for JSON."""
+    """All trials for JSON."""
     from foretoken.tuning.layer_laboratory import layers_of
 
     return [{**layers_of(trial.estimate.skip), **trial.as_dict()} for trial in found.trials]

@@ -1,4 +1,4 @@
-"""How `foretoken tune-layers` shows what it found."""
+"""How `foretoken tune-layers` shows its result: the trials, the best one, and what to do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["show_tuning"]
 def show_tuning(
     found: LayerSearch, laboratory: LayerLaboratory, tuned: TunedLayers, num_prompts: int
 ) -> None:
-    """What was run, how fast it was, and whether that is any use."""
+    """Print the trials, their speed, and whether skipping layers pays on this machine."""
     console = display()
     how = f"temperature {laboratory.temperature:g}" if laboratory.temperature else "greedy"
     used = laboratory.num_texts
@@ -68,7 +68,7 @@ def _cells(trial: Trial) -> Sequence[str]:
 
 def _verdict(found: LayerSearch, tuned: TunedLayers) -> list[str]:
     best = found.best
-    assert best is not None, "the caller knows of a run"
+    assert best is not None, "the caller has checked that there was a run"
     lines = [
         f"Attention left out in layers: {_listed(tuned.skip_attention)}.",
         f"MLP left out in layers: {_listed(tuned.skip_mlp)}.",
@@ -77,7 +77,7 @@ def _verdict(found: LayerSearch, tuned: TunedLayers) -> list[str]:
         lines.append(f"Best: {best.ratio:.2f}x plain decoding, drafting {best.gamma}.")
     else:
         lines.append(
-            f"None is faster than plain decoding here: the best, drafting {best.gamma}, has "
+            f"None is faster than plain decoding here: the best, drafting {best.gamma}, reaches "
             f"{best.ratio:.2f}x of its speed. Use another method on this machine."
         )
     if not found.confirmed:

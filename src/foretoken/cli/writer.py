@@ -1,4 +1,7 @@
-"""Tokens on standard output as they come: coloured and wrapped for a person, plain for a pipe."""
+"""Generated tokens on standard output: coloured and wrapped on a terminal, unchanged on a pipe.
+
+`generate`, `chat` and `demo` write their answers with it as the tokens arrive.
+"""
 
 from __future__ import annotations
 
@@ -22,26 +25,26 @@ if TYPE_CHECKING:
 __all__ = ["TokenWriter", "retold"]
 
 _LONGEST_HELD = 24
-"""Cells of an unfinished word that are kept back to wrap it whole; longer ones are broken."""
+"""Cells of an unfinished word that are held back to wrap it whole; longer words are split."""
 
 
 class TokenWriter:
     """Writes one text.
 
-    On a terminal every token has the colour of its origin and lines end between words, which is
-    why an unfinished word waits for its end. On a pipe the text goes through as it is.
+    On a terminal every token has the colour of its origin, and lines break between words. An
+    unfinished word is therefore held back until it ends. On a pipe the text is unchanged.
     """
 
     def __init__(self) -> None:
         self.origins: Counter[str] = Counter()
         self._console: Console = display()
         self._word: list[tuple[str, str]] = []  # pieces of the unfinished word and their styles
-        self._space = ""  # what stands before it
+        self._space = ""  # the space before it
         self._column = 0
         self._ends_line = True
 
     def write(self, tokens: Iterable[StreamedToken]) -> None:
-        """Write the text of these tokens and let it be seen."""
+        """Write the text of these tokens and flush it."""
         for token in tokens:
             self.origins[token.origin.value] += 1
             if token.text:
@@ -50,7 +53,7 @@ class TokenWriter:
         sys.stdout.flush()
 
     def close(self) -> None:
-        """Write what was held back, and end the line."""
+        """Write the held-back word and end the line."""
         self._put_word()
         if not self._ends_line:
             sys.stdout.write("\n")
@@ -96,7 +99,7 @@ class TokenWriter:
 def retold(
     output: CompletionOutput, tokenizer: PreTrainedTokenizerBase | None, params: SamplingParams
 ) -> list[StreamedToken]:
-    """The tokens of a finished output as a stream would have brought them."""
+    """The tokens of a finished output as `LLM.stream` would have delivered them."""
     from foretoken.core.detokenizer import Detokenizer
     from foretoken.outputs import StreamedToken
 

@@ -1,8 +1,8 @@
 """The seam between the loop and the controllers: how much to draft, and when to stop.
 
 A controller gives every request a budget before a step and learns from its outcome. It changes how
-much is guessed and never the distribution of what is generated; under the rule `coupled`, where
-bits do not depend on the number of nodes, the output is the very same under all of them.
+much is drafted and never the distribution of the output. Under the rule `coupled`, where bits do
+not depend on the number of nodes, the output is the same under all controllers.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class Controller(ABC):
         """One budget per request, never deeper than the request may still use.
 
         Args:
-            batch: the requests this controller decides about.
-            rows: all requests of the step, other controllers' included.
+            batch: the requests that are this controller's.
+            rows: of the whole step: these requests, and those of other controllers.
         """
 
     def trim(self, batch: Sequence[Request], drafts: Sequence[Draft], rows: int) -> list[Draft]:
@@ -103,11 +103,13 @@ class Controller(ABC):
         return list(drafts)
 
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:  # noqa: B027
-        """Learn from a step; some learn nothing.
+        """Learn from what the step brought; some learn nothing.
+
+        What the pass took is in `costs` by now: who runs the step tells the curve.
 
         Args:
             outcomes: of this controller's requests.
-            draft_seconds: wall time their drafter took for proposing and observing.
+            draft_seconds: what their drafter took to propose, and to learn from the outcomes.
         """
 
     def release(self, request: Request) -> None:  # noqa: B027

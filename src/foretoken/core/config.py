@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
@@ -40,6 +41,9 @@ class Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
+    foreign_names: ClassVar[Mapping[str, str]] = {}
+    """Names that other libraries use, and what to write here instead."""
+
     def __init__(self, **fields: Any) -> None:
         try:
             super().__init__(**fields)
@@ -54,11 +58,16 @@ class Config(BaseModel):
         if isinstance(cause, ConfigError):  # raised by a configuration nested in this one
             return f"{name}: {cause}" if name else str(cause)
         if first["type"] == "extra_forbidden":
-            return f"{cls.__name__} has no field '{name}': {nearest(name, cls.field_names())}"
+            return f"{cls.__name__} has no field '{name}': {cls.advice(name, cls.field_names())}"
         reason = first["msg"].removeprefix("Value error, ")
         if not name:
             return reason
         return f"{name}: {reason[0].lower()}{reason[1:]}, got {first['input']!r}."
+
+    @classmethod
+    def advice(cls, name: str, known: list[str]) -> str:
+        """What to write instead of an unknown name; arguments as in `nearest`."""
+        return cls.foreign_names.get(name) or nearest(name, known)
 
     @classmethod
     def field_names(cls) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import BeforeValidator, Field, FiniteFloat, field_validator, model_validator
@@ -27,6 +27,8 @@ TokenIds = Sequence[Annotated[int, Ge(0)]]
 
 _LARGEST, _SMALLEST = 3.4e38, 1.2e-38
 """Range of float32: distributions are computed in it."""
+
+_STRUCTURED = "use structured_outputs"
 
 Float32 = Annotated[FiniteFloat, Ge(-_LARGEST), Le(_LARGEST)]
 
@@ -114,8 +116,8 @@ class SamplingParams(Config):
         frequency_penalty: subtracted once for each occurrence in the output.
         logit_bias: token id -> value added to its logit.
         allowed_token_ids: only these tokens may be drawn.
-        seed: makes sampling reproducible. Under a lossless rule that couples p and q (`coupled`),
-            the tokens are the same for any drafter, draft length and batch (invariant 7).
+        seed: makes sampling reproducible. Under the rule `coupled` (the default) the tokens are the
+            same for any drafter, draft length and batch (invariant 7).
         max_tokens: most tokens to generate, at least 1; None generates up to the end of the
             context.
         min_tokens: end-of-sequence and stop tokens are forbidden before this many tokens.
@@ -135,6 +137,24 @@ class SamplingParams(Config):
     Raises:
         ConfigError: a field is unknown, out of range, or contradicts another one.
     """
+
+    foreign_names: ClassVar[Mapping[str, str]] = {
+        "max_new_tokens": "use 'max_tokens', which does not count the prompt either.",
+        "max_length": "use 'max_tokens', which does not count the prompt.",
+        "min_new_tokens": "use 'min_tokens'.",
+        "do_sample": "use 'temperature', where 0 is greedy.",
+        "num_beams": "beam search is not offered; 'n' samples several outputs.",
+        "num_return_sequences": "use 'n'.",
+        "best_of": "use 'n' and choose among the outputs.",
+        "eos_token_id": "use 'stop_token_ids'.",
+        "stop_strings": "use 'stop'.",
+        "bad_words": "use 'logit_bias' or 'allowed_token_ids'.",
+        "guided_decoding": f"{_STRUCTURED}.",
+        **{
+            f"guided_{kind}": f"{_STRUCTURED}={{'{kind}': ...}}."
+            for kind in ("json", "regex", "choice", "grammar", "json_object")
+        },
+    }
 
     temperature: Annotated[FiniteFloat, Ge(0), Le(_LARGEST)] = 1.0
     top_k: Annotated[int, Ge(-1)] = 0

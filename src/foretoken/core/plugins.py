@@ -40,9 +40,10 @@ def plugin(group: str, name: str) -> Any | None:
     for point in entry_points(group=group, name=name):
         try:
             return point.load()
-        except (ImportError, AttributeError) as error:
+        except Exception as error:  # importing it runs its package's code
+            reason = str(error).partition("\n")[0] or type(error).__name__
             raise ConfigError(
                 f"'{name}' is an entry point in {group} that cannot be loaded "
-                f"({point.value}: {error}): fix or remove the package it comes from."
+                f"({point.value}: {reason}): fix or remove the package it comes from."
             ) from error
     return None

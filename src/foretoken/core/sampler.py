@@ -20,12 +20,10 @@ from foretoken.core.distribution import Distribution
 from foretoken.core.grammar import Grammar
 from foretoken.core.params import GREEDY_BELOW, SamplingParams
 from foretoken.core.tree import TokenTree
+from foretoken.core.truncation import truncate
 from foretoken.errors import ConfigError, RequestError
 
-__all__ = ["Sampler", "TreeDistributions", "truncate"]
-
-_NUCLEUS_CANDIDATES = 1024
-"""Number of most probable tokens that `nucleus` tries before it sorts the whole vocabulary."""
+__all__ = ["Sampler", "TreeDistributions"]
 
 
 class Sampler:
@@ -69,7 +67,10 @@ class Sampler:
 
     @cached_property
     def plain_greedy(self) -> bool:
-        """Whether p is one-hot at the argmax of the raw logits: one argmax call serves all nodes."""
+        """Whether p is one-hot at the argmax of the raw logits.
+
+        One argmax call then serves all nodes of a tree.
+        """
         return self.params.greedy and not self._changes_logits
 
     @cached_property
@@ -167,46 +168,6 @@ class Sampler:
         return Distribution.of(self.shaped(logits, output_ids).softmax(-1))
 
 
-def truncate(logits: Tensor, params: SamplingParams) -> Distribution:
-    """The distribution after min-p, top-k and top-p, in this order, as in vLLM.
-
-    Args:
-        logits: [V] logits, already divided by the temperature.
-        params: only min_p, top_k and top_p are read.
-    """
-    if params.min_p > 0:
-        probs = logits.softmax(-1)
-        logits = logits.masked_fill(probs < params.min_p * probs.max(), -torch.inf)
-    if 1 <= params.top_k < len(logits):
-        # Tokens that tie with the k-th stay, as in Transformers.
-        logits = logits.masked_fill(logits < logits.topk(params.top_k).values[-1], -torch.inf)
-    distribution = Distribution.of(logits.softmax(-1))
-    return distribution if params.top_p == 1 else nucleus(distribution, params.top_p)
-
-
-def nucleus(distribution: Distribution, top_p: float) -> Distribution:
-    """The distribution on the smallest set of most probable tokens whose mass reaches `top_p`.
-
-    Sorting a whole vocabulary takes milliseconds, and the set is usually small. The search
-    therefore tries the most probable tokens first.
-
-    Args:
-        distribution: the distribution to truncate.
-        top_p: the mass to reach, above 0 and at most 1.
-    """
-    size = len(distribution.probs)
-    for count in (_NUCLEUS_CANDIDATES, size):
-        probs, order = distribution.probs.topk(min(count, size))  # [k] descending
-        before = probs.cumsum(-1) - probs  # [k] mass of the more probable tokens
-        if count >= size or float(before[-1]) >= top_p:
-            break
-    keep = before < top_p
-    keep[0] = True  # a very small top_p may be 0 in float32
-    kept = order[keep].sort().values
-    probs = distribution.probs[kept]
-    return Distribution(probs / probs.sum(), distribution.tokens[kept])
-
-
 def check_finite(logit: Tensor) -> None:
     """Check that the largest logit of a position is finite.
 
@@ -289,7 +250,7 @@ class TreeDistributions:
         return self._sampler.params.greedy
 
     def __getitem__(self, node: int) -> Distribution:
-        """P after `node`: the distribution of the token that follows it.
+        """The distribution p of the token that follows `node`.
 
         Raises:
             RequestError: the largest logit is not finite.

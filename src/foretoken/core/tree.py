@@ -126,7 +126,7 @@ class Draft:
 
     def __post_init__(self) -> None:
         assert len(self.q) == self.tree.num_drafted, "every drafted node has a distribution"
-        assert len(self.features) in (0, len(self.q)), "all drafted nodes have a feature, or none has"
+        assert len(self.features) in (0, len(self.q)), "every drafted node has a feature, or none"
 
     @staticmethod
     def empty(root: int) -> Draft:

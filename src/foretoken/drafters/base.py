@@ -1,4 +1,8 @@
-"""The seam between the loop and the drafters."""
+"""The interface `Drafter`: what the engine needs of a drafting method.
+
+`speculation.Speculation` calls it. Every method derives from `Drafter`, and its options derive from
+`DrafterOptions`.
+"""
 
 from __future__ import annotations
 
@@ -18,89 +22,118 @@ __all__ = ["Drafter", "DrafterOptions", "layers_of"]
 
 
 class DrafterOptions(Config):
-    """Base of a method's own options."""
+    """Base of a method's own options.
+
+    Raises:
+        ConfigError: an option is unknown, out of range, or contradicts another one.
+    """
 
     def default_num_speculative_tokens(self) -> int | None:
-        """The draft length these options imply; None leaves it to the method."""
+        """The draft length that these options imply, in tokens; None for the method's default."""
         return None
 
 
 class Drafter(ABC):
-    """Guesses what comes next.
+    """Proposes the next tokens of each request.
 
-    A drafter owns its state and catches up from the committed tokens of each request (invariant 4):
-    it is told nothing about what was accepted except through them, and "all accepted" is no special
-    case. It may not look at the target.
+    A drafter owns its state and catches up from the committed tokens of each request (invariant 4).
+    The committed tokens are all it needs to know about acceptance, so "all accepted" is no special
+    case. It sees the target's output only through `observe` and `observe_prefill`.
+
+    The class attributes describe the drafter. An instance may override them.
     """
 
     drafts_trees: bool = False
-    """Whether a node of its drafts may have several children; an instance may say so of itself."""
+    """Whether a node of its drafts may have several children."""
 
     independent_siblings: bool = False
-    """Whether the children of a node are independent draws from one shared q object;
-    an instance may say so of itself."""
+    """Whether the children of a node are independent draws from one shared q object."""
 
     looks_up: bool = False
-    """Whether its drafts are certain tokens, found in much less time than a pass takes, with their
-    features (`Draft.features`); an instance may say so of itself. It is not asked where nobody may
-    draft."""
+    """Whether it looks its tokens up: every q is one-hot, a lookup takes much less time than a
+    target pass, and its drafts have `Draft.features`. Such a drafter is not called in steps in
+    which every budget is 0."""
 
     reads_target_kv: bool = False
-    """Whether it drafts on the target's own KV, and so only what follows the committed tokens."""
+    """Whether it drafts on the target's own KV. It can then continue only the committed tokens, not
+    another drafter's tokens."""
 
     hidden_layers: tuple[int, ...] = ()
-    """Layers of the target whose hidden states it learns from (ids as in `runtime.network.Need`).
-    It is then shown those of all committed tokens but the last, whatever chunked prefill,
-    preemption and prefix caching do: by `observe_prefill` and by `Outcome.hidden`."""
+    """Layers of the target whose hidden states it needs (ids as in `runtime.network.Need`).
+    `observe_prefill` and `Outcome.hidden` then show it those of all committed tokens but the last.
+    Chunked prefill, preemption and prefix caching do not change this."""
 
     vocabulary_overlap: VocabularyOverlap | None = None
-    """How its draft model's tokens compare with the target's, if it has one and both have names."""
+    """How the tokens of its draft model compare with the target's; None without a draft model, or
+    if one of the two has no tokenizer."""
 
     def level_sizes(self, limit: int) -> Sequence[int] | None:
-        """Nodes at each level of a full draft of at most `limit`, for controllers; None for chains.
+        """The number of nodes at each level of a full draft, for controllers.
 
-        Who makes branches and cannot tell beforehand says one a level; controllers see better.
+        A drafter of trees that cannot tell in advance returns 1 for each level. Controllers then
+        measure the sizes of its drafts.
+
+        Args:
+            limit: most drafted nodes.
+
+        Returns:
+            Nodes at depths 1, 2, ...; None for a drafter of chains.
         """
         return [1] * limit if self.drafts_trees else None
 
     @abstractmethod
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """One draft per request, within its budget; an empty one where there is nothing to say.
+        """Draft for every request.
 
-        A node's q is the distribution it was drawn from (invariant 2), and no node is dropped for
-        its value.
+        The q of a node is the distribution it was drawn from (invariant 2). A drafter must not drop
+        a sampled node because of its value.
+
+        Args:
+            batch: the requests of this step that use this drafter.
+            budgets: the limits of each request's draft.
+
+        Returns:
+            One draft per request, within its budget; `Draft.empty` if there is nothing to propose.
         """
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:  # noqa: B027
-        """Learn from a step, the target's output included; most drafters learn nothing."""
+        """Learn from a step; most drafters ignore it.
+
+        Args:
+            outcomes: for each request: the verified draft, what was accepted, the target's output.
+            times: seconds of the step's parts.
+        """
 
     def observe_prefill(  # noqa: B027
         self, request: Request, start: int, hidden: Mapping[int, Tensor]
     ) -> None:
         """Learn from the hidden states of tokens that were computed before the first step.
 
-        A preempted request is computed again: tokens may be shown twice, with the same bits.
+        A preempted request is computed again. Its tokens may therefore be shown twice, with the
+        same bits.
 
         Args:
-            request: whose tokens `token_ids[start : start + n]` were computed.
-            start: the first of them.
-            hidden: layer id -> [n, E], of at least `hidden_layers`.
+            request: the request whose tokens `token_ids[start : start + n]` were computed.
+            start: index of the first of these n tokens.
+            hidden: layer id -> [n, E] hidden states, of at least `hidden_layers`.
         """
 
     def rewind(self, request: Request) -> None:
-        """Tokens seen as committed have been taken back: a cascade's inner drafter guesses on.
+        """Committed tokens were taken back.
 
-        Starting afresh is always right; drafters with costly state do better.
+        This happens to the inner drafter of a cascade: its requests continue with tokens that the
+        outer rule may reject. The default releases the request, which is always correct. Drafters
+        with expensive state override it.
         """
         self.release(request)
 
-    def release(self, request: Request) -> None:  # noqa: B027 - most keep nothing
+    def release(self, request: Request) -> None:  # noqa: B027 - most drafters keep no state
         """Forget a request that has ended."""
 
-    def forget(self) -> None:  # noqa: B027 - most keep nothing
-        """Forget what requests that have ended left for others."""
+    def forget(self) -> None:  # noqa: B027 - most drafters keep no state
+        """Forget everything that ended requests left for later ones."""
 
 
 def layers_of(drafters: Sequence[Drafter]) -> tuple[int, ...]:
-    """Layers whose hidden states any of these drafters wants, ascending."""
+    """Ids of all layers whose hidden states these drafters need, ascending."""
     return tuple(sorted({layer for drafter in drafters for layer in drafter.hidden_layers}))

@@ -1,7 +1,8 @@
-"""The most probable nodes of a tree whose path probabilities are known: greedy expansion.
+"""Best-first expansion: the most probable nodes of a tree whose path probabilities are known.
 
-What `suffix` (Oliaro et al.) and `rest` (He et al.) draft: as no node is more probable than its
-parent, taking the most probable node whose parent has been taken gives the most probable ones.
+`suffix`, `rest` and `recycle` draft with it (the greedy expansion of Oliaro et al.,
+"SuffixDecoding"). No node is more probable than its parent. Repeatedly taking the most probable
+node whose parent was taken therefore gives the most probable nodes of the whole tree.
 """
 
 from __future__ import annotations
@@ -13,46 +14,49 @@ from typing import TypeVar
 
 from foretoken.control import Budget
 
-__all__ = ["best_first"]
+__all__ = ["best_first_nodes"]
 
 Place = TypeVar("Place")
 
 
-def best_first(
+def best_first_nodes(
     start: Place,
     successors: Callable[[Place], Iterable[tuple[int, float, Place]]],
-    nodes: int,
+    max_nodes: int,
     budget: Budget,
-    least: float = 0.0,
+    min_path_prob: float = 0.0,
 ) -> Iterator[tuple[int, int, float, Place]]:
-    """The most probable nodes, parents first; of equally probable ones the one that came first.
+    """Yield the most probable nodes, parents first.
+
+    Of equally probable nodes, the one that `successors` gave first comes first.
 
     Args:
-        start: where the root's successors are found.
-        successors: token, probability given its parent, and place, of all that follow a place.
-        nodes: most nodes.
-        budget: says how deep, and at which probabilities, to stop.
-        least: smallest path probability.
+        start: the root's place: what `successors` needs to find the root's children.
+        successors: maps a node's place to its children: token, probability given the parent, and
+            place of each.
+        max_nodes: most nodes.
+        budget: limits the depth, and stops below improbable nodes (`Budget.stops_below`).
+        min_path_prob: nodes with a smaller path probability are left out.
 
     Yields:
-        Of each node the index of its parent, -1 for the root, its token, its path probability and
-        its place.
+        For each node: the index of its parent (-1 for the root), its token, its path probability
+        and its place.
     """
     order = count()
     frontier: list[tuple[float, int, int, int, int, bool, Place]] = []
 
-    def expand(place: Place, parent: int, depth: int, probability: float) -> None:
-        for token, share, child in successors(place):
-            path = probability * share
-            last = depth >= budget.depth or budget.stops_below(share, path)
-            if path >= least:
-                heappush(frontier, (-path, next(order), depth, parent, token, last, child))
+    def expand(place: Place, parent: int, depth: int, parent_path_prob: float) -> None:
+        for token, token_prob, child in successors(place):
+            path_prob = parent_path_prob * token_prob
+            is_leaf = depth >= budget.depth or budget.stops_below(token_prob, path_prob)
+            if path_prob >= min_path_prob:
+                heappush(frontier, (-path_prob, next(order), depth, parent, token, is_leaf, child))
 
     expand(start, -1, 1, 1.0)
-    for node in range(nodes):
+    for node in range(max_nodes):
         if not frontier:
             return
-        path, _, depth, parent, token, last, place = heappop(frontier)
-        yield parent, token, -path, place
-        if not last:
-            expand(place, node, depth + 1, -path)
+        negative_prob, _, depth, parent, token, is_leaf, place = heappop(frontier)
+        yield parent, token, -negative_prob, place
+        if not is_leaf:
+            expand(place, node, depth + 1, -negative_prob)

@@ -1,9 +1,10 @@
 """`cascade`: the draft model is itself accelerated by a drafter, to any depth.
 
 Spector and Ré, "Accelerating LLM Inference with Staged Speculative Decoding"; the vertical cascade
-of Chen et al., "Cascade Speculative Drafting". The middle model drafts by running the very same
-`step()`, with itself as the target. As the inner rule is lossless, its tokens have exactly the
-middle model's distribution, which is the q the outer rule is given.
+of Chen et al., "Cascade Speculative Drafting". The draft model is called the middle model here. It
+drafts by running `decode.step` with itself as the target and an inner drafter. The inner rule is
+lossless, so the drafted tokens have exactly the middle model's distribution. That distribution is
+the q of the outer rule.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from foretoken.core.common_prefix import common_prefix
 from foretoken.core.distribution import Distribution
 from foretoken.core.tree import Draft, chain
 from foretoken.decode import Outcome, StepTimes, step
+from foretoken.drafters.admission import rows_that_fit
 from foretoken.drafters.base import Drafter, DrafterOptions
-from foretoken.drafters.room import shared_out
 from foretoken.request import Request
 from foretoken.runtime.target import Target
 
@@ -32,9 +33,9 @@ class CascadeOptions(DrafterOptions):
     """Options of `cascade`.
 
     Args:
-        drafter: configuration of the inner drafter: `method` and that method's own fields; it may
-            be a cascade again.
-        inner_num_speculative_tokens: most tokens the inner drafter proposes to the middle model.
+        drafter: configuration of the inner drafter: `method` and that method's own fields. It may
+            be another cascade.
+        inner_num_speculative_tokens: draft length of the inner drafter, in tokens.
     """
 
     drafter: Mapping[str, Any]
@@ -42,13 +43,13 @@ class CascadeOptions(DrafterOptions):
 
 
 @dataclass(frozen=True)
-class _Inner:
+class _InnerSpeculation:
     """The drafting side of the middle model's steps (see `decode.Speculates`).
 
     Args:
         drafter: drafts for the middle model.
-        length: most tokens it drafts.
-        acceptance: lossless, or q would be wrong.
+        length: its draft length, in tokens.
+        acceptance: the inner rule, which must be lossless.
     """
 
     drafter: Drafter
@@ -56,19 +57,19 @@ class _Inner:
     acceptance: AcceptanceRule
 
     def draft(self, batch: Sequence[Request]) -> list[Draft]:
-        """Always as many tokens."""
+        """Draft with the same length in every step."""
         return self.drafter.propose(batch, [within(request, self.length) for request in batch])
 
     def rule(self, _: Request) -> AcceptanceRule:
-        """One for all."""
+        """The inner rule, for all requests."""
         return self.acceptance
 
     def hidden_layers(self, _: Sequence[Request]) -> tuple[int, ...]:
-        """Layers of the middle model."""
+        """Layers of the middle model whose hidden states the inner drafter needs."""
         return self.drafter.hidden_layers
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> float:
-        """The inner drafter learns; nobody here asks how long it takes."""
+        """The inner drafter learns. The outer step measures the time of the whole cascade."""
         self.drafter.observe(outcomes, times)
         return 0.0
 
@@ -79,7 +80,8 @@ class Cascade(Drafter):
     Args:
         model: the middle model.
         drafter: the inner drafter.
-        rule: the inner acceptance rule; must be lossless, or q would be wrong.
+        rule: the inner acceptance rule. It must be lossless, else q would not be the distribution
+            the tokens were drawn from.
         options: see `CascadeOptions`.
         coupled: whether to draw with the target's own noise.
     """
@@ -96,12 +98,12 @@ class Cascade(Drafter):
         assert rule.lossless
         self._model = model
         self._drafter = drafter
-        self._speculation = _Inner(drafter, options.inner_num_speculative_tokens, rule)
+        self._speculation = _InnerSpeculation(drafter, options.inner_num_speculative_tokens, rule)
         self._coupled = coupled
-        self._inner: dict[int, Request] = {}
+        self._inner: dict[int, Request] = {}  # outer key -> the middle model's request
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Inner steps until every request has its tokens."""
+        """Run inner steps until every request has its draft length."""
         lengths = self._lengths(batch, budgets)
         inner = {r.key: self._catch_up(r) for r in batch if lengths[r.key]}
         distributions: dict[int, list[Distribution]] = {key: [] for key in inner}
@@ -113,20 +115,20 @@ class Cascade(Drafter):
         ]
 
     def _lengths(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> dict[int, int]:
-        """Tokens to draft, by key; none where the middle model's context or memory is full."""
+        """Request key -> tokens to draft; 0 if the middle model's context or memory is full."""
         lengths = {
             request.key: max(0, min(budget.chain, self._model.most_tokens - len(request.token_ids)))
             for request, budget in zip(batch, budgets, strict=True)
         }
         wanted = [request for request in batch if lengths[request.key]]
         ahead = max(lengths.values(), default=0) + self._speculation.length
-        most = self._model.most_tokens  # all that one row alone may have
-        admitted, in_the_way = shared_out(
+        most = self._model.most_tokens  # of one row alone
+        admitted, to_free = rows_that_fit(
             self._model,
             {request.key: min(len(request.token_ids) + ahead, most) for request in wanted},
             {key: len(inner.token_ids) for key, inner in self._inner.items()},
         )
-        for key in in_the_way:
+        for key in to_free:
             self._free(key)
         return {key: length if key in admitted else 0 for key, length in lengths.items()}
 
@@ -148,7 +150,7 @@ class Cascade(Drafter):
         inner: Request | None,
         distributions: Mapping[int, list[Distribution]],
     ) -> Draft:
-        """What the middle model generated, up to the budget or where it was not sure."""
+        """The tokens that the middle model generated, up to the budget's limits."""
         if inner is None:
             return Draft.empty(request.root)
         tokens: list[int] = []
@@ -165,8 +167,8 @@ class Cascade(Drafter):
         )
 
     def _catch_up(self, request: Request) -> Request:
-        """The inner request with the committed tokens, its KV by invariant 1."""
-        # Fresh noise in every step, unless the rule wants the target's own.
+        """The inner request, brought up to the committed tokens, with its KV (invariant 1)."""
+        # New noise in every step, unless the outer rule couples the draft with the target.
         position = len(request.token_ids)
         noise = request.noise if self._coupled else request.noise.derived(position)
         before = self._inner.get(request.key)
@@ -189,10 +191,10 @@ class Cascade(Drafter):
         return inner
 
     def rewind(self, request: Request) -> None:
-        """Nothing to do: the inner request is compared with the committed tokens anyway."""
+        """Nothing to do: `_catch_up` rolls the inner request back to the common prefix."""
 
     def release(self, request: Request) -> None:
-        """Free the inner request."""
+        """Free the inner request and its KV."""
         self._free(request.key)
 
     def forget(self) -> None:

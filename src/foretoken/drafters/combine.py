@@ -1,8 +1,8 @@
 """Several drafters at once: `ensemble` merges their drafts, `switch` picks one per request.
 
-Merging is SpecInfer's (Miao et al., section 4): the drafts become branches of one tree, verified in
-one pass. Switching is a bandit on goodput: the drafter with the most committed tokens per second of
-step time lately, with an occasional try of the others.
+Merging is SpecInfer's (Miao et al., section 4): the drafts become branches of one tree, which one
+pass verifies. Switching is a bandit on goodput: each request uses the drafter with the most
+committed tokens per second of recent steps, and tries the others from time to time.
 """
 
 from __future__ import annotations
@@ -40,27 +40,31 @@ class SwitchOptions(CombineOptions):
 
     Args:
         drafters: see `CombineOptions`.
-        try_every: after how many drafting steps of a request another drafter is tried.
+        try_every: every how many drafting steps a request tries another drafter.
     """
 
     try_every: Annotated[int, Ge(2)] = 16
 
 
 class _Several(Drafter):
-    """Drafters that all see the same requests come and go."""
+    """Base of `Ensemble` and `Switch`: several drafters that serve the same requests.
+
+    Args:
+        drafters: the drafters, in the order of the options.
+    """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         self._drafters = list(drafters)
         self.hidden_layers = layers_of(drafters)
 
     def observe_prefill(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
-        """Every drafter that asks for hidden states sees them."""
+        """Show the hidden states to every drafter that needs any."""
         for drafter in self._drafters:
             if drafter.hidden_layers:
                 drafter.observe_prefill(request, start, hidden)
 
     def rewind(self, request: Request) -> None:
-        """Every drafter takes the tokens back."""
+        """Rewind every drafter."""
         for drafter in self._drafters:
             drafter.rewind(request)
 
@@ -76,7 +80,11 @@ class _Several(Drafter):
 
 
 class Ensemble(_Several):
-    """All drafters propose; their drafts are merged into one tree (`merge`)."""
+    """All drafters propose, and `merge` makes one tree of their drafts.
+
+    Args:
+        drafters: the drafters, in the order of the options.
+    """
 
     drafts_trees = True
 
@@ -86,7 +94,7 @@ class Ensemble(_Several):
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         """Merged trees, cut to the budget's number of nodes."""
-        # Siblings must be independent: every drafter draws from a lane of its own.
+        # Drafts of several drafters must be independent, so each drafter has its own noise.
         proposals = [
             drafter.propose([r.with_noise(r.noise.in_lane(lane)) for r in batch], budgets)
             for lane, drafter in enumerate(self._drafters)
@@ -97,51 +105,55 @@ class Ensemble(_Several):
         ]
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
-        """Every drafter sees what came of the whole."""
+        """Every drafter sees the outcome of the merged draft."""
         for drafter in self._drafters:
             drafter.observe(outcomes, times)
 
 
 def merge(drafts: Sequence[Draft], limit: int) -> Draft:
-    """One tree of all drafts with at most `limit` drafted nodes.
+    """Merge drafts of one request into one tree.
 
-    A node that was not drawn at random (one-hot q) is merged with an elder sibling of its token:
-    once that one is turned down the residual leaves the token nothing, so that trying it again
-    could neither succeed nor change the distribution. A drawn node is never merged, because its q
-    changes the residual whatever its token is (the drafting invariant). Where all drafts were
-    looked up a merged node has the better of its features, and the likeliest nodes come first; else
-    the highest ones.
+    A node that was not sampled (one-hot q) is merged with an earlier sibling that has the same
+    token. If that sibling is rejected, the residual distribution gives the token probability 0. A
+    second try could neither succeed nor change the distribution. A sampled node is never merged:
+    trying it changes the residual distribution, whatever its token (invariant 2).
+
+    If all drafts have features, the nodes with the highest path probability are kept, and a merged
+    node has the better of its features. Otherwise the nodes closest to the root are kept.
+
+    Args:
+        drafts: drafts with the same root.
+        limit: most drafted nodes of the tree.
     """
     tokens, parents = [drafts[0].tree.tokens[0]], [-1]
     distributions: list[Distribution] = []
     features: list[int] = []
-    places: list[dict[int, int]] = [{0: 0} for _ in drafts]  # of each draft's nodes in the tree
-    known = all(len(draft.features) == draft.tree.num_drafted for draft in drafts)
-    for index, node in (_by_odds if known else _by_depth)(drafts):
+    merged: list[dict[int, int]] = [{0: 0} for _ in drafts]  # per draft: its node -> merged node
+    has_features = all(len(draft.features) == draft.tree.num_drafted for draft in drafts)
+    for index, node in (_by_path_prob if has_features else _by_depth)(drafts):
         draft = drafts[index]
-        parent = places[index].get(draft.tree.parents[node])
+        parent = merged[index].get(draft.tree.parents[node])
         if parent is None:
-            continue  # its parent did not fit
+            continue  # the limit left no room for its parent
         token, distribution = draft.tree.tokens[node], draft.q_of(node)
-        place = _child(tokens, parents, parent, token) if distribution.certain is not None else None
-        if place is None and len(distributions) < limit:
-            place = len(tokens)
+        one_hot = distribution.certain is not None
+        into = _child(tokens, parents, parent, token) if one_hot else None
+        if into is None and len(distributions) < limit:
+            into = len(tokens)
             tokens.append(token)
             parents.append(parent)
             distributions.append(distribution)
             features.append(0)
-        if place is not None:
-            places[index][node] = place
-            if known:
-                features[place - 1] = max(
-                    features[place - 1], draft.features[node - 1], key=at_first
-                )
+        if into is not None:
+            merged[index][node] = into
+            if has_features:
+                features[into - 1] = max(features[into - 1], draft.features[node - 1], key=at_first)
     tree = TokenTree(tuple(tokens), tuple(parents))
-    return Draft(tree, tuple(distributions), tuple(features) if known else ())
+    return Draft(tree, tuple(distributions), tuple(features) if has_features else ())
 
 
 def _by_depth(drafts: Sequence[Draft]) -> list[tuple[int, int]]:
-    """(draft, node) of all drafted nodes level by level, so that no draft takes all the room."""
+    """(draft, node) of all drafted nodes, level by level, so that every draft gets a share."""
     nodes = [
         (draft.tree.depths[node], index, node)
         for index, draft in enumerate(drafts)
@@ -150,12 +162,12 @@ def _by_depth(drafts: Sequence[Draft]) -> list[tuple[int, int]]:
     return [(index, node) for _, index, node in sorted(nodes)]
 
 
-def _by_odds(drafts: Sequence[Draft]) -> list[tuple[int, int]]:
-    """(draft, node) of all drafted nodes, the likeliest path first; parents before children."""
+def _by_path_prob(drafts: Sequence[Draft]) -> list[tuple[int, int]]:
+    """(draft, node) of all drafted nodes, the most probable path first, parents first."""
     nodes = [
-        (-odds, index, node)
+        (-path_prob, index, node)
         for index, draft in enumerate(drafts)
-        for node, odds in enumerate(path_odds(draft, at_first), 1)
+        for node, path_prob in enumerate(path_odds(draft, at_first), 1)
     ]
     return [(index, node) for _, index, node in sorted(nodes)]
 
@@ -169,7 +181,7 @@ def _child(tokens: Sequence[int], parents: Sequence[int], parent: int, token: in
 
 @dataclass
 class _Arm:
-    """Decayed tokens and seconds of one drafter."""
+    """The bandit's record of one drafter: decayed sums of committed tokens and seconds."""
 
     tokens: float = 0.0
     seconds: float = 0.0
@@ -180,22 +192,22 @@ class _Arm:
 
     @property
     def goodput(self) -> float:
-        """Tokens per second; an untried arm comes first."""
+        """Committed tokens per second; infinite for a drafter that was not tried yet."""
         return self.tokens / self.seconds if self.seconds else float("inf")
 
 
 @dataclass
 class _Choice:
-    """What a request knows of the drafters."""
+    """One request's bandit: its record of each drafter, and the drafter in use."""
 
     arms: list[_Arm]
     current: int = 0
     steps: int = 0
     drafting: bool = False
-    """Whether there is anything to choose, and to credit, in the present step."""
+    """Whether the request may draft in the current step."""
 
     def next(self, try_every: int) -> int:
-        """The best arm; each `try_every`-th drafting step the next one in turn."""
+        """The drafter with the best goodput; every `try_every` drafting steps the next in turn."""
         self.steps += 1
         if self.steps % try_every == 0:
             return (self.steps // try_every) % len(self.arms)
@@ -203,7 +215,12 @@ class _Choice:
 
 
 class Switch(_Several):
-    """Each request drafts with the drafter that has served it best lately."""
+    """Each request drafts with the drafter that had the best goodput in its recent steps.
+
+    Args:
+        drafters: the drafters, in the order of the options.
+        options: see `SwitchOptions`.
+    """
 
     def __init__(self, drafters: Sequence[Drafter], options: SwitchOptions) -> None:
         super().__init__(drafters)
@@ -216,7 +233,10 @@ class Switch(_Several):
         )
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Each drafter proposes for the requests that chose it; who may not draft stays with it."""
+        """Each drafter proposes for the requests that use it.
+
+        A request with an empty budget keeps its drafter.
+        """
         chosen: dict[int, list[tuple[Request, Budget]]] = {}
         for request, budget in zip(batch, budgets, strict=True):
             choice = self._choice(request)
@@ -232,7 +252,7 @@ class Switch(_Several):
         return [drafts[request.key] for request in batch]
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
-        """Credit the chosen drafter with the tokens of its step; pass the outcome on to it."""
+        """Record the step's goodput for the drafter in use, and show it the outcome."""
         seconds = times.draft + times.verify + times.accept
         for outcome in outcomes:
             choice = self._choices[outcome.request.key]
@@ -243,7 +263,7 @@ class Switch(_Several):
                     drafter.observe([outcome], times)
 
     def release(self, request: Request) -> None:
-        """Forget the request everywhere; a rewind leaves what was learnt of the drafters."""
+        """Forget the request. A rewind, in contrast, keeps the records of the drafters."""
         self._choices.pop(request.key, None)
         super().release(request)
 

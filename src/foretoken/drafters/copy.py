@@ -1,13 +1,13 @@
-"""`copy`: the output is the input with changes. The draft is the rest of the input.
+"""`copy`: for outputs that are the input with changes. The draft is the rest of the input.
 
 Input-guided aggressive decoding: Sun et al., "Instantaneous Grammatical Error Correction with
 Shallow Aggressive Decoding"; Ge et al., "Lossless Acceleration for Seq2seq Generation with
-Aggressive Decoding". While the output follows the input, the draft goes on in the input; where it
-has diverged, nothing is drafted until a suffix of the text is found in the input again.
+Aggressive Decoding". While the output follows the input, the draft continues the input. After the
+output has diverged, nothing is drafted until a suffix of the text occurs in the input again.
 
-The input is the prompt, or a region of it (`copy_start`, `copy_end`). Before there is any output,
-copying starts at the beginning of an explicit region, as in the papers; in a whole prompt, which
-holds instructions besides, it starts where the prompt's own end occurred before, if it did.
+The input is the prompt, or a region of it (`copy_start`, `copy_end`). If a region is given, copying
+starts at its beginning, as in the papers. A whole prompt also holds instructions; copying then
+starts where the prompt's last tokens occurred before, if they did.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from foretoken.request import Request
 __all__ = ["CopyDrafter", "CopyOptions"]
 
 LONGEST_MATCH = 32
-"""Longer suffixes are not told apart; it bounds the work on inputs that repeat themselves."""
+"""Longest suffix that is compared, in tokens. It bounds the work on inputs with repetitions."""
 
 Positions = NDArray[np.int64]
 
@@ -37,9 +37,9 @@ class CopyOptions(DrafterOptions):
     """Options of `copy`.
 
     Args:
-        copy_start: first token of the input in the prompt; negative counts from its end, as in
-            Python's slices. None is the prompt's beginning.
-        copy_end: token after the input's last, likewise.
+        copy_start: index in the prompt of the input's first token. A negative index counts from
+            the prompt's end, as in Python's slices. None is the prompt's beginning.
+        copy_end: index after the input's last token, likewise. None is the prompt's end.
         copy_min_match: shortest suffix that aligns text and input again, in tokens.
     """
 
@@ -48,30 +48,30 @@ class CopyOptions(DrafterOptions):
     copy_min_match: Annotated[int, Ge(1), Le(LONGEST_MATCH)] = 2
 
     def region(self, prompt: Sequence[int]) -> Sequence[int]:
-        """The input within a prompt; empty where the prompt is too short to have it."""
+        """The input within a prompt; empty if the prompt is too short."""
         return prompt[self.copy_start : self.copy_end]
 
     @property
     def explicit(self) -> bool:
-        """Whether the input is told apart from the rest of the prompt."""
+        """Whether the input is a region of the prompt instead of the whole prompt."""
         return self.copy_start is not None or self.copy_end is not None
 
 
 class Alignment:
-    """Where in the input a text has arrived: a function of the committed tokens alone.
+    """The position in the input that a text has reached: a function of the committed tokens alone.
 
     Args:
-        prompt: what the text begins with.
+        prompt: the prompt's tokens.
         options: see `CopyOptions`.
     """
 
     def __init__(self, prompt: Sequence[int], options: CopyOptions) -> None:
         self.input = list(options.region(prompt))
         self.position: int | None = None
-        """Index in the input of the token to come next, or None while there is no alignment."""
+        """Index in the input of the expected next token; None without an alignment."""
         self.match = 1
-        """How many of the last tokens are those before the position, as far as was looked."""
-        self._last = 0  # where the last alignment ended
+        """Length of the match: the text's last tokens equal the input's before the position."""
+        self._last = 0  # position of the last alignment
         self._min_match = options.copy_min_match
         self._array = np.array(self.input, dtype=np.int64)
         self._ends = occurrences(self._array)
@@ -82,7 +82,7 @@ class Alignment:
             self._realign(prompt)
 
     def catch_up(self, tokens: Sequence[int]) -> None:
-        """Follow the committed tokens that are new, one by one."""
+        """Follow the new committed tokens, one by one; `tokens` is the whole text."""
         for end in range(self._seen + 1, len(tokens) + 1):
             self._follow(tokens, end)
         self._seen = len(tokens)
@@ -96,7 +96,10 @@ class Alignment:
             self._realign(tokens[max(0, end - LONGEST_MATCH) : end])
 
     def _realign(self, suffix: Sequence[int]) -> None:
-        """Go where the longest suffix ends in the input, the next one after the last alignment."""
+        """Move behind the longest suffix that occurs in the input.
+
+        Of several occurrences, take the first one after the last alignment, or else the last one.
+        """
         self.position = None
         ends, self.match = self._longest(suffix)
         if len(ends):
@@ -104,7 +107,10 @@ class Alignment:
             self.position = self._last = int(ends[min(later, len(ends) - 1)])
 
     def _longest(self, suffix: Sequence[int]) -> tuple[Positions, int]:
-        """Ascending ends in the input of the longest suffix that is long enough, and its length."""
+        """Positions behind the occurrences of the longest suffix, ascending, and its length.
+
+        Without a suffix of at least `copy_min_match` tokens there are no positions.
+        """
         ends = self._ends.get(suffix[-1], _NOWHERE)
         length = 1
         while len(ends) and length < min(len(suffix), LONGEST_MATCH):
@@ -116,7 +122,7 @@ class Alignment:
         return (ends if length >= self._min_match else _NOWHERE), length
 
     def rest(self, length: int) -> list[int]:
-        """At most `length` tokens of the input from the aligned position on."""
+        """At most `length` tokens of the input, from the aligned position on."""
         if self.position is None:
             return []
         return self.input[self.position : self.position + length]
@@ -126,14 +132,24 @@ _NOWHERE: Positions = np.empty(0, dtype=np.int64)
 
 
 def occurrences(tokens: NDArray[Any]) -> dict[int, Positions]:
-    """Positions after each token that has a successor, ascending, by token."""
+    """Token -> positions behind its occurrences, ascending, without the end of the input.
+
+    Args:
+        tokens: [N] token ids.
+    """
     order = tokens[:-1].argsort(kind="stable")
     distinct, starts = np.unique(tokens[:-1][order], return_index=True)
     return dict(zip(distinct.tolist(), np.split(order + 1, starts[1:]), strict=False))
 
 
 class CopyDrafter(Drafter):
-    """Deterministic: q is one-hot. Proposes nothing while text and input are not aligned."""
+    """Chains that continue the input; q is one-hot.
+
+    It proposes nothing while text and input are not aligned.
+
+    Args:
+        options: see `CopyOptions`.
+    """
 
     looks_up = True
 
@@ -142,7 +158,7 @@ class CopyDrafter(Drafter):
         self._alignments: dict[int, Alignment] = {}
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Chains."""
+        """Chains that continue the input at the aligned position."""
         return [
             self._propose(request, budget.chain)
             for request, budget in zip(batch, budgets, strict=True)
@@ -159,5 +175,5 @@ class CopyDrafter(Drafter):
         return Draft.deterministic(chain([request.root, *drafted]), features)
 
     def release(self, request: Request) -> None:
-        """Drop the request's alignment."""
+        """Forget the request's alignment."""
         self._alignments.pop(request.key, None)

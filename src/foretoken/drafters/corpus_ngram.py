@@ -1,18 +1,18 @@
 """`corpus_ngram`: unigrams, bigrams and trigrams counted in the user's own text files.
 
-The negligible-cost approximation models of Leviathan et al., "Fast Inference from Transformers via
-Speculative Decoding". The tables come from `foretoken ngrams build` (see
-`foretoken.drafters.text.ngrams`). With n(..) the counts and T(..) the numbers of different
-successors, the distribution after tokens a, b is interpolated as by Witten and Bell ("The
-Zero-Frequency Problem", method C):
+These are the negligible-cost approximation models of Leviathan et al., "Fast Inference from
+Transformers via Speculative Decoding". `foretoken ngrams build` makes the tables (see
+`foretoken.drafters.text.ngrams`). Let n(..) be counts and T(..) numbers of different successors.
+The distribution after tokens a, b is interpolated as by Witten and Bell ("The Zero-Frequency
+Problem", method C):
 
     P(c | b)    = (n(b, c)    + T(b)    * P(c))     / (n(b)    + T(b))
     P(c | a, b) = (n(a, b, c) + T(a, b) * P(c | b)) / (n(a, b) + T(a, b))
 
-Its support are the tokens that have followed b in the corpus, P(c) being the relative frequency
-among these; where b was never followed by anything, all tokens of the corpus. Every successor of
-a, b is one of b, so the support does not depend on a. This distribution is q, and sampling stays
-exact.
+Its support is the set of tokens that followed b in the corpus, and P(c) is the relative frequency
+of c among them. If nothing followed b, the support is the set of all tokens of the corpus. Every
+successor of a, b is a successor of b, so the support does not depend on a. This distribution is q,
+and sampling stays exact.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ class CorpusNgramOptions(DrafterOptions):
 
     Args:
         corpus: a file made by `foretoken ngrams build`.
-        draft_temperature: probabilities are raised to the power of its inverse; 0 drafts the most
-            probable token also for sampled requests; None takes 0 for greedy requests and 1 (q is
-            the smoothed distribution) for sampled ones.
+        draft_temperature: the probabilities are raised to the power 1 / draft_temperature. With 0
+            the most probable token is drafted, for sampled requests too. None is 0 for greedy
+            requests and 1 (q is the smoothed distribution) for sampled ones.
     """
 
     corpus: PathText = ""
     draft_temperature: Annotated[FiniteFloat, Ge(0)] | None = None
 
     @model_validator(mode="after")
-    def _given(self) -> Self:
+    def _has_corpus(self) -> Self:
         if not self.corpus:
             raise ValueError(
                 "method 'corpus_ngram' needs 'corpus': a file made by 'foretoken ngrams build'."
@@ -64,10 +64,10 @@ class CorpusNgramOptions(DrafterOptions):
 
 
 class SmoothedNgrams:
-    """The smoothed distribution of the next token.
+    """The smoothed distribution of the next token (see the module's docstring).
 
     Args:
-        tables: the counts.
+        tables: the counts of the corpus.
     """
 
     def __init__(self, tables: NgramTables) -> None:
@@ -81,7 +81,12 @@ class SmoothedNgrams:
         return tokens, counts / counts.sum()
 
     def distribution(self, context: Sequence[int], temperature: float) -> Distribution:
-        """The distribution after these tokens (the last two count); one-hot at temperature 0."""
+        """The distribution of the next token at a temperature; one-hot at temperature 0.
+
+        Args:
+            context: the tokens before it, at least one; only the last two matter.
+            temperature: see `CorpusNgramOptions.draft_temperature`.
+        """
         tokens, probs = self.probabilities(context)
         if temperature < GREEDY_BELOW:
             return Distribution.one_hot(int(tokens[probs.argmax()]))
@@ -91,14 +96,13 @@ class SmoothedNgrams:
         distribution = Distribution(
             torch.from_numpy(probs), torch.from_numpy(tokens.astype(np.int64))
         )
-        return distribution.normalised(
-            distribution.probs
-        )  # a low temperature may leave nothing of small ones
+        # At a low temperature, small probabilities may underflow to 0.
+        return distribution.normalised(distribution.probs)
 
     def probabilities(
         self, context: Sequence[int]
     ) -> tuple[NDArray[np.integer[Any]], NDArray[np.float64]]:
-        """Support [S], ascending, and probabilities [S]."""
+        """The support [S] as ascending token ids, and its smoothed probabilities [S]."""
         tables = self._tables
         row = tables.bigrams(context[-1])
         if row.start == row.stop:
@@ -115,25 +119,26 @@ class SmoothedNgrams:
 
 
 def _interpolated(counts: NDArray[Any], shorter: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Counts [S] interpolated with the distribution [S] of the shorter context (Witten-Bell)."""
-    different = np.count_nonzero(counts)
-    smoothed: NDArray[np.float64] = (counts + different * shorter) / (counts.sum() + different)
+    """Counts [S] interpolated with the probabilities [S] of the shorter context (Witten-Bell)."""
+    num_successors = np.count_nonzero(counts)  # T in the formula
+    total = counts.sum() + num_successors
+    smoothed: NDArray[np.float64] = (counts + num_successors * shorter) / total
     return smoothed
 
 
 def load_corpus(
     path: str, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None
 ) -> SmoothedNgrams:
-    """The distribution of a corpus, for a target.
+    """Load the distribution of a corpus and check that it fits the target.
 
     Args:
         path: a file made by `foretoken ngrams build`.
-        vocab_size: width of the target's logits.
-        tokenizer: the target's, or None where it has none.
+        vocab_size: V, the width of the target's logits.
+        tokenizer: the target's tokenizer, or None if it has none.
 
     Raises:
-        ForetokenError: there is no such file, or it cannot be used.
-        CompatibilityError: it was made with another vocabulary.
+        ForetokenError: the file does not exist or is damaged.
+        CompatibilityError: the file was made with another vocabulary.
     """
     tables = NgramTables.load(path)
     highest = int(tables.unigrams.nonzero()[0][-1])
@@ -142,10 +147,10 @@ def load_corpus(
 
 
 class CorpusNgramDrafter(Drafter):
-    """Chains drawn from the corpus' distribution.
+    """Chains drawn from the corpus' smoothed distribution, which is q.
 
     Args:
-        ngrams: the distribution.
+        ngrams: the smoothed distribution.
         options: see `CorpusNgramOptions`.
         coupled: whether to draw with the target's own noise.
     """
@@ -158,7 +163,7 @@ class CorpusNgramDrafter(Drafter):
         self._coupled = coupled
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Chains as long as the budget."""
+        """Chains up to the budget's limits."""
         return [
             self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)
         ]

@@ -1,9 +1,10 @@
-"""`draft_model`: a second, smaller model guesses.
+"""`draft_model`: a second, smaller model drafts.
 
 Leviathan et al., "Fast Inference from Transformers via Speculative Decoding"; Chen et al.,
 "Accelerating Large Language Model Decoding with Speculative Sampling"; trees as in SpecInfer and
-EAGLE-2. The model has its own KV and draws under the request's own sampling parameters, so that q
-is as close to p as it can be. Models with other tokens than the target's: `vocabulary.py`.
+EAGLE-2. The draft model has its own KV. It draws under the request's own sampling parameters, which
+brings q close to p. `OwnModel` is the `Scorer` that `ModelDrafter` uses. Draft models with another
+vocabulary than the target's are in `vocabulary.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from foretoken.core.common_prefix import common_prefix
 from foretoken.core.tree import TokenTree
-from foretoken.drafters.room import shared_out
+from foretoken.drafters.admission import rows_that_fit
 from foretoken.drafters.shapes import TreeOptions
 from foretoken.request import Request
 from foretoken.runtime.network import PassOutput
@@ -26,20 +27,21 @@ from foretoken.runtime.target import Target
 __all__ = ["DraftModelOptions", "OwnModel"]
 
 FIRST_PASS = 32
-"""Committed tokens that are computed along with the first drafting pass; more are prefilled."""
+"""Most committed tokens that the first drafting pass computes. If more are missing, a prefill
+computes them."""
 
 
 class DraftModelOptions(TreeOptions):
     """Options of `draft_model`, besides those of trees.
 
     Args:
-        vocabulary: what to do about a draft model with other tokens than the target's. `same`
-            refuses it. `intersection` drafts only tokens that both have. `text` drafts text, which
-            the target's tokenizer splits anew: greedy chains only. `auto` is `same` where the
-            tokens are the same, else `intersection` if the draft model has at least half of the
-            target's tokens, else `text`. `LLM.vocabulary_overlap` says what was chosen.
-        draft_tokenizer: the draft model's tokenizer, or a folder or alias that has it; None takes
-            the one in the draft model's folder.
+        vocabulary: how to use a draft model with another vocabulary than the target's. `same`
+            refuses it. `intersection` drafts only tokens that both models have. `text` drafts
+            greedy chains of text, which the target's tokenizer tokenises again. `auto` is `same`
+            if the vocabularies are the same, else `intersection` if the draft model has at least
+            half of the target's tokens, else `text`. `LLM.vocabulary_overlap` reports the choice.
+        draft_tokenizer: the draft model's tokenizer, or a folder or alias that holds it. None takes
+            the tokenizer in the draft model's folder.
     """
 
     vocabulary: Literal["auto", "same", "intersection", "text"] = "auto"
@@ -52,7 +54,7 @@ class DraftModelOptions(TreeOptions):
         return self
 
     def refused_for_text(self) -> str | None:
-        """Why drafts of text cannot be as the options ask; None where they can."""
+        """Why vocabulary 'text' cannot be used with the other options; None if it can."""
         for name in ("tree", "expansion", "draft_temperature"):
             if name in self.model_fields_set:
                 return (
@@ -63,11 +65,11 @@ class DraftModelOptions(TreeOptions):
 
 
 class OwnModel:
-    """A draft model with its own rows (see `Scorer`).
+    """A draft model with KV rows of its own (see `model_drafter.Scorer`).
 
     Args:
         model: the draft model.
-        partial: whether its logits leave out tokens of the target's.
+        partial: see `Scorer.partial`.
     """
 
     reads_target_kv = False
@@ -75,33 +77,34 @@ class OwnModel:
     def __init__(self, model: Target, *, partial: bool = False) -> None:
         self.partial = partial
         self._model = model
-        self._cached: dict[int, list[int]] = {}  # tokens whose KV the model holds
+        self._cached: dict[int, list[int]] = {}  # request key -> tokens whose KV the model holds
 
     def seen(self, request: Request) -> Sequence[int]:
-        """The committed tokens as the draft model reads them."""
+        """The committed tokens in the draft model's vocabulary."""
         return request.token_ids
 
     def room(self, request: Request) -> int:
-        """What the draft model's own context, and its memory for one row, have left."""
+        """Tokens left in the draft model's context and in its memory for one row."""
         return self._model.most_tokens - len(self.seen(request))
 
     def admit(self, requests: Sequence[Request], num_nodes: int) -> Sequence[Request]:
-        """The first ones that the memory holds; rows of others are freed if they are in the way."""
+        """The oldest requests that fit into the model's memory (see `admission`)."""
         seen = {request.key: len(self.seen(request)) for request in requests}
         held = {key: len(tokens) for key, tokens in self._cached.items()}
         missing = [seen[key] - held.get(key, 0) for key in seen]
-        # A row is padded to the longest in its pass, and the first takes in what is missing.
+        # A row is padded to the longest row of its pass, and the first pass also computes the
+        # missing committed tokens.
         ahead = max([num_nodes, *(count for count in missing if count <= FIRST_PASS)])
-        # One row alone is padded to none, and its draft is cut to what there is room for.
+        # A row alone in its pass is not padded, and its draft is cut to the room that is left.
         most = self._model.most_tokens
         wanted = {key: min(tokens + ahead, most) for key, tokens in seen.items()}
-        admitted, in_the_way = shared_out(self._model, wanted, held)
-        for key in in_the_way:
+        admitted, to_free = rows_that_fit(self._model, wanted, held)
+        for key in to_free:
             self._free(key)
         return [request for request in requests if request.key in admitted]
 
     def pending(self, request: Request) -> list[int]:
-        """Roll back what was not committed; prefill what would not fit into one pass."""
+        """Roll the KV back to the committed tokens; prefill if too many of them are missing."""
         key, tokens = request.key, list(self.seen(request))
         if key not in self._cached:
             self._model.add(key)
@@ -121,12 +124,12 @@ class OwnModel:
         return self._model.verify(keys, trees, num_computed)
 
     def finish_draft(self, request: Request, num_tokens: int) -> None:
-        """The pending tokens are committed ones, so their KV stays; drafted KV goes."""
+        """Keep the KV of the pending tokens, which are committed; discard that of the draft."""
         self._model.commit(request.key, range(num_tokens))
         self._cached[request.key] = list(self.seen(request))
 
     def release(self, request: Request) -> None:
-        """Free the request's row."""
+        """Free the request's KV row."""
         self._free(request.key)
 
     def _free(self, key: int) -> None:

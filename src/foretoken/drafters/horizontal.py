@@ -1,9 +1,9 @@
-"""`horizontal_cascade`: better drafters for early positions, cheaper ones for later.
+"""`horizontal_cascade`: better drafters for early positions, cheaper ones for later positions.
 
-The horizontal cascade of Chen et al., "Cascade Speculative Drafting for Even Faster LLM Inference":
-a token far down the draft is only of use if everything before it is accepted, so less should be
-spent on guessing it. Each drafter continues what the ones before it have drafted; together they
-make one chain, and every q is that of the drafter the token came from.
+The horizontal cascade of Chen et al., "Cascade Speculative Drafting for Even Faster LLM Inference".
+A late token of a draft is useful only if all tokens before it are accepted, so it should cost less.
+Each drafter continues the chain of the drafters before it. The q of a token is that of the drafter
+that drew it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class HorizontalOptions(DrafterOptions):
 
     Args:
         drafters: configurations in order of position, each with `method` and that method's fields.
-        tokens: most tokens drafted by each of them.
+        tokens: most tokens that each drafter adds, in the same order.
     """
 
     drafters: Annotated[tuple[Mapping[str, Any], ...], MinLen(2)]
     tokens: tuple[Annotated[int, Ge(1)], ...]
 
     @model_validator(mode="after")
-    def _a_share_for_each(self) -> Self:
+    def _one_number_per_drafter(self) -> Self:
         if len(self.tokens) != len(self.drafters):
             raise ValueError(
                 f"tokens: give one number per drafter, got {len(self.tokens)} for "
@@ -48,13 +48,13 @@ class HorizontalOptions(DrafterOptions):
         return self
 
     def default_num_speculative_tokens(self) -> int:
-        """What all of them may draft."""
+        """The tokens of all drafters together."""
         return sum(self.tokens)
 
 
 @dataclass
 class _Chain:
-    """What has been drafted for one request so far."""
+    """The chain drafted for one request so far."""
 
     request: Request
     budget: Budget
@@ -63,12 +63,12 @@ class _Chain:
     path_prob: float = 1.0
     stopped: bool = False
 
-    def rest(self, share: int) -> Budget:
-        """The budget of the next drafter."""
+    def rest(self, max_tokens: int) -> Budget:
+        """The budget of the next drafter, for at most `max_tokens` tokens."""
         left = self.budget.chain - len(self.tokens)
-        length = 0 if self.stopped else min(left, share)
-        least = self.budget.min_path_prob / self.path_prob
-        return replace(self.budget, nodes=length, depth=length, min_path_prob=least)
+        length = 0 if self.stopped else min(left, max_tokens)
+        min_path_prob = self.budget.min_path_prob / self.path_prob
+        return replace(self.budget, nodes=length, depth=length, min_path_prob=min_path_prob)
 
     def add(self, draft: Draft) -> None:
         for token, distribution in zip(draft.tree.tokens[1:], draft.q, strict=True):
@@ -83,15 +83,15 @@ class _Chain:
 
 
 class HorizontalCascade(Drafter):
-    """Chains, begun by the first drafter and continued by the next ones.
+    """Chains that the first drafter begins and the next ones continue.
 
     Args:
-        drafters: in order of position.
+        drafters: the drafters in order of position.
         options: see `HorizontalOptions`.
 
     Raises:
-        CompatibilityError: a drafter proposes trees, or one behind the first drafts from the
-            target's KV, which ends with the committed tokens.
+        CompatibilityError: a drafter proposes trees, or a drafter after the first one reads the
+            target's KV or hidden states, which end with the committed tokens.
     """
 
     def __init__(self, drafters: Sequence[Drafter], options: HorizontalOptions) -> None:
@@ -116,23 +116,23 @@ class HorizontalCascade(Drafter):
         self._stages = [_Stage(*pair) for pair in zip(drafters, options.tokens, strict=True)]
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """One chain per request, from all drafters in turn."""
+        """One chain per request; the drafters extend it in turn."""
         chains = [_Chain(*pair) for pair in zip(batch, budgets, strict=True)]
         for lane, stage in enumerate(self._stages):
             stage.extend(chains, lane)
         return [drafted.draft() for drafted in chains]
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
-        """Every drafter sees what came of requests it has drafted for."""
+        """Every drafter sees the outcomes of the requests that it has drafted for."""
         for stage in self._stages:
             stage.observe(outcomes, times)
 
     def observe_prefill(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
-        """The first drafter sees them."""
+        """Show the hidden states to the first drafter, the only one that may need them."""
         self._stages[0].observe_prefill(request, start, hidden)
 
     def rewind(self, request: Request) -> None:
-        """Nothing to do: what each drafter has seen is compared with the text anyway."""
+        """Nothing to do: `_Stage.extend` rewinds a drafter whose tokens differ from the text."""
 
     def release(self, request: Request) -> None:
         """Every drafter forgets the request."""
@@ -146,20 +146,26 @@ class HorizontalCascade(Drafter):
 
 
 class _Stage:
-    """One drafter of the cascade, and the tokens it has been shown."""
+    """One drafter of the cascade, and for each request the tokens that it was shown last.
 
-    def __init__(self, drafter: Drafter, share: int) -> None:
+    Args:
+        drafter: the drafter.
+        max_tokens: most tokens that it adds to a chain.
+    """
+
+    def __init__(self, drafter: Drafter, max_tokens: int) -> None:
         self._drafter = drafter
-        self._share = share
+        self._max_tokens = max_tokens
         self._seen: dict[int, list[int]] = {}
 
     def extend(self, chains: Sequence[_Chain], lane: int) -> None:
-        """Continue the chains that may be longer."""
-        budgets = [drafted.rest(self._share) for drafted in chains]
+        """Extend the chains whose budget allows it; `lane` is the number of this stage."""
+        budgets = [drafted.rest(self._max_tokens) for drafted in chains]
         growing = [pair for pair in zip(chains, budgets, strict=True) if pair[1].chain]
         if not growing:
             return
-        # As in an ensemble: a position may be drafted by one stage now and by another later.
+        # As in an ensemble, each stage has its own noise: a position may be drafted by one stage in
+        # this step and by another one in a later step.
         shown = [
             drafted.request.extended(drafted.tokens, drafted.request.noise.in_lane(lane))
             for drafted, _ in growing
@@ -174,13 +180,13 @@ class _Stage:
             drafted.add(draft)
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
-        if not self._drafter.hidden_layers:  # else it has to see all of them
+        if not self._drafter.hidden_layers:  # with hidden layers it needs all outcomes
             outcomes = [outcome for outcome in outcomes if outcome.request.key in self._seen]
         if outcomes:
             self._drafter.observe(outcomes, times)
 
     def observe_prefill(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
-        self._seen.setdefault(request.key, [])  # so that the drafter is told to forget it
+        self._seen.setdefault(request.key, [])  # so that `release` reaches the drafter
         self._drafter.observe_prefill(request, start, hidden)
 
     def release(self, request: Request) -> None:

@@ -1,14 +1,15 @@
-"""`lookahead`: the target guesses n-grams for itself, in the very passes that verify them.
+"""`lookahead`: the target generates n-grams for itself, in the same passes that verify them.
 
 Fu et al., "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding". A window
-of columns holds the target's guesses at the tokens to come, in rows: row r of column j stands
-r + j + 1 positions after the root. Every pass computes the window along with the draft; what
-follows the last row becomes a new row (a step of Jacobi iteration), and every column with it an
-n-gram for the pool. The draft are the pool's latest n-grams that begin with the root.
+holds the target's guesses at future tokens, in rows and columns: row r of column j stands
+r + j + 1 positions after the root. Every pass computes the window along with the draft. The
+target's argmax after the last row becomes a new row (a step of Jacobi iteration), and each column
+with its new token becomes an n-gram of the pool. The draft is the pool's latest n-grams that begin
+with the root.
 
-The window is a tree, too: its first row is a chain below the root, and every column hangs below its
-token in that row. So its nodes are ordinary drafted ones with one-hot q, and no mask, pass or rule
-has to be told about them: drafts and window are one tree, verified in one pass.
+The window is a tree, too: its first row is a chain below the root, and every column continues below
+its token in that row. Its nodes are therefore ordinary drafted nodes with one-hot q. Draft and
+window form one tree, which one pass verifies; masks, passes and rules need no special case.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ __all__ = ["LookaheadDrafter", "LookaheadOptions", "Pool", "Window"]
 
 
 class LookaheadOptions(DrafterOptions):
-    """Options of `lookahead`; the paper's W, N and G.
+    """Options of `lookahead`.
 
     Args:
-        window_size: columns of the window.
-        ngram_size: length of the n-grams; the window has one row less.
-        max_ngrams: most n-grams drafted in one step, and kept for each first token.
-        pool_from_prompt: whether the pool begins with the n-grams of the prompt.
+        window_size: columns of the window; W of the paper.
+        ngram_size: tokens of an n-gram; N of the paper. The window has one row less.
+        max_ngrams: most n-grams that are drafted in one step, and kept for each first token; G of
+            the paper.
+        pool_from_prompt: whether the pool starts with the n-grams of the prompt.
     """
 
     window_size: Annotated[int, Ge(1), Le(32)] = 5
@@ -45,19 +47,23 @@ class LookaheadOptions(DrafterOptions):
     pool_from_prompt: bool = True
 
     def default_num_speculative_tokens(self) -> int:
-        """Drafts and window together."""
+        """The nodes of all drafted n-grams and the whole window together."""
         return (self.ngram_size - 1) * (self.max_ngrams + self.window_size)
 
 
 class Pool:
-    """The latest n-grams by their first token."""
+    """The latest n-grams of one request, by their first token.
+
+    Args:
+        max_ngrams: most n-grams kept for each first token.
+    """
 
     def __init__(self, max_ngrams: int) -> None:
         self._max_ngrams = max_ngrams
         self._after: dict[int, OrderedDict[tuple[int, ...], None]] = {}
 
     def add(self, ngram: Sequence[int]) -> None:
-        """Keep an n-gram; of too many the one that has not come again for longest goes."""
+        """Keep an n-gram; if there are too many, drop the least recently added one."""
         rest = self._after.setdefault(ngram[0], OrderedDict())
         rest[tuple(ngram[1:])] = None
         rest.move_to_end(tuple(ngram[1:]))
@@ -65,45 +71,48 @@ class Pool:
             rest.popitem(last=False)
 
     def after(self, token: int) -> Iterator[tuple[int, ...]]:
-        """What n-grams that begin with this token go on with, the latest first."""
+        """The other tokens of the n-grams that begin with `token`, the latest n-gram first."""
         return reversed(self._after.get(token, OrderedDict()))
 
 
 class Window:
-    """The target's guesses at what is to come, for one request.
+    """The target's guesses at future tokens, for one request.
 
     Args:
-        request: its prompt gives the first guesses, drawn with its seed.
+        request: the first guesses are random tokens of its prompt, drawn with its seed.
         options: the sizes.
+
+    Attributes:
+        rows: the rows, the oldest first, each with one token per column.
     """
 
     def __init__(self, request: Request, options: LookaheadOptions) -> None:
-        self._dice = random.Random(request.noise.seed)
+        self._random = random.Random(request.noise.seed)
         self._tokens = request.prompt_ids
         self._width = options.window_size
-        self._most_rows = options.ngram_size - 1
+        self._max_rows = options.ngram_size - 1
         self.rows: list[list[int]] = [[]]
-        self._length = len(request.token_ids)  # of the text the window stands behind
+        self._length = len(request.token_ids)  # of the text that the window continues
         self._refill()
 
     def columns(self) -> Iterator[tuple[list[int], list[int]]]:
-        """Per column the path from the root down its rows, and the tokens of the rows alone."""
+        """For each column: its path from below the root, and the column's own tokens."""
         for index in range(self._width):
             column = [row[index] for row in self.rows]
             yield [*self.rows[0][:index], *column], column
 
     def advance(self, length: int, guesses: Sequence[int]) -> None:
-        """Go on behind a text that has grown.
+        """Move the window behind the text after a step.
 
         Args:
             length: tokens of the text now.
-            guesses: what followed the last row in the pass, for as many columns as were computed.
+            guesses: the target's argmax after the last row, for each column that was computed.
         """
         shift = length - self._length
         if guesses:
             self.rows.append(list(guesses))
-            if len(self.rows) > self._most_rows:
-                self.rows.pop(0)  # every row moves up, and so one position on
+            if len(self.rows) > self._max_rows:
+                self.rows.pop(0)  # every row moves up, which is a shift of one position
                 shift -= 1
         self.rows = [row[max(0, shift) :] for row in self.rows]
         self._length = length
@@ -111,11 +120,15 @@ class Window:
 
     def _refill(self) -> None:
         for row in self.rows:
-            row += self._dice.choices(self._tokens, k=self._width - len(row))
+            row += self._random.choices(self._tokens, k=self._width - len(row))
 
 
 class LookaheadDrafter(Drafter):
-    """Deterministic: q is one-hot."""
+    """Trees of n-grams and the window; q is one-hot.
+
+    Args:
+        options: see `LookaheadOptions`.
+    """
 
     drafts_trees = True
 
@@ -125,7 +138,7 @@ class LookaheadDrafter(Drafter):
         self._windows: dict[int, Window] = {}
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """N-grams that begin with the root and, as far as there is room, the window."""
+        """Trees of the n-grams that begin with the root and, if the budget allows, the window."""
         return [
             self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)
         ]
@@ -151,21 +164,21 @@ class LookaheadDrafter(Drafter):
         return pool
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
-        """Read a new row of the window and its n-grams off the target's logits."""
+        """Read a new row of the window, and new n-grams, from the target's output."""
         for outcome in outcomes:
             window = self._windows[outcome.request.key]
             guesses: list[int] = []
             for path, column in window.columns():
                 node = _find(outcome.draft.tree, path)
                 if node is None:
-                    break  # there was no room for it
+                    break  # the budget left no room for this column
                 guesses.append(outcome.output.argmax_of(node))
                 if len(column) == self._options.ngram_size - 1:
                     self._pools[outcome.request.key].add([*column, guesses[-1]])
             window.advance(len(outcome.request.token_ids), guesses)
 
     def rewind(self, request: Request) -> None:
-        """The pool stays; the window begins anew where the text ends now."""
+        """Keep the pool; make a new window at the end of the text."""
         self._windows.pop(request.key, None)
 
     def release(self, request: Request) -> None:
@@ -175,28 +188,28 @@ class LookaheadDrafter(Drafter):
 
 
 class _Paths:
-    """A tree made of paths that may begin alike, within a budget."""
+    """A tree made of paths with common prefixes, within a budget."""
 
     def __init__(self, root: int, budget: Budget) -> None:
         self.tokens, self.parents = [root], [-1]
         self._budget = budget
-        self._places: dict[tuple[int, int], int] = {}
+        self._children: dict[tuple[int, int], int] = {}  # (node, token) -> its child
 
     def add(self, path: Sequence[int]) -> None:
         node = 0
         for token in path[: self._budget.depth]:
-            place = self._places.get((node, token))
-            if place is None:
+            child = self._children.get((node, token))
+            if child is None:
                 if len(self.tokens) > self._budget.nodes:
                     return
-                place = self._places[node, token] = len(self.tokens)
+                child = self._children[node, token] = len(self.tokens)
                 self.tokens.append(token)
                 self.parents.append(node)
-            node = place
+            node = child
 
 
 def _find(tree: TokenTree, path: Sequence[int]) -> int | None:
-    """The node at the end of a path of tokens from the root."""
+    """The node at the end of a path of tokens below the root; None if the tree lacks it."""
     node: int | None = 0
     for token in path:
         assert node is not None

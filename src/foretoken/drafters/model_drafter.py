@@ -1,8 +1,8 @@
-"""Drafting with a model: what draft models, early exits and skipped layers have in common.
+"""`ModelDrafter`: drafting with a model, for `draft_model`, `early_exit` and `layer_skip`.
 
-A tree grows level by level, one pass of the drafting model per level for all requests together;
-a chain is a tree of width 1. What differs between the methods is which model scores the nodes and
-whose KV it uses (`Scorer`).
+A tree grows level by level, with one pass of the drafting model per level for all requests
+together. A chain is a tree of width 1. The methods differ in their `Scorer`: which model scores the
+nodes, and whose KV it uses.
 """
 
 from __future__ import annotations
@@ -27,34 +27,49 @@ __all__ = ["ModelDrafter", "Scorer"]
 
 
 class Scorer(Protocol):
-    """A drafting model with its KV."""
+    """A drafting model with its KV: the part of `ModelDrafter` that differs between methods."""
 
     reads_target_kv: bool
     """See `Drafter.reads_target_kv`."""
 
     partial: bool
-    """Whether tokens of the target's are missing, which have logits of minus infinity."""
+    """Whether the drafting model lacks some of the target's tokens. Their logits are -inf."""
 
     def room(self, request: Request) -> int:
-        """Most tokens it can draft behind the committed ones; below 1 it has nothing to say."""
+        """Most tokens it can draft after the committed ones; below 1 it cannot draft."""
         ...
 
     def admit(self, requests: Sequence[Request], num_nodes: int) -> Sequence[Request]:
-        """The requests for which it has memory to score so many drafted nodes each."""
+        """The requests for which it has memory to score `num_nodes` drafted nodes each."""
         ...
 
     def pending(self, request: Request) -> list[int]:
-        """Committed tokens whose KV is missing, the root last; the rest is in the cache."""
+        """Committed tokens whose KV is missing, the root last; the others are in the cache."""
         ...
 
     def verify(
         self, keys: Sequence[int], trees: Sequence[TokenTree], num_computed: Sequence[int]
     ) -> list[PassOutput]:
-        """The logits [n + 1 - num_computed, V] of the nodes that are new in each tree."""
+        """One pass over the new nodes of each tree.
+
+        Args:
+            keys: [B] request keys.
+            trees: [B] the pending tokens as a chain, then the drafted nodes to score.
+            num_computed: [B] nodes at the beginning of each tree that earlier passes computed.
+
+        Returns:
+            [B] outputs with logits [n, V] of the n new nodes of each tree.
+        """
         ...
 
     def finish_draft(self, request: Request, num_tokens: int) -> None:
-        """Drafting is over: keep the KV of the first `num_tokens` nodes of the last tree."""
+        """End the draft of a request and free the KV of its drafted nodes.
+
+        Args:
+            request: the request.
+            num_tokens: nodes at the beginning of its last tree that are committed tokens. A model
+                with KV of its own keeps theirs.
+        """
         ...
 
     def release(self, request: Request) -> None:
@@ -70,23 +85,24 @@ class _Growth:
     budget: Budget
     pending: list[int]
     nodes: list[Node] = field(default_factory=list)
-    """Everything drafted, parents first."""
+    """All drafted nodes, parents first."""
     scored: list[Node] = field(default_factory=list)
-    """Nodes whose logits are known or asked for in the coming pass."""
+    """Nodes that the model has scored or scores in the next pass."""
     frontier: list[Node | None] = field(default_factory=lambda: [None])
-    """Nodes to be expanded by the coming pass; None is the root."""
+    """Nodes that get children after the next pass; None is the root."""
     num_computed: int = 0
+    """Nodes of `tree()` that earlier passes computed."""
 
     def tree(self) -> TokenTree:
-        """The pending tokens as a chain, and below the last of them the scored nodes."""
+        """The pending tokens as a chain, and the scored nodes below its last token, the root."""
         root = len(self.pending) - 1
-        places = {id(node): root + 1 + i for i, node in enumerate(self.scored)}
-        parents = [places[id(n.parent)] if n.parent else root for n in self.scored]
+        index = {id(node): root + 1 + i for i, node in enumerate(self.scored)}
+        parents = [index[id(n.parent)] if n.parent else root for n in self.scored]
         tokens = (*self.pending, *(node.token for node in self.scored))
         return TokenTree(tokens, (*range(-1, root), *parents))
 
     def output_to(self, node: Node | None) -> list[int]:
-        """Generated tokens down to a node."""
+        """All output tokens on the path to a node: the committed ones and the drafted ones."""
         path: list[int] = []
         while node is not None:
             path.append(node.token)
@@ -94,9 +110,9 @@ class _Growth:
         return [*self.request.output_ids, *reversed(path)]
 
     def draft(self, nodes: Sequence[Node]) -> Draft:
-        """The draft made of these nodes."""
-        places = {id(node): i for i, node in enumerate(nodes, 1)}
-        parents = [places[id(node.parent)] if node.parent else 0 for node in nodes]
+        """The draft that consists of these nodes, parents first."""
+        index = {id(node): i for i, node in enumerate(nodes, 1)}
+        parents = [index[id(node.parent)] if node.parent else 0 for node in nodes]
         tree = TokenTree((self.request.root, *(n.token for n in nodes)), (-1, *parents))
         return Draft(tree, tuple(node.distribution for node in nodes))
 
@@ -105,9 +121,9 @@ class ModelDrafter(Drafter):
     """Trees and chains from a drafting model.
 
     Args:
-        scorer: the drafting model.
+        scorer: the drafting model with its KV.
         options: temperature and expansion.
-        shape: how the tree grows.
+        shape: which nodes get children, and how many.
         coupled: whether to draw with the target's own noise.
     """
 
@@ -140,8 +156,8 @@ class ModelDrafter(Drafter):
             for growth, output in zip(growing, outputs, strict=True):
                 self._expand(growth, output.scores)
                 if not growth.frontier:
-                    # At once: a row that is done may ride along in the others' next pass, and
-                    # padding is written behind what is settled.
+                    # Now, not after the loop: the next pass of the other requests may include this
+                    # row, and padding is written behind its committed KV.
                     self._scorer.finish_draft(growth.request, len(growth.pending))
         return [
             growth.draft(self._shape.kept(growth.nodes, growth.budget.nodes))
@@ -151,18 +167,18 @@ class ModelDrafter(Drafter):
         ]
 
     def level_sizes(self, limit: int) -> Sequence[int] | None:
-        """The shape's own."""
+        """See `Drafter.level_sizes`: those of the shape."""
         return self._shape.level_sizes(limit) if self.drafts_trees else None
 
     def release(self, request: Request) -> None:
-        """Free what the scorer keeps for the request."""
+        """Free the scorer's state of the request."""
         self._scorer.release(request)
 
     def rewind(self, request: Request) -> None:
-        """Nothing to do: scorers catch up from the common prefix."""
+        """Nothing to do: `Scorer.pending` rolls back to the common prefix."""
 
     def _limits(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> dict[int, Budget]:
-        """What may be drafted, by the keys of the requests for which anything may."""
+        """Request key -> budget, for the requests that can be drafted for in this step."""
         if not self._shape.width(()):
             return {}
         limits: dict[int, Budget] = {}
@@ -171,21 +187,23 @@ class ModelDrafter(Drafter):
             if budget.chain >= 1:
                 limits[request.key] = budget
         wanted = [request for request in batch if request.key in limits]
-        # Rows are padded to the longest in their pass: each needs room for the largest tree.
+        # Rows are padded to the longest row of their pass, so each needs room for the largest tree.
         nodes = max((self._shape.positions(budget) for budget in limits.values()), default=0)
         return {r.key: limits[r.key] for r in self._scorer.admit(wanted, nodes)}
 
     def _fitted(self, budget: Budget, room: int) -> Budget:
-        """The budget as far as the drafting model's context and memory go for one request."""
+        """The budget, cut to the room that the drafting model's context and memory have left."""
         budget = replace(budget, nodes=min(budget.nodes, room), depth=min(budget.depth, room))
         while budget.chain and self._shape.positions(budget) > room:
             budget = replace(budget, depth=budget.depth - 1)
         return budget
 
     def _expand(self, growth: _Growth, logits: Tensor) -> None:
-        """Give the frontier its children; the best of them are the next frontier.
+        """Add the children of the frontier; the shape chooses the next frontier among them.
 
-        `logits` [new nodes, V] belong to the frontier, the last ones computed.
+        Args:
+            growth: the tree of one request.
+            logits: [n, V] of the n new nodes of the pass; the last ones are the frontier's.
         """
         frontier, budget = growth.frontier, growth.budget
         growth.num_computed = len(growth.pending) + len(growth.scored)
@@ -203,19 +221,19 @@ class ModelDrafter(Drafter):
 
     def _children(self, growth: _Growth, node: Node | None, logits: Tensor) -> list[Node]:
         ranks = () if node is None else node.ranks
-        above = 1.0 if node is None else node.path_prob
+        path_prob = 1.0 if node is None else node.path_prob
         children = []
         drawn = self._draw(growth, node, logits, self._shape.width(ranks))
-        for rank, (token, distribution, probability) in enumerate(drawn):
-            child = Node(token, distribution, node, (*ranks, rank), above * probability)
-            child.stopped = growth.budget.stops_below(probability, child.path_prob)
+        for rank, (token, distribution, token_prob) in enumerate(drawn):
+            child = Node(token, distribution, node, (*ranks, rank), path_prob * token_prob)
+            child.stopped = growth.budget.stops_below(token_prob, child.path_prob)
             children.append(child)
         return children
 
     def _draw(
         self, growth: _Growth, node: Node | None, logits: Tensor, width: int
     ) -> list[tuple[int, Distribution, float]]:
-        """Children's tokens, the q each was drawn from, and the probability it was given."""
+        """For each child: its token, the q it was drawn from, and its probability."""
         request, output = growth.request, growth.output_to(node)
         if self._scorer.partial and _excluded(request.sampler.shaped(logits, output)):
             return []
@@ -235,12 +253,12 @@ class ModelDrafter(Drafter):
 
 
 def _excluded(logits: Tensor) -> bool:
-    """Whether the request allows no token that the drafting model has, so that there is no q."""
+    """Whether the request allows none of the drafting model's tokens, so that there is no q."""
     return bool(logits.max() == -torch.inf)
 
 
 def most_probable(distribution: Distribution, width: int) -> list[tuple[int, Distribution, float]]:
-    """The top-k tokens: not drawn, so that every q is one-hot."""
+    """The `width` most probable tokens with their q (one-hot) and their probability."""
     best = distribution.probs.topk(min(width, len(distribution.probs)))
     tokens = distribution.tokens[best.indices].tolist()
     return [
@@ -252,7 +270,7 @@ def most_probable(distribution: Distribution, width: int) -> list[tuple[int, Dis
 def distinct(
     distribution: Distribution, noise: Noise, depth: int, width: int
 ) -> list[tuple[int, Distribution, float]]:
-    """Draws without replacement: each q excludes the earlier siblings."""
+    """`width` draws without replacement: the q of each excludes its earlier siblings."""
     drawn, left = [], distribution
     for token in noise.draw_distinct(distribution, depth, width):
         drawn.append((token, left, distribution.prob(token)))
@@ -264,6 +282,6 @@ def distinct(
 def independent(
     distribution: Distribution, noise: Noise, depth: int, width: int
 ) -> list[tuple[int, Distribution, float]]:
-    """Independent draws; a token drawn twice is drafted twice, as the mathematics has it."""
+    """`width` independent draws with a shared q; a token that is drawn twice is drafted twice."""
     tokens = [noise.draw(distribution, depth, trial) for trial in range(width)]
     return [(token, distribution, distribution.prob(token)) for token in tokens]

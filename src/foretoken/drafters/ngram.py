@@ -1,8 +1,8 @@
-"""`ngram`: prompt lookup. What followed the last few tokens before will follow them again.
+"""`ngram`: prompt lookup. It drafts the tokens that followed the last few tokens before.
 
 Saxena, "Prompt Lookup Decoding"; vLLM's `ngram` method, whose option names are used here. The
 longest suffix of the text, of `prompt_lookup_max` down to `prompt_lookup_min` tokens, is looked up
-anywhere in prompt and output, the most recent occurrence first.
+in prompt and output. The most recent occurrence is continued.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ __all__ = ["NgramDrafter", "NgramOptions"]
 
 
 class NgramOptions(DrafterOptions):
-    """Options of `ngram`: longest and shortest suffix to look up, in tokens."""
+    """Options of `ngram`.
+
+    Args:
+        prompt_lookup_max: longest suffix that is looked up, in tokens.
+        prompt_lookup_min: shortest suffix that is looked up, in tokens.
+    """
 
     prompt_lookup_max: Annotated[int, Ge(1), Le(64)] = 4
     prompt_lookup_min: Annotated[int, Ge(1), Le(64)] = 1
@@ -39,41 +44,56 @@ class NgramOptions(DrafterOptions):
 
 
 class SearchedText:
-    """A text as a string, a character a token: Python searches it faster than an index is kept."""
+    """The text of one request as a string with one character per token.
+
+    Python searches such a string faster than it can maintain an index.
+
+    Args:
+        shortest: shortest suffix to look up, in tokens.
+        longest: longest suffix to look up, in tokens.
+    """
 
     def __init__(self, shortest: int, longest: int) -> None:
-        self._orders = range(shortest, longest + 1)
+        self._lengths = range(shortest, longest + 1)
         self._text = ""
 
     def catch_up(self, tokens: Sequence[int]) -> None:
-        """Append the committed tokens that are new."""
+        """Append the new committed tokens; `tokens` is the whole text."""
         self._text += "".join(map(chr, tokens[len(self._text) :]))
 
     def find(self) -> tuple[int, int] | None:
-        """Where the longest known suffix last occurred before: the position after it, its length.
+        """Find the latest earlier occurrence of the longest suffix that occurs.
 
-        Longer suffixes than are looked up may have occurred there: the length is that of the whole.
+        Returns:
+            The position behind the occurrence, and the length of the match there. The match may be
+            longer than the longest suffix that is looked up. None if no suffix occurs.
         """
         text, length = self._text, 0
-        end = len(text) - 1  # an occurrence has a successor
-        for order in self._orders:  # a longer one does not occur later than a shorter one
-            start = text.rfind(text[-order:], 0, end) if order <= end else -1
+        end = len(text) - 1  # an occurrence must have a successor
+        for size in self._lengths:  # a longer suffix does not occur later than a shorter one
+            start = text.rfind(text[-size:], 0, end) if size <= end else -1
             if start < 0:
                 break
-            end, length = start + order, order
-        return (end, length + self._further(end, length)) if length else None
+            end, length = start + size, size
+        return (end, length + self._extra_length(end, length)) if length else None
 
-    def _further(self, position: int, length: int) -> int:
-        """How many more tokens are the same before the suffix and its occurrence."""
+    def _extra_length(self, position: int, length: int) -> int:
+        """How many tokens longer than `length` the match before `position` is."""
         text, most = self._text, min(LONGEST_MATCH, position) - length
-        for more in range(most):
-            if text[position - length - more - 1] != text[-length - more - 1]:
-                return more
+        for extra in range(most):
+            if text[position - length - extra - 1] != text[-length - extra - 1]:
+                return extra
         return max(0, most)
 
 
 class NgramDrafter(Drafter):
-    """Deterministic: q is one-hot. Proposes nothing where no suffix has occurred before."""
+    """Chains that continue an earlier occurrence; q is one-hot.
+
+    It proposes nothing if no suffix has occurred before.
+
+    Args:
+        options: see `NgramOptions`.
+    """
 
     looks_up = True
 
@@ -82,7 +102,7 @@ class NgramDrafter(Drafter):
         self._texts: dict[int, SearchedText] = {}
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Chains."""
+        """Chains that continue the latest earlier occurrence."""
         return [
             self._propose(request, budget.chain)
             for request, budget in zip(batch, budgets, strict=True)
@@ -105,14 +125,14 @@ class NgramDrafter(Drafter):
         return Draft.deterministic(chain([request.root, *copied]), by_match(match, length))
 
     def release(self, request: Request) -> None:
-        """Drop the request's text."""
+        """Forget the request's text."""
         self._texts.pop(request.key, None)
 
 
 def copy_from(tokens: Sequence[int], position: int, length: int) -> list[int]:
-    """`length` tokens from `position` on; past the end it goes on with what it has just copied.
+    """`length` tokens from `position` on; past the end it repeats the tokens it has copied.
 
-    A text that has begun to repeat itself is thus continued for a whole draft, as in LZ77.
+    A text with a period shorter than the draft is thus continued for the whole draft, as in LZ77.
     """
     period = len(tokens) - position
     return [tokens[position + i % period] for i in range(length)]

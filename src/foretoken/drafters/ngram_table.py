@@ -1,10 +1,10 @@
 """`ngram_table`: frequency tables of short contexts, with back-off, over a sliding window.
 
-The n-gram drafter of the akunu engine: tables of orders 2 to 4 are seeded by the prompt and
-updated by every token, tokens that leave the window are forgotten, and the successor is read from
-the longest context that has one. A draft chains on its own predictions. Greedy requests get the
-most frequent successor (the latest on a tie); sampled ones a token drawn from the counts, with
-that distribution as q, so that speculative sampling stays exact.
+The n-gram drafter of the akunu engine. Tables of orders 2 to 4 count the prompt and every committed
+token, and forget tokens that leave the window. The successor is read from the longest context that
+has one. A draft continues its own predictions. Greedy requests get the most frequent successor (the
+latest on a tie). Sampled requests get a token drawn from the counts. The distribution of the counts
+is q, so speculative sampling stays exact.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class NgramTableOptions(DrafterOptions):
     """Options of `ngram_table`.
 
     Args:
-        window: tokens of history that are counted.
-        draft_temperature: counts are raised to the power of its inverse; 0 drafts the most
-            frequent successor also for sampled requests; None takes 0 for greedy requests and 1
-            (q is the relative frequency) for sampled ones.
+        window: number of latest tokens that are counted.
+        draft_temperature: the counts are raised to the power 1 / draft_temperature. With 0 the most
+            frequent successor is drafted, for sampled requests too. None is 0 for greedy requests
+            and 1 (q is the relative frequency) for sampled ones.
     """
 
     window: Annotated[int, Ge(2), Le(1_000_000)] = 512
@@ -45,19 +45,23 @@ class NgramTableOptions(DrafterOptions):
 
 
 class NgramTable:
-    """Successor counts of every context in the last `window` tokens of one text."""
+    """Successor counts of every context in the last `window` tokens of one text.
+
+    Args:
+        window: number of latest tokens that are counted.
+    """
 
     def __init__(self, window: int) -> None:
         self._window = window
-        # context -> successor -> count; successors in order of their last occurrence
+        # context -> successor -> count, with successors in the order of their last occurrence
         self._counts: dict[tuple[int, ...], dict[int, int]] = {}
         self._history: deque[int] = deque()
         self._seen = 0
 
     def catch_up(self, tokens: Sequence[int]) -> None:
-        """Count the committed tokens that are new, forget those that left the window."""
+        """Count the new committed tokens, and forget those that left the window."""
         start = max(self._seen, len(tokens) - self._window)
-        if start > self._seen:  # what was counted before would not adjoin what comes now
+        if start > self._seen:  # n-grams across the gap do not exist in the text
             self._counts.clear()
             self._history.clear()
         for token in tokens[start:]:
@@ -91,7 +95,7 @@ class NgramTable:
         history.popleft()
 
     def successors(self, tokens: Sequence[int]) -> dict[int, int]:
-        """Counts after the longest known context at the end of `tokens`; empty if none is known."""
+        """Successor -> count after the longest known context at the end of `tokens`, or empty."""
         for order in reversed(ORDERS):
             if order <= len(tokens) + 1:
                 counts = self._counts.get(tuple(tokens[len(tokens) - order + 1 :]))
@@ -114,7 +118,7 @@ class NgramTableDrafter(Drafter):
         self._tables: dict[int, NgramTable] = {}
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Chains that end where no context is known."""
+        """Chains that end where no context has a successor."""
         return [
             self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)
         ]
@@ -145,12 +149,19 @@ class NgramTableDrafter(Drafter):
         return self._options.draft_temperature
 
     def release(self, request: Request) -> None:
-        """Drop the request's tables."""
+        """Forget the request's tables."""
         self._tables.pop(request.key, None)
 
 
 def distribution_of_counts(counts: dict[int, int], temperature: float) -> Distribution:
-    """Q proportional to count^(1/temperature); at 0 the most frequent, the latest on a tie."""
+    """The q proportional to count^(1/temperature).
+
+    At temperature 0 it is one-hot at the most frequent token, the latest on a tie.
+
+    Args:
+        counts: token -> count, in the order of the last occurrence.
+        temperature: see `NgramTableOptions.draft_temperature`.
+    """
     if temperature < GREEDY_BELOW:
         best = max(counts.values())
         return Distribution.one_hot(next(t for t in reversed(counts) if counts[t] == best))

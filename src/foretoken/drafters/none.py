@@ -1,4 +1,4 @@
-"""`none`: no speculation. The baseline is the same loop with an empty draft (invariant 3)."""
+"""`none`: no speculation. The baseline runs the same loop with empty drafts (invariant 3)."""
 
 from __future__ import annotations
 

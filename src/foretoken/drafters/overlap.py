@@ -1,4 +1,7 @@
-"""How a draft model's tokens compare with the target's."""
+"""`VocabularyOverlap`: how a draft model's vocabulary compares with the target's.
+
+`vocabulary.Vocabularies` computes it, and `LLM.vocabulary_overlap` shows it to users.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,18 @@ from typing import Literal, TypeAlias
 __all__ = ["VocabularyOverlap", "Way"]
 
 Way: TypeAlias = Literal["same", "intersection", "text"]
+"""How a draft model drafts (see `DraftModelOptions.vocabulary`)."""
 
 
 @dataclass(frozen=True)
 class VocabularyOverlap:
-    """How a draft model's tokens compare with the target's, and what was made of it.
+    """How a draft model's vocabulary compares with the target's, and how it therefore drafts.
 
     Args:
         way: "same", "intersection" or "text" (see `DraftModelOptions.vocabulary`).
         shared: number of tokens that both have.
-        target: number of the target's tokens.
-        draft: number of the draft model's tokens.
+        target: number of tokens of the target.
+        draft: number of tokens of the draft model.
     """
 
     way: Way

@@ -1,13 +1,13 @@
-"""`pad`: padding after the text makes one target pass propose a block.
+"""`pad`: padding tokens after the text make one target pass propose a block.
 
 Padded self-drafting, as the survey of Xia et al. ("Unlocking Efficiency in Large Language Model
-Inference") calls it; PaSS (Monea et al.) trains the padding, here it is any token of the
+Inference") calls it. PaSS (Monea et al.) trains the padding; here it is any token of the
 vocabulary. A pass that verifies a draft of length k also computes k padding tokens below the root
-and below every drafted token: wherever acceptance ends, the logits of the padding there guess the
-tokens after the next one, and are the next draft.
+and below every drafted token. Wherever acceptance ends, the logits of the padding there predict the
+tokens after the next one. These predictions are the next draft.
 
-The padding consists of ordinary nodes of the tree with one-hot q, so nothing else in the loop
-knows about it; that it is accepted where it happens to be right does no harm.
+The padding consists of ordinary tree nodes with one-hot q, so the loop needs no special case. A
+padding token may be accepted if it happens to be right, which is correct.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ class PadOptions(DrafterOptions):
     """Options of `pad`.
 
     Args:
-        pad_token_id: the padding; None takes the tokenizer's mask, padding or end token, the first
-            that it has, or token 0.
+        pad_token_id: the padding token. None takes the first of the mask, padding and
+            end-of-sequence tokens that the tokenizer has, or else token 0.
     """
 
     pad_token_id: Annotated[int, Ge(0)] | None = None
 
 
 class PadDrafter(Drafter):
-    """Deterministic: q is one-hot.
+    """Trees of the last pass' predictions, with padding below every node; q is one-hot.
 
     Args:
-        pad_token_id: the padding.
+        pad_token_id: the padding token.
     """
 
     drafts_trees = True
 
     def __init__(self, pad_token_id: int) -> None:
         self._pad = pad_token_id
-        self._guesses: dict[int, tuple[int, list[int]]] = {}  # length of the text, what follows it
+        self._guesses: dict[int, tuple[int, list[int]]] = {}  # length of the text, guesses after it
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """The last pass' guesses as a chain, with padding below all of it."""
+        """The guesses of the last pass as a chain, with padding below the root and every guess."""
         return [
             self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)
         ]
@@ -60,7 +60,7 @@ class PadDrafter(Drafter):
     def _propose(self, request: Request, budget: Budget) -> Draft:
         length, guesses = self._guesses.get(request.key, (0, []))
         if length != len(request.token_ids):
-            guesses = []  # taken back, or never verified
+            guesses = []  # tokens were taken back, or there was no pass yet
         size = block_size(budget.nodes)
         drafted = guesses[: min(size, budget.depth)]
         tokens, parents = [request.root, *drafted], list(range(-1, len(drafted)))
@@ -73,7 +73,7 @@ class PadDrafter(Drafter):
         return Draft.deterministic(TokenTree(tuple(tokens), tuple(parents)))
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
-        """Read the guesses off the padding below the last accepted token."""
+        """Read the next guesses from the padding below the last accepted node."""
         for outcome in outcomes:
             tree, node = outcome.draft.tree, outcome.accepted.last
             guesses = []
@@ -88,5 +88,5 @@ class PadDrafter(Drafter):
 
 
 def block_size(nodes: int) -> int:
-    """The longest draft k that fits with its padding: k + (k + 1) * k nodes."""
+    """The longest draft length k that fits with its padding: k + (k + 1) * k <= nodes."""
     return isqrt(nodes + 1) - 1

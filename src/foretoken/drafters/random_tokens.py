@@ -1,9 +1,8 @@
 """`random`: tokens drawn uniformly from the vocabulary.
 
-The baseline of Leviathan et al.: even random tokens are accepted now and then, since the acceptance
-rate is the sum over x of min(p(x), 1 / V): 1 / V where the target is sure of itself, more where it
-is not. It shows what a drafter has to beat, and that the output distribution does not depend on how
-bad a drafter is.
+The baseline of Leviathan et al. Its acceptance rate is the sum over x of min(p(x), 1 / V): it is
+1 / V for a one-hot p, and higher for any other p. Every useful drafter must do better than that. It
+also shows that the output distribution does not depend on the quality of the drafter.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ class RandomDrafter(Drafter):
     """Chains with a uniform q, at every temperature.
 
     Args:
-        coupled: whether to draw with the target's own noise, which makes a token more likely to
-            be the one that the target takes.
+        coupled: whether to draw with the target's own noise. This raises the probability that the
+            drafted token is the target's token.
     """
 
     def __init__(self, *, coupled: bool) -> None:
         self._coupled = coupled
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Chains as long as the budget."""
+        """Chains up to the budget's limits."""
         return [
             self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)
         ]
@@ -53,5 +52,5 @@ class RandomDrafter(Drafter):
 
 @lru_cache(maxsize=8)
 def uniform(vocab_size: int) -> Distribution:
-    """Probability 1 / V for each of V tokens."""
+    """The distribution with probability 1 / V for each of V tokens."""
     return Distribution(torch.full((vocab_size,), 1 / vocab_size))

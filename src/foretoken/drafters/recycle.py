@@ -1,11 +1,14 @@
-"""`recycle`: what the target thought likely before, it will think likely again.
+"""`recycle`: drafts the tokens that the target found probable after the same context before.
 
 Luo et al., "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token
-Recycling". Every pass says not only which token comes next but also which others might have: the
-most probable ones are kept by what they followed, of all requests, and the draft is the tree they
-make from the root on. In the paper that is the last token; here the last three, where those have
-come before, else fewer. The paper's tree is the same in every step; here the likeliest nodes come
-first, by the ranks their tokens had, and the controller cuts it to what pays.
+Recycling". Every pass yields not only the next token but also its most probable alternatives. They
+are kept by the context that they followed, for all requests together. The draft is the tree that
+they form from the root on.
+
+Two details differ from the paper. Its context is the last token. Here the context is the last three
+tokens if these have occurred before, else fewer. The paper's tree has the same shape in every step.
+Here the most probable nodes come first, estimated from the rank of each token, and the controller
+cuts the tree to the nodes that pay.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from foretoken.control.evidence import LONGEST_CONTEXT, NUM_RANKS, at_first, by_
 from foretoken.core.tree import Draft, TokenTree
 from foretoken.decode import Outcome, StepTimes
 from foretoken.drafters.base import Drafter, DrafterOptions
-from foretoken.drafters.best_first import best_first
+from foretoken.drafters.best_first import best_first_nodes
 from foretoken.request import Request
 
 __all__ = ["RecycleDrafter", "RecycleOptions", "most_probable"]
@@ -33,10 +36,10 @@ class RecycleOptions(DrafterOptions):
     """Options of `recycle`.
 
     Args:
-        recycle_top_k: tokens kept after each context; the paper's k.
-        recycle_context: most tokens of a context; 1 is the paper's.
-        recycle_max_contexts: most contexts kept, at about 0.3 kB each, those that have not come
-            for longest going first.
+        recycle_top_k: number of tokens kept for each context; k in the paper.
+        recycle_context: longest context, in tokens; 1 in the paper.
+        recycle_max_contexts: most contexts kept, at about 0.3 kB each. If there are more, the least
+            recently seen ones are dropped.
     """
 
     recycle_top_k: Annotated[int, Ge(1), Le(NUM_RANKS)] = NUM_RANKS
@@ -46,57 +49,64 @@ class RecycleOptions(DrafterOptions):
 
 Context: TypeAlias = tuple[int, ...]
 Place: TypeAlias = tuple[Context, int]
-"""The last tokens up to a node, and the node's features."""
+"""The last tokens up to a node, and the node's feature (`Draft.features`)."""
 
-_LEAST = 0.01
-"""Nothing less likely is guessed."""
+_MIN_PATH_PROB = 0.01
+"""Nodes with a smaller estimated path probability are not drafted."""
 
 _BLOCK = 256
-"""Tokens of which only the largest logit is compared with others at first."""
+"""Tokens per block in `most_probable`."""
 
 
 class Memory:
-    """What was probable after each context, the latest time it came.
+    """The most probable tokens after each context, from its latest occurrence.
 
     Args:
-        most: contexts kept; those that have not come for longest go first.
+        max_contexts: most contexts kept; the least recently seen ones are dropped first.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._after: OrderedDict[Context, list[int]] = OrderedDict()  # the latest last
+    def __init__(self, max_contexts: int) -> None:
+        self._max_contexts = max_contexts
+        self._next_tokens: OrderedDict[Context, list[int]] = OrderedDict()  # latest context last
 
-    def keep(self, text: Context, tokens: list[int]) -> None:
-        """Of a text and all its ends."""
-        after = self._after
-        for start in range(len(text)):
-            after[text[start:]] = tokens
-            after.move_to_end(text[start:])
-        while len(after) > self._most:
-            after.popitem(last=False)
+    def keep(self, context: Context, tokens: list[int]) -> None:
+        """Keep the most probable tokens after a context, for all its suffixes too."""
+        for start in range(len(context)):
+            suffix = context[start:]
+            self._next_tokens[suffix] = tokens
+            self._next_tokens.move_to_end(suffix)
+        while len(self._next_tokens) > self._max_contexts:
+            self._next_tokens.popitem(last=False)
 
-    def find(self, text: Context) -> tuple[int, list[int]]:
-        """Length of the longest end of the text that has come, and what was probable after it."""
-        for start in range(len(text)):
-            if tokens := self._after.get(text[start:]):
-                return len(text) - start, tokens
+    def find(self, context: Context) -> tuple[int, list[int]]:
+        """Length of the longest known suffix of a context, and its most probable next tokens."""
+        for start in range(len(context)):
+            if tokens := self._next_tokens.get(context[start:]):
+                return len(context) - start, tokens
         return 0, []
 
 
 class RecycleDrafter(Drafter):
-    """Deterministic: q is one-hot. Proposes nothing after tokens that have not come before."""
+    """Trees of recycled tokens; q is one-hot.
+
+    It proposes nothing after a token that has not occurred before.
+
+    Args:
+        options: see `RecycleOptions`.
+    """
 
     drafts_trees = True
     looks_up = True
 
     def __init__(self, options: RecycleOptions) -> None:
         self._options = options
-        self._asked: set[int] = set()  # keys
+        self._may_draft: set[int] = set()  # keys of requests with a budget in this step
         self.forget()
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Trees."""
-        self._asked = {r.key for r, budget in zip(batch, budgets, strict=True) if budget.chain}
+        """Trees of the tokens that were most probable after the same context before."""
+        pairs = zip(batch, budgets, strict=True)
+        self._may_draft = {request.key for request, budget in pairs if budget.chain}
         return [
             self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)
         ]
@@ -105,37 +115,37 @@ class RecycleDrafter(Drafter):
         if budget.chain <= 0:
             return Draft.empty(request.root)
         start = tuple(request.token_ids[-self._options.recycle_context :]), 0
-        tokens, parents, kinds = [request.root], [-1], []
-        for parent, token, _, (_, features) in best_first(
-            start, self._successors, budget.nodes, budget, _LEAST
+        tokens, parents, features = [request.root], [-1], []
+        for parent, token, _, (_, feature) in best_first_nodes(
+            start, self._successors, budget.nodes, budget, _MIN_PATH_PROB
         ):
             tokens.append(token)
             parents.append(parent + 1)
-            kinds.append(features)
-        return Draft.deterministic(TokenTree(tuple(tokens), tuple(parents)), tuple(kinds))
+            features.append(feature)
+        return Draft.deterministic(TokenTree(tuple(tokens), tuple(parents)), tuple(features))
 
     def _successors(self, place: Place) -> Iterator[tuple[int, float, Place]]:
-        """Token, odds, and place of what came after as long a context as is known."""
+        """Token, estimated probability and place of each known successor of a place."""
         context, _ = place
         length, found = self._memory.find(context)
         rest = context[1:] if len(context) == self._options.recycle_context else context
         for rank, token in enumerate(found):
-            features = by_rank(rank, length)
-            yield token, at_first(features), ((*rest, token), features)
+            feature = by_rank(rank, length)
+            yield token, at_first(feature), ((*rest, token), feature)
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
-        """Keep what was probable along the path, of requests that were asked for."""
+        """Keep the most probable tokens along the accepted path, if the request could draft."""
         for outcome in outcomes:
-            if outcome.request.key in self._asked:
-                # Once: in a step without drafts nobody says that it is not asked.
-                self._asked.discard(outcome.request.key)
+            if outcome.request.key in self._may_draft:
+                # Once per `propose`: a step without drafts observes without calling it.
+                self._may_draft.discard(outcome.request.key)
                 path = [0, *outcome.accepted.path]
                 for node, context in zip(path, self._contexts(outcome), strict=True):
                     best = most_probable(outcome.output.scores[node], self._options.recycle_top_k)
                     self._memory.keep(context, best)
 
     def _contexts(self, outcome: Outcome) -> Iterator[Context]:
-        """The last tokens at the root and at every node of the path."""
+        """The contexts that end with the root and with every node of the accepted path."""
         tokens, most = outcome.request.token_ids, self._options.recycle_context
         root = len(tokens) - len(outcome.committed) - 1
         text = tokens[max(0, root + 1 - most) : root + 1]
@@ -145,26 +155,26 @@ class RecycleDrafter(Drafter):
             yield tuple(text[-most:])
 
     def rewind(self, request: Request) -> None:
-        """What is kept was probable all the same."""
+        """Nothing to do: the kept tokens were probable, whatever was accepted."""
 
     def release(self, request: Request) -> None:
-        """What is kept is of all requests."""
-        self._asked.discard(request.key)
+        """Forget the request; the tokens it left stay for all requests."""
+        self._may_draft.discard(request.key)
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Forget all contexts."""
         self._memory = Memory(self._options.recycle_max_contexts)
 
 
 def most_probable(logits: Tensor, count: int) -> list[int]:
-    """Tokens of the largest logits, the largest first.
+    """The tokens of the largest logits, the largest first.
 
-    Exact, and several times as fast as `topk` of everything: the largest are in those blocks whose
-    largest are.
+    The result is exact, and several times faster than `topk` over the vocabulary: the `count`
+    largest logits lie in the `count` blocks with the largest maxima.
 
     Args:
-        logits: [V].
-        count: how many tokens; of a smaller vocabulary all.
+        logits: [V] logits.
+        count: number of tokens; at most V are returned.
     """
     count, blocks = min(count, len(logits)), len(logits) // _BLOCK
     if logits.device.type != "cpu" or blocks < 2 * count:

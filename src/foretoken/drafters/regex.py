@@ -1,9 +1,9 @@
-"""`regex`: under a grammar, whatever is forced next is proposed for free.
+"""`regex`: proposes the tokens that a grammar forces, at no cost.
 
-Keys, quotes and punctuation of a JSON schema, the fixed parts of a regular expression, the rest of
-a choice that can no longer be another: no model is needed to guess them. The grammar is that of the
-request's own `structured_outputs`, whose mask makes sure that p agrees. For requests without any,
-the drafter may be given a form that the output is merely expected to have.
+Examples are the keys, quotes and punctuation of a JSON schema, the fixed parts of a regular
+expression, and the rest of a choice when only one choice is left. The grammar is the one of the
+request's own `structured_outputs`; its mask gives these tokens p = 1. For requests without one, the
+option `expected` names a form that the output probably has.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ class RegexOptions(DrafterOptions):
     """Options of `regex`.
 
     Args:
-        expected: the form that outputs without `structured_outputs` are expected to have, given
-            as these are; drafting ends where an output leaves it. None drafts nothing for them.
+        expected: the form that the outputs of requests without `structured_outputs` probably have,
+            given like `structured_outputs`. Drafting ends if an output does not follow it. With
+            None such requests get no drafts.
     """
 
     expected: Structured | None = None
 
 
 class RegexDrafter(Drafter):
-    """Deterministic: q is one-hot. Proposes nothing where there is a choice.
+    """Chains of forced tokens; q is one-hot. It proposes nothing where there is a choice.
 
     Args:
         options: see `RegexOptions`.
@@ -41,11 +42,11 @@ class RegexDrafter(Drafter):
 
     def __init__(self, options: RegexOptions, grammars: Grammars) -> None:
         form = options.expected
-        assert not isinstance(form, Mapping), "the validator made it `StructuredOutputs`"
+        assert not isinstance(form, Mapping), "the validator converts it"
         self._expected = None if form is None else grammars.compile(form)
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Chains of what is forced."""
+        """Chains of the tokens that the grammar forces."""
         return [
             self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)
         ]
@@ -58,5 +59,5 @@ class RegexDrafter(Drafter):
         return Draft.deterministic(chain([request.root, *forced]))
 
     def _grammar(self, request: Request) -> Grammar | None:
-        # One grammar serves all requests without their own: it goes to where it is asked.
+        # One grammar serves all requests without their own: it moves to the output it is given.
         return self._expected if request.sampler.grammar is None else request.sampler.grammar

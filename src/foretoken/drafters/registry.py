@@ -1,6 +1,8 @@
-"""Method names and what they stand for: the only place that knows drafters by name.
+"""The registry of methods: the only place that knows drafters by name.
 
-A new drafter is one file and one entry here; the invariant suite runs over every entry.
+A new drafter is one file and one entry here. `SpeculativeConfig` reads options and defaults here,
+`engine.strategies` builds drafters, and the invariant suite runs over every entry. Other packages
+add methods through entry points (`core.plugins`).
 """
 
 from __future__ import annotations
@@ -50,17 +52,17 @@ __all__ = ["METHODS", "DrafterParts", "DrafterSpec", "drafter_spec"]
 
 @dataclass(frozen=True)
 class DrafterParts:
-    """What a constructor may use.
+    """Everything that `DrafterSpec.build` may use to construct a drafter.
 
     Args:
         options: the method's own options.
-        coupled: whether the acceptance rule wants drafts drawn with the target's noise.
-        target: the model being accelerated, for methods that draft with a part of it.
-        load_model: loads the draft model, whatever its vocabulary; only for methods that declare
+        coupled: whether the acceptance rule wants drafts drawn with the target's own noise.
+        target: the target, for methods that draft with a part of it.
+        load_model: loads the draft model, with any vocabulary; only for methods with
             `takes_model`.
-        build: makes another drafter, for methods that combine several: from its configuration,
-            the model it drafts for, and whether that one's rule couples.
-        tokenizer: the target's, or None where it has none.
+        build: constructs another drafter, for methods that combine several. Its arguments are the
+            configuration, the model it drafts for, and whether that model's rule couples.
+        tokenizer: the target's tokenizer, or None if it has none.
         grammars: compiles structured outputs for the target's tokens.
     """
 
@@ -75,10 +77,17 @@ class DrafterParts:
 
 @dataclass(frozen=True)
 class DrafterSpec:
-    """One method: its options, its constructor, its defaults.
+    """One method: its options, its constructor and its defaults.
 
-    `steady` methods take their next guesses from the nodes of their last draft: one that is left
-    out or cut costs them those as well, so that their drafts keep one size unless told otherwise.
+    Args:
+        options: the class of the method's own options.
+        build: constructs the drafter.
+        default_num_speculative_tokens: the default draft length, in drafted nodes.
+        takes_model: whether the method needs a draft model (`model`).
+        steady: whether the method reads its next draft from the target's output at the nodes of
+            its last one. A skipped or shortened draft then spoils the next one too, so its default
+            controller is `fixed`.
+        summary: one line for `foretoken` help texts.
     """
 
     options: type[DrafterOptions]
@@ -90,11 +99,11 @@ class DrafterSpec:
 
 
 INSTANCE_TOKENS = 5
-"""Default draft length of drafters that are given as instances."""
+"""Default draft length of a drafter that the user passes as an instance."""
 
 
 class NoOptions(DrafterOptions):
-    """A method without options of its own."""
+    """The options of a method that has none."""
 
 
 def _cascade(parts: DrafterParts) -> Drafter:
@@ -273,27 +282,27 @@ METHODS: dict[str, DrafterSpec] = {
 
 
 PLUGINS = "foretoken.drafters"
-"""Entry points of other packages that name a `DrafterSpec`."""
+"""Group of entry points in which other packages declare a `DrafterSpec`."""
 
 
 def drafter_spec(method: str) -> DrafterSpec:
-    """The entry of this method, here or in another package.
+    """The specification of this method, from this library or from another package.
 
     Raises:
-        ConfigError: no method has this name.
+        ConfigError: no method has this name, or its entry point does not name a `DrafterSpec`.
     """
-    known = METHODS.get(method) or plugin(PLUGINS, method)
-    if known is None:
+    spec = METHODS.get(method) or plugin(PLUGINS, method)
+    if spec is None:
         names = [*METHODS, *plugin_names(PLUGINS)]
         raise ConfigError(f"unknown method '{method}': {nearest(method, names)}")
-    if not isinstance(known, DrafterSpec):
+    if not isinstance(spec, DrafterSpec):
         raise ConfigError(
             f"method '{method}': the entry point in {PLUGINS} has to name a DrafterSpec, not "
-            f"{known!r}."
+            f"{spec!r}."
         )
-    return known
+    return spec
 
 
 def spec_of(drafter: Drafter) -> DrafterSpec:
-    """An entry for a drafter that is given as an instance."""
+    """A specification for a drafter that the user passes as an instance."""
     return DrafterSpec(NoOptions, lambda _: drafter, INSTANCE_TOKENS)

@@ -1,8 +1,8 @@
-"""A draft model whose logits have another width than the target's, over the same tokens.
+"""Draft models whose logits have another width than the target's, with the same tokens.
 
-Vocabularies are padded behind their last token to a size that suits the hardware, differently for
-models of one family. The draft model's logits are cut to the target's width, or padded by minus
-infinity.
+Vocabularies are padded behind their last token to a size that suits the hardware, and models of one
+family may be padded differently. `resized` cuts a draft model's logits to the target's width, or
+pads them with minus infinity. `draft_model` and `cascade` use it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,20 @@ __all__ = ["resized"]
 
 
 def resized(model: Target, vocab_size: int) -> Target:
-    """The model with logits of this width; the same if it has it."""
+    """A model with logits of width `vocab_size`; `model` itself if it has this width.
+
+    Args:
+        model: the draft model. The result shares its rows and weights.
+        vocab_size: V, the width of the target's logits.
+    """
     return model if model.vocab_size == vocab_size else _Resized(model, vocab_size)
 
 
 class _Resized(Target):
-    """A model over another's rows and weights, with logits of another width."""
+    """A model over another model's rows and weights, with logits of another width."""
 
     def __init__(self, model: Target, vocab_size: int) -> None:
-        vars(self).update(vars(model))  # what is loaded and checked already
+        vars(self).update(vars(model))  # share all state instead of loading again
         self._own_size = model.vocab_size
         self.vocab_size = vocab_size
 
@@ -37,7 +42,7 @@ class _Resized(Target):
         self, key: int, tokens: Sequence[int], hidden_layers: tuple[int, ...] = ()
     ) -> Mapping[int, Tensor]:
         """See `Target.prefill`."""
-        return super().prefill(key, self._known(tokens), hidden_layers)
+        return super().prefill(key, self._without_padding(tokens), hidden_layers)
 
     def verify(
         self,
@@ -47,16 +52,16 @@ class _Resized(Target):
         need: Need = LOGITS,
     ) -> list[PassOutput]:
         """See `Target.verify`."""
-        trees = [TokenTree(self._known(tree.tokens), tree.parents) for tree in trees]
+        trees = [TokenTree(self._without_padding(tree.tokens), tree.parents) for tree in trees]
         outputs = super().verify(keys, trees, num_computed, need)
-        # The argmax may be a token that is cut off.
+        # Without an argmax: the network's may be a token that is cut off.
         return [PassOutput(self._fitted(o.scores), hidden=o.hidden) for o in outputs]
 
-    def _known(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        # The target's padding says nothing, and this model has no place for it.
+    def _without_padding(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        # The target's padding tokens have no meaning, and this model has no embedding for them.
         return tuple(token if token < self._own_size else 0 for token in tokens)
 
     def _fitted(self, logits: Tensor) -> Tensor:
-        """[n, V] from [n, own V]."""
+        """Logits [n, V] from the model's own logits [n, own V]."""
         missing = max(0, self.vocab_size - self._own_size)
         return functional.pad(logits[:, : self.vocab_size], (0, missing), value=-torch.inf)

@@ -1,11 +1,11 @@
-"""`rest`: what followed the longest suffix of the text in a datastore of the user's own text.
+"""`rest`: drafts what followed the text's longest suffix in a datastore of the user's own text.
 
-He et al., "REST: Retrieval-Based Speculative Decoding". The datastore comes from `foretoken
-datastore build` (see `foretoken.drafters.text.datastore`). The longest suffix that occurs in it is
-looked up, and the continuations of its occurrences are merged into a trie; a node's weight is the
-number of continuations that run through it, its probability that number over its parent's. Drafted
-are the nodes of greatest weight (section 3.2), or, as a chain, the most frequent token again and
-again.
+He et al., "REST: Retrieval-Based Speculative Decoding". `foretoken datastore build` makes the
+datastore (see `foretoken.drafters.text.datastore`). The longest suffix of the text that occurs in
+it is looked up, and the continuations of its occurrences are merged into a trie. The weight of a
+node is the number of continuations that pass through it. Its probability is its weight over its
+parent's weight. A tree draft has the nodes of greatest weight (section 3.2). A chain follows the
+most frequent token at every node.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from foretoken.control.evidence import by_match
 from foretoken.core.config import PathText
 from foretoken.core.tree import Draft, TokenTree
 from foretoken.drafters.base import Drafter, DrafterOptions
-from foretoken.drafters.best_first import best_first
+from foretoken.drafters.best_first import best_first_nodes
 from foretoken.drafters.text.corpus import check_target
 from foretoken.drafters.text.datastore import FILE, Datastore
 from foretoken.request import Request
@@ -36,10 +36,10 @@ class RestOptions(DrafterOptions):
     Args:
         datastore: a file made by `foretoken datastore build`.
         max_match: longest suffix that is looked up, in tokens.
-        min_match: shortest one.
-        max_hits: most occurrences that are read; of more, as many at equal distances in the order
-            of what follows them.
-        branching: draft trees, for rules that take branches; otherwise chains.
+        min_match: shortest suffix that is looked up, in tokens.
+        max_hits: most occurrences that are read. If there are more, they are sorted by their
+            continuations, and `max_hits` of them at equal distances are read.
+        branching: draft trees, for rules that take trees; otherwise chains.
     """
 
     datastore: PathText = ""
@@ -64,10 +64,12 @@ Place = tuple[list[list[int]], int]
 
 
 class RestDrafter(Drafter):
-    """Deterministic: q is one-hot. Proposes nothing where no suffix occurs in the datastore.
+    """Chains or trees from a datastore; q is one-hot.
+
+    It proposes nothing if no suffix of the text occurs in the datastore.
 
     Args:
-        datastore: where to look.
+        datastore: the datastore to search.
         options: see `RestOptions`.
     """
 
@@ -87,11 +89,12 @@ class RestDrafter(Drafter):
         if budget.chain <= 0:
             return Draft.empty(request.root)
         branching = self._options.branching
-        follow, nodes = (successors, budget.nodes) if branching else (likeliest, budget.chain)
+        children = successors if branching else most_frequent_child
+        max_nodes = budget.nodes if branching else budget.chain
         match, found = self._continuations(request.token_ids, budget.chain)
         trie = found, 0
         tokens, parents = [request.root], [-1]
-        for parent, token, _, _ in best_first(trie, follow, nodes, budget):
+        for parent, token, _, _ in best_first_nodes(trie, children, max_nodes, budget):
             tokens.append(token)
             parents.append(parent + 1)
         tree = TokenTree(tuple(tokens), tuple(parents))
@@ -99,48 +102,54 @@ class RestDrafter(Drafter):
         return Draft.deterministic(tree, features)
 
     def _continuations(self, text: Sequence[int], length: int) -> tuple[int, list[list[int]]]:
-        """Length of the longest suffix that occurs, and up to `length` tokens that followed."""
+        """Length of the longest suffix that occurs, and the continuations of its occurrences.
+
+        Each continuation has up to `length` tokens.
+        """
         options = self._options
         match, hits = self._datastore.find_suffix(text, options.min_match, options.max_match)
-        some = spread(hits, options.max_hits)
-        return match, self._datastore.continuations(some, match, length)
+        selected = spread(hits, options.max_hits)
+        return match, self._datastore.continuations(selected, match, length)
 
 
 def spread(hits: range, most: int) -> Sequence[int]:
-    """At most so many of them, at equal distances."""
+    """At most `most` of the hits, at equal distances."""
     if len(hits) <= most:
         return hits
     return [hits[i * len(hits) // most] for i in range(most)]
 
 
 def successors(place: Place) -> list[tuple[int, float, Place]]:
-    """What follows a node: token, share of the node's continuations, node."""
-    rows, depth = place
-    through: dict[int, list[list[int]]] = {}
-    for row in rows:
-        if depth < len(row):
-            through.setdefault(row[depth], []).append(row)
-    return [(token, len(some) / len(rows), (some, depth + 1)) for token, some in through.items()]
+    """The children of a node: token, probability given the node, and node of each."""
+    continuations, depth = place
+    by_token: dict[int, list[list[int]]] = {}
+    for continuation in continuations:
+        if depth < len(continuation):
+            by_token.setdefault(continuation[depth], []).append(continuation)
+    return [
+        (token, len(through) / len(continuations), (through, depth + 1))
+        for token, through in by_token.items()
+    ]
 
 
-def likeliest(place: Place) -> list[tuple[int, float, Place]]:
-    """The most frequent successor only, the smallest token on a tie."""
+def most_frequent_child(place: Place) -> list[tuple[int, float, Place]]:
+    """The most frequent child only; on a tie the one with the smallest token id."""
     return sorted(successors(place), key=lambda successor: -successor[1])[:1]
 
 
 def load_datastore(
     path: str, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None
 ) -> Datastore:
-    """A datastore, for a target.
+    """Load a datastore and check that it fits the target.
 
     Args:
         path: a file made by `foretoken datastore build`.
-        vocab_size: width of the target's logits.
-        tokenizer: the target's, or None where it has none.
+        vocab_size: V, the width of the target's logits.
+        tokenizer: the target's tokenizer, or None if it has none.
 
     Raises:
-        ForetokenError: there is no such file, or it cannot be used.
-        CompatibilityError: it was made with another vocabulary.
+        ForetokenError: the file does not exist or is damaged.
+        CompatibilityError: the file was made with another vocabulary.
     """
     datastore = Datastore.load(path)
     made_with = datastore.fingerprint

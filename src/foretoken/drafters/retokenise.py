@@ -1,9 +1,10 @@
-"""Drafting text: the draft model writes in its own tokens, the target's tokenizer splits it anew.
+"""Drafting text: the draft model writes in its own tokens, and the target's tokenizer splits it.
 
-The string-level way of Timor et al., "Accelerating LLM Inference with Lossless Speculative Decoding
-Algorithms for Heterogeneous Vocabularies", for models with few tokens in common. The text is
-generated greedily and nothing is drawn, so that q is one-hot in the target's tokens and every rule
-treats it as it treats a quotation.
+The string-level method of Timor et al., "Accelerating LLM Inference with Lossless Speculative
+Decoding Algorithms for Heterogeneous Vocabularies", for models with few tokens in common.
+`draft_model` uses it with `vocabulary="text"`. The draft model generates greedily, so nothing is
+drawn and q is one-hot in the target's tokens. Every rule treats such a draft like one that was
+looked up.
 """
 
 from __future__ import annotations
@@ -25,17 +26,18 @@ from foretoken.runtime.target import Target
 __all__ = ["Splitter", "TextDrafter"]
 
 SHORTEST_TAIL = 4
-"""Committed tokens that are split again along with the draft, and on to the beginning of a word."""
+"""Fewest committed tokens that are split again along with the draft. The tail then extends back to
+the beginning of a word."""
 LONGEST_TAIL = 32
-"""Where no word begins."""
+"""Most of these tokens, if no word begins earlier."""
 
 
 class Splitter:
-    """Splits text that continues committed tokens.
+    """Splits text that continues committed tokens into the target's tokens.
 
     Args:
-        script: the target's tokens as text.
-        texts: [V] the text of each of them inside a text.
+        script: converts between the target's tokens and text.
+        texts: [V] the text of each of the target's tokens inside a text.
     """
 
     def __init__(self, script: Script, texts: Sequence[str]) -> None:
@@ -44,16 +46,20 @@ class Splitter:
         self._special = frozenset(script.tokenizer.all_special_ids)
 
     def before(self, tokens: Sequence[int]) -> str | None:
-        """Text that the last committed tokens end with; None inside a character."""
+        """The text of the last committed tokens; None if they end inside a character."""
         text = self._script.decode_inside(self._tail(tokens))
         return None if text.endswith(INCOMPLETE) else text
 
     def split(self, tokens: Sequence[int], text: str) -> list[int]:
-        """The tokens that follow the committed ones when the text is appended to theirs.
+        """The tokens that follow the committed ones if `text` is appended to their text.
 
-        Splitting both together may join them differently from how they were committed. Then what
-        begins where the committed text ends is the draft; and where a token would reach across that
-        place, which cannot be any more, the text is split by itself.
+        Committed tail and new text are split together. This may split the tail differently from its
+        committed tokens. The tokens that begin at the end of the committed text are then the
+        result. If a token crosses that border, the new text is split alone.
+
+        Args:
+            tokens: the committed tokens.
+            text: the text that continues them.
         """
         tail, before = self._tail(tokens), self.before(tokens)
         if not text or before is None:
@@ -67,7 +73,7 @@ class Splitter:
         return self._script.encode_inside(text)
 
     def _tail(self, tokens: Sequence[int]) -> list[int]:
-        """The last tokens, from where splitting does not depend on what came before."""
+        """The last tokens, from a point where splitting no longer depends on earlier tokens."""
         start = len(tokens)
         while start > 0 and len(tokens) - start < LONGEST_TAIL:
             if tokens[start - 1] in self._special:
@@ -79,14 +85,14 @@ class Splitter:
 
 
 class TextDrafter(Drafter):
-    """Chains of the target's tokens from a draft model with others.
+    """Chains of the target's tokens from a draft model with other tokens.
 
     Args:
         model: the draft model.
-        script: its tokens as text.
-        translator: makes its ids of the committed tokens.
-        splitter: makes the target's tokens of its text.
-        vocab_size: V of the target.
+        script: converts between the draft model's tokens and text.
+        translator: converts the committed tokens to the draft model's ids.
+        splitter: converts the draft model's text to the target's tokens.
+        vocab_size: V, the width of the target's logits.
     """
 
     def __init__(
@@ -104,53 +110,53 @@ class TextDrafter(Drafter):
         self._vocab_size = vocab_size
         self._special = frozenset(script.tokenizer.all_special_ids)
         self._writer = ModelDrafter(OwnModel(model), TreeOptions(), Chain(), coupled=False)
-        self._readers: dict[int, Request] = {}
+        self._shadows: dict[int, Request] = {}  # key -> a request over the translated tokens
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Write, then split."""
-        readers = {r.key: reader for r in batch if (reader := self._reader(r)) is not None}
+        """The draft model writes text, and the splitter converts it to the target's tokens."""
+        shadows = {r.key: shadow for r in batch if (shadow := self._shadow(r)) is not None}
         written = self._writer.propose(
-            list(readers.values()),
-            [budget for r, budget in zip(batch, budgets, strict=True) if r.key in readers],
+            list(shadows.values()),
+            [budget for r, budget in zip(batch, budgets, strict=True) if r.key in shadows],
         )
-        texts = dict(zip(readers, map(self._text, written), strict=True))
+        texts = dict(zip(shadows, map(self._text, written), strict=True))
         return [
             self._draft(request, texts.get(request.key, ""), budget.chain)
             for request, budget in zip(batch, budgets, strict=True)
         ]
 
     def rewind(self, request: Request) -> None:
-        """Nothing to do: the reader is compared with the committed tokens anyway."""
+        """Nothing to do: `_shadow` translates the committed tokens in every step."""
 
     def release(self, request: Request) -> None:
-        """Free the reader's row."""
+        """Free the draft model's KV of the request, and forget its translation."""
         self._translator.release(request)
-        reader = self._readers.pop(request.key, None)
-        if reader is not None:
-            self._writer.release(reader)
+        shadow = self._shadows.pop(request.key, None)
+        if shadow is not None:
+            self._writer.release(shadow)
 
-    def _reader(self, request: Request) -> Request | None:
-        """A greedy request over the translated tokens; None where there is no text to continue."""
+    def _shadow(self, request: Request) -> Request | None:
+        """A greedy request over the translated tokens; None if there is no text to continue."""
         tokens = self._translator.translate(request)
         if not tokens or self._splitter.before(request.token_ids) is None:
             return None
-        reader = self._readers.get(request.key)
-        if reader is None:
-            reader = self._readers[request.key] = Request(
+        shadow = self._shadows.get(request.key)
+        if shadow is None:
+            shadow = self._shadows[request.key] = Request(
                 tokens,
                 SamplingParams(temperature=0, max_tokens=None),
                 vocab_size=self._model.vocab_size,
                 max_model_len=self._model.max_model_len,
             )
-        reader.token_ids = list(tokens)
-        return reader
+        shadow.token_ids = list(tokens)
+        return shadow
 
     def _text(self, written: Draft) -> str:
-        """What was written, up to a special token, whole characters only."""
+        """The written text up to a special token, without an unfinished character."""
         tokens = takewhile(lambda token: token not in self._special, written.tree.tokens[1:])
         return self._script.decode_inside(list(tokens)).rstrip(INCOMPLETE)
 
     def _draft(self, request: Request, text: str, length: int) -> Draft:
         split = self._splitter.split(request.token_ids, text)
-        known = takewhile(lambda token: token < self._vocab_size, split)
-        return Draft.deterministic(chain([request.root, *list(known)[:length]]))
+        in_vocabulary = takewhile(lambda token: token < self._vocab_size, split)
+        return Draft.deterministic(chain([request.root, *list(in_vocabulary)[:length]]))

@@ -1,9 +1,9 @@
-"""Self-drafting: the target itself with some of its layers left out.
+"""Self-drafting: the target drafts for itself, with some of its layers left out.
 
-`early_exit` keeps the first layers (Elhoushi et al., "LayerSkip"; Kangaroo without its adapter);
+`early_exit` keeps the first layers (Elhoushi et al., "LayerSkip"; Kangaroo without its adapter).
 `layer_skip` leaves out chosen attention and MLP sublayers (Zhang et al., "Draft & Verify"). There
-is no second model and no second cache: drafting reads the target's own KV of the context and
-writes behind it, where the target's verification writes next.
+is no second model and no second cache. Drafting reads the target's own KV of the context and
+writes behind it, and verification then overwrites these slots.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class EarlyExitOptions(TreeOptions):
     """Options of `early_exit`, besides those of trees.
 
     Args:
-        exit_layer: number of layers that draft, followed by the final norm and head; None is half
-            of them.
+        exit_layer: number of layers that draft, followed by the final norm and head. None is half
+            of the target's layers.
     """
 
     exit_layer: Annotated[int, Ge(1)] | None = None
@@ -49,10 +49,10 @@ class LayerSkipOptions(TreeOptions):
 
     Args:
         skip_attention: layers (from 0) whose attention is left out.
-        skip_mlp: layers whose MLP is left out. With nothing given, every second layer but the first
-            and last is skipped whole.
-        layers: instead of both, a file made by `foretoken tune-layers`; the draft length is then
-            the file's unless it is given.
+        skip_mlp: layers (from 0) whose MLP is left out. Without any option, every second layer is
+            skipped whole, except the first and the last.
+        layers: a file made by `foretoken tune-layers`, instead of the other two. It also sets the
+            draft length, unless `num_speculative_tokens` is given.
     """
 
     skip_attention: LayerIndices = ()
@@ -71,15 +71,21 @@ class LayerSkipOptions(TreeOptions):
         return self
 
     def default_num_speculative_tokens(self) -> int | None:
-        """A static tree's nodes, else the file's draft length if there is a file."""
+        """The number of nodes of a static tree, else the draft length of the file, if any."""
         implied = super().default_num_speculative_tokens()
         return self._tuned.num_speculative_tokens if implied is None and self._tuned else implied
 
     def skipped(self, num_layers: int) -> dict[str, LayerIndices]:
-        """What to leave out of a model of this depth, under "skip_attention" and "skip_mlp".
+        """The sublayers to leave out of a model.
+
+        Args:
+            num_layers: layers of the model.
+
+        Returns:
+            Layers (from 0) under "skip_attention" and "skip_mlp".
 
         Raises:
-            CompatibilityError: the file was made for another depth.
+            CompatibilityError: the file was made for a model with another number of layers.
         """
         chosen: LayerSkipOptions | TunedLayers = self
         if self._tuned is not None and self.layers is not None:
@@ -91,7 +97,12 @@ class LayerSkipOptions(TreeOptions):
 
 
 class SharedLayers:
-    """A part of the target as drafting model, on the target's own KV (see `Scorer`)."""
+    """A part of the target as drafting model, on the target's own KV (see `Scorer`).
+
+    Args:
+        target: the target.
+        network: the network that drafts: a part of the target's layers.
+    """
 
     reads_target_kv = True
     partial = False
@@ -100,35 +111,39 @@ class SharedLayers:
         self._target = target.with_network(network)
 
     def room(self, request: Request) -> int:
-        """What the target's context has left."""
+        """Tokens left in the target's context."""
         return self._target.max_model_len - len(request.token_ids)
 
     def admit(self, requests: Sequence[Request], _num_nodes: int) -> Sequence[Request]:
-        """All: the rows are the target's, in which the engine makes room."""
+        """All requests: the engine provides room in the target's rows."""
         return requests
 
     def pending(self, request: Request) -> list[int]:
-        """Just the root: the KV of everything before it is the target's (invariant 1)."""
+        """Only the root: the target's rows hold the KV of all tokens before it (invariant 1)."""
         return [request.root]
 
     def verify(
         self, keys: Sequence[int], trees: Sequence[TokenTree], num_computed: Sequence[int]
     ) -> list[PassOutput]:
-        """One pass of the remaining layers."""
+        """One pass of the remaining layers; see `Scorer.verify`."""
         return self._target.verify(keys, trees, num_computed)
 
     def finish_draft(self, request: Request, num_tokens: int) -> None:
-        """Nothing to keep: verification computes the root in all layers."""
+        """Nothing to do: verification computes the root again, in all layers."""
 
     def release(self, request: Request) -> None:
-        """The row is the target's to free."""
+        """Nothing to do: the engine frees the target's row."""
 
 
 def exit_early(target: Target, options: EarlyExitOptions) -> SharedLayers:
-    """The target's first layers with its final norm and head.
+    """The target's first layers with its final norm and head, as a drafting model.
+
+    Args:
+        target: the target.
+        options: see `EarlyExitOptions`.
 
     Raises:
-        ConfigError: there are no more layers than `exit_layer`.
+        ConfigError: `exit_layer` is not below the number of layers.
     """
     layers = target.network.num_layers
     count = layers // 2 if options.exit_layer is None else options.exit_layer
@@ -140,12 +155,16 @@ def exit_early(target: Target, options: EarlyExitOptions) -> SharedLayers:
 
 
 def skip_layers(target: Target, options: LayerSkipOptions) -> SharedLayers:
-    """The target without the chosen sublayers.
+    """The target without the chosen sublayers, as a drafting model.
+
+    Args:
+        target: the target.
+        options: see `LayerSkipOptions`.
 
     Raises:
         ConfigError: a layer does not exist.
-        CompatibilityError: the architecture's layers have no attention or MLP to be told apart, or
-            the file was made for a model of another depth.
+        CompatibilityError: the layers of this architecture have no separate attention or MLP, or
+            the file was made for a model with another number of layers.
     """
     skipped = options.skipped(target.network.num_layers)
     return SharedLayers(target, leave_out(target.network, skipped))
@@ -155,12 +174,12 @@ def leave_out(network: Network, skipped: Mapping[str, Sequence[int]]) -> Network
     """A network without some sublayers, over the same weights.
 
     Args:
-        network: the whole one.
+        network: the whole network.
         skipped: layers (from 0) under "skip_attention" and "skip_mlp".
 
     Raises:
         ConfigError: a layer does not exist.
-        CompatibilityError: the architecture's layers have no attention or MLP to be told apart.
+        CompatibilityError: the layers of this architecture have no separate attention or MLP.
     """
     for field, indices in skipped.items():
         for index in indices:

@@ -1,6 +1,7 @@
-"""Shapes of drafted trees: which nodes get children, how many, and which are kept.
+"""Shapes of drafted trees: which nodes get children, how many, and which nodes are kept.
 
-A shape knows nothing of models: it is shown nodes with their probabilities and their ranks.
+`ModelDrafter` grows its trees by a `Shape`, and `TreeOptions` chooses the shape. A shape does not
+know models. It decides by the nodes' ranks and probabilities.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ class Node:
     """A node of a tree that is being drafted.
 
     Args:
-        token: the token.
-        distribution: the distribution it was drawn from.
-        parent: the node above it; None for the root's children.
-        ranks: how many earlier siblings it and each of its ancestors have, from the top.
+        token: its token id.
+        distribution: the q it was drawn from.
+        parent: its parent; None for a child of the root.
+        ranks: [depth] the rank of each node on the path down to it: the number of its earlier
+            siblings.
         path_prob: the drafter's probability of the path down to it.
+        stopped: whether the budget allows no nodes below it (`Budget.stops_below`).
     """
 
     token: int
@@ -52,26 +55,27 @@ class Shape(ABC):
     """How a tree grows, level by level."""
 
     prunes: ClassVar[bool] = False
-    """Whether `kept` chooses among more nodes than the budget has, so that growth goes on."""
+    """Whether `kept` chooses among more nodes than the budget allows. Growth then does not end when
+    the budget's number of nodes is reached."""
 
     @abstractmethod
     def width(self, ranks: tuple[int, ...]) -> int:
-        """How many children the node with these ranks gets; () is the root."""
+        """Number of children of the node with these ranks (`Node.ranks`); () is the root."""
 
     def frontier(self, level: Sequence[Node]) -> list[Node]:
-        """Nodes of a new level below which to go on."""
+        """The nodes of a new level that get children in the next pass."""
         return [node for node in level if self.width(node.ranks)]
 
     def kept(self, nodes: Sequence[Node], limit: int) -> list[Node]:
-        """At most `limit` nodes for the draft, parents first; with a node its ancestors."""
+        """The nodes of the draft: at most `limit`, parents first, with all their ancestors."""
         return list(nodes[:limit])
 
     def positions(self, budget: Budget) -> int:
-        """Most nodes that are scored, and so take positions of KV, while a tree grows."""
+        """Most nodes that the model scores while a tree grows; each takes a KV slot."""
         return max(0, budget.nodes)
 
     def level_sizes(self, limit: int) -> list[int]:
-        """How many nodes each level of a full tree has, `limit` in all."""
+        """Nodes at depths 1, 2, ... of a full tree with at most `limit` nodes."""
         sizes: list[int] = []
         level: list[tuple[int, ...]] = [()]
         while (left := limit - sum(sizes)) > 0:
@@ -88,7 +92,7 @@ class Shape(ABC):
 
 
 class Chain(Shape):
-    """One child each, as deep as the budget goes."""
+    """One child per node, as deep as the budget allows."""
 
     def width(self, ranks: tuple[int, ...]) -> int:
         """See `Shape.width`."""
@@ -100,12 +104,16 @@ class Chain(Shape):
 
     @property
     def branches(self) -> bool:
-        """Never."""
+        """False: a chain has no branches."""
         return False
 
 
 class Widths(Shape):
-    """Every node at depth d has `widths[d]` children."""
+    """Every node at depth d has `widths[d]` children.
+
+    Args:
+        widths: children per node at depths 0 (the root), 1, ...
+    """
 
     def __init__(self, widths: Sequence[int]) -> None:
         self._widths = tuple(widths)
@@ -116,7 +124,7 @@ class Widths(Shape):
 
     @property
     def num_nodes(self) -> int:
-        """Sum over the levels of the product of widths."""
+        """Nodes of the full tree, without the root."""
         total, level = 0, 1
         for width in self._widths:
             level *= width
@@ -130,11 +138,12 @@ class Widths(Shape):
 
 
 class Paths(Shape):
-    """Given as a list of paths of ranks, as Medusa and EAGLE give theirs.
+    """A static tree, given as a list of paths of ranks as in Medusa and EAGLE.
 
     Args:
-        paths: [0, 2] is the third child of the root's first child. A path's beginnings, and the
-            siblings ranked before it, belong to the tree.
+        paths: each names one node; [0, 2] is the third child of the root's first child. The
+            ancestors of a named node, and the earlier siblings of all these nodes, belong to the
+            tree too.
     """
 
     def __init__(self, paths: Sequence[Sequence[int]]) -> None:
@@ -150,7 +159,7 @@ class Paths(Shape):
 
     @property
     def num_nodes(self) -> int:
-        """Sum of all widths."""
+        """Nodes of the full tree, without the root."""
         return sum(self._widths.values())
 
     @property
@@ -162,9 +171,9 @@ class Paths(Shape):
 class Dynamic(Shape):
     """Grow where the drafter is confident, then keep the most probable nodes.
 
-    Li et al., "EAGLE-2": in every level the `top_k` best nodes by path probability are expanded by
-    `top_k` children each; at the end all nodes are ranked by path probability and the best kept. As
-    no path is more probable than its beginning, what is kept is a tree.
+    Li et al., "EAGLE-2". At every level, the `top_k` nodes with the highest path probability get
+    `top_k` children each. At the end the nodes with the highest path probability are kept. They
+    form a tree, because no node has a higher path probability than its parent.
 
     Args:
         top_k: nodes expanded per level, and children of each.
@@ -182,39 +191,40 @@ class Dynamic(Shape):
         return self._top_k if len(ranks) < self._depth else 0
 
     def positions(self, budget: Budget) -> int:
-        """See `Shape.positions`: of every level but the last those that are expanded."""
+        """See `Shape.positions`: `top_k` nodes of every level except the last."""
         return self._top_k * max(0, min(budget.depth, self._depth) - 1)
 
     def level_sizes(self, limit: int) -> list[int]:
-        """See `Shape.level_sizes`: as if of too many nodes the shallower ones were kept."""
+        """See `Shape.level_sizes`: an estimate, as if pruning kept the levels near the root."""
         full = [self._top_k, *[self._top_k**2] * (self._depth - 1)]
         left = [max(0, limit - above) for above in accumulate(full, initial=0)]
-        return [min(nodes, room) for nodes, room in zip(full, left, strict=False) if room]
+        return [min(size, room) for size, room in zip(full, left, strict=False) if room]
 
     def frontier(self, level: Sequence[Node]) -> list[Node]:
-        """The most probable of a level."""
+        """The `top_k` nodes of a level with the highest path probability."""
         best = sorted(super().frontier(level), key=lambda node: -node.path_prob)
         return best[: self._top_k]
 
     def kept(self, nodes: Sequence[Node], limit: int) -> list[Node]:
-        """The most probable nodes; of equals the shallower, so that parents come first."""
+        """The nodes with the highest path probability; on a tie those closer to the root."""
         best = sorted(nodes, key=lambda node: (-node.path_prob, node.depth))[:limit]
         return sorted(best, key=lambda node: node.depth)
 
 
 class TreeOptions(DrafterOptions):
-    """How a model drafts: options shared by the methods that draft with one.
+    """Options shared by all methods that draft with a model.
 
     Args:
-        draft_temperature: temperature of the draft; None takes the request's, 0 drafts the argmax.
-        tree: None is a chain; [4, 2, 2, 1] gives the root four children, each of them two, and so
-            on; [[0], [0, 0], [1]] names the nodes by their ranks; "dynamic" grows EAGLE-2's tree; a
-            `Path`, or text that ends in .json, is a file written by `foretoken tree`, read here.
-        tree_top_k: for "dynamic", nodes expanded per level and children of each.
-        tree_depth: for "dynamic", the number of levels.
-        expansion: how children are chosen: `top_k` takes the most probable (q is one-hot), `sample`
-            draws without replacement, `sample_with_replacement` independently; `auto` is `sample`
-            for sampled requests and `top_k` for greedy ones.
+        draft_temperature: temperature of the draft. None takes the request's; 0 drafts the argmax.
+        tree: the shape of the draft. None is a chain. [4, 2, 2, 1] gives the root four children,
+            each of them two, and so on. [[0], [0, 0], [1]] names the nodes by their ranks (see
+            `Paths`). "dynamic" grows EAGLE-2's tree (see `Dynamic`). A `Path`, or text that ends
+            in .json, names a file written by `foretoken tree`.
+        tree_top_k: for "dynamic": nodes expanded per level, and children of each.
+        tree_depth: for "dynamic": the number of levels.
+        expansion: how children are chosen. `top_k` takes the most probable tokens (q is one-hot),
+            `sample` draws without replacement, and `sample_with_replacement` draws independently.
+            `auto` is `sample` for sampled requests and `top_k` for greedy ones.
     """
 
     draft_temperature: Annotated[float, Ge(0), Le(100)] | None = None
@@ -248,8 +258,8 @@ class TreeOptions(DrafterOptions):
 
     @model_validator(mode="after")
     def _dynamic_trees_are_not_sampled(self) -> Self:
-        # Its last selection drops nodes for their probability, which the drafting invariant forbids
-        # for nodes that were drawn.
+        # `Dynamic.kept` drops nodes because of their probability. Invariant 2 forbids that for
+        # sampled nodes.
         if self.tree == "dynamic" and self.expansion not in ("auto", "top_k"):
             raise ValueError(f"tree 'dynamic' takes expansion 'top_k', not '{self.expansion}'.")
         return self
@@ -267,13 +277,13 @@ class TreeOptions(DrafterOptions):
         return self
 
     def takes_most_probable(self, temperature: float) -> bool:
-        """Whether children are the top-k for a draft of this temperature, rather than drawn."""
+        """Whether children at this temperature are the top-k tokens instead of samples."""
         if self.expansion == "auto":
             return self.tree == "dynamic" or temperature < GREEDY_BELOW
         return self.expansion == "top_k"
 
     def default_num_speculative_tokens(self) -> int | None:
-        """All nodes of a static tree; None for shapes that fit any number."""
+        """The number of nodes of a static tree; None for a chain or a dynamic tree."""
         return _static(self.tree).num_nodes if isinstance(self.tree, tuple) else None
 
 
@@ -284,7 +294,7 @@ def _static(tree: tuple[int, ...] | tuple[tuple[int, ...], ...]) -> Widths | Pat
 
 
 def shape_of(options: TreeOptions) -> Shape:
-    """The shape these options ask for; without one, a chain."""
+    """The shape that the options choose; a chain without the option `tree`."""
     if options.tree is None:
         return Chain()
     if isinstance(options.tree, tuple):

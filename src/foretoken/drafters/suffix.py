@@ -1,18 +1,18 @@
-"""`suffix`: what followed the longest suffixes of the text before, here and in earlier outputs.
+"""`suffix`: drafts what followed the text's suffixes before, in this text and in earlier outputs.
 
-Oliaro et al., "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications". One
-trie holds the request's own prompt and output, another one the outputs of earlier requests, the
-least recently used out first. Every suffix of the text that is found in either is continued by its
-most probable continuations, probabilities being relative frequencies, and the longer the match the
-longer the draft. Each candidate is scored by the tokens it expects to see accepted, the sum of its
-nodes' path probabilities; the best one is taken. Option names are vLLM's where it has them.
+Oliaro et al., "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications". One trie
+holds the request's own prompt and output. Another one holds the outputs of earlier requests and
+drops the least recently used ones. Every suffix of the text that occurs in a trie gives one
+candidate: its most probable continuations, with relative frequencies as probabilities. A longer
+match allows a longer draft. The score of a candidate is its expected number of accepted tokens, the
+sum of its nodes' path probabilities. The candidate with the highest score is the draft. Option
+names are vLLM's where vLLM has the option.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Annotated
@@ -20,10 +20,9 @@ from typing import Annotated
 from annotated_types import Ge, Gt, Le
 
 from foretoken.control import Budget
-from foretoken.control.evidence import by_match
-from foretoken.core.tree import Draft, TokenTree
+from foretoken.core.tree import Draft
 from foretoken.drafters.base import Drafter, DrafterOptions
-from foretoken.drafters.best_first import best_first
+from foretoken.drafters.suffix_candidates import Candidate, grow_chain, grow_tree, times
 from foretoken.drafters.suffix_trie import Node, Place, SuffixTrie, Text
 from foretoken.request import Request
 
@@ -38,11 +37,11 @@ class SuffixOptions(DrafterOptions):
         suffix_decoding_max_cached_requests: most earlier outputs that are kept; 0 keeps none.
         suffix_decoding_max_cached_tokens: most tokens of earlier outputs that are kept, at about
             0.4 kB each; 0 keeps none.
-        suffix_decoding_max_spec_factor: most drafted tokens per matched token (the paper's alpha,
-            which is 1 there and in vLLM; the controller cuts what does not pay).
-        suffix_decoding_min_token_prob: least estimated probability of a drafted token, that of
-            its ancestors included.
-        branching: draft trees, for rules that take branches; otherwise chains.
+        suffix_decoding_max_spec_factor: most drafted tokens per matched token: alpha of the paper.
+            It is 1 there and in vLLM. It is larger here because the controller cuts tokens that do
+            not pay.
+        suffix_decoding_min_token_prob: smallest estimated path probability of a drafted token.
+        branching: draft trees, for rules that take trees; otherwise chains.
     """
 
     suffix_decoding_max_tree_depth: Annotated[int, Ge(2), Le(256)] = 24
@@ -53,39 +52,21 @@ class SuffixOptions(DrafterOptions):
     branching: bool = False
 
     def draft_length(self, match: int) -> int:
-        """Most tokens drafted after a match of this length."""
+        """Most tokens that are drafted after a match of this many tokens."""
         longest = int(self.suffix_decoding_max_spec_factor * match + 1e-6)
         return max(0, min(longest, self.suffix_decoding_max_tree_depth - match))
 
 
-@dataclass
-class Candidate:
-    """A draft and what is expected of it.
+class EarlierOutputs:
+    """The outputs of requests that have ended, within the limits of the options.
+
+    Args:
+        options: see `SuffixOptions`.
 
     Attributes:
-        tokens: drafted tokens, without the root.
-        parents: index of each one's parent among them; -1 for the root's children.
-        score: expected number of accepted tokens.
-        match: length of the suffix that was found.
-        source: key of a text it came from.
+        trie: all kept outputs.
+        num_tokens: tokens of all kept outputs.
     """
-
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    score: float = 0.0
-    match: int = 0
-    source: int = -1
-
-    def draft(self, root: int, *, with_features: bool) -> Draft:
-        """The same as a deterministic draft; only chains can have features."""
-        parents = (-1, *(parent + 1 for parent in self.parents))
-        tree = TokenTree((root, *self.tokens), parents)
-        features = by_match(self.match, tree.num_drafted) if with_features else ()
-        return Draft.deterministic(tree, features)
-
-
-class EarlierOutputs:
-    """Outputs of requests that have ended, within the options' bounds."""
 
     def __init__(self, options: SuffixOptions) -> None:
         self.trie = SuffixTrie(options.suffix_decoding_max_tree_depth)
@@ -98,7 +79,7 @@ class EarlierOutputs:
         return len(self._texts)
 
     def add(self, output: Sequence[int]) -> None:
-        """Keep an output, or as much of its end as there is room for."""
+        """Keep an output; if it is longer than the limit, keep its last tokens."""
         output = output[max(0, len(output) - self._max_tokens) :]
         if not output or not self._max_requests:
             return
@@ -119,13 +100,17 @@ class EarlierOutputs:
         self.num_tokens -= len(text.tokens)
 
     def used(self, key: int) -> None:
-        """Note that an output was of use; it may have been dropped by now."""
+        """Mark an output as used just now; nothing happens if it was dropped meanwhile."""
         if key in self._texts:
             self._texts.move_to_end(key)
 
 
 class OwnText:
-    """Prompt and output of one request."""
+    """A trie of the prompt and output of one request.
+
+    Args:
+        max_depth: most tokens of a string in the trie.
+    """
 
     def __init__(self, max_depth: int) -> None:
         self._trie = SuffixTrie(max_depth)
@@ -133,35 +118,41 @@ class OwnText:
         self._max_match = max_depth - 1
 
     def catch_up(self, tokens: Sequence[int]) -> None:
-        """Take in the committed tokens that are new."""
+        """Append the new committed tokens; `tokens` is the whole text."""
         for token in tokens[len(self._text.tokens) :]:
             self._trie.append(self._text, token)
 
     @property
     def longest(self) -> int:
-        """Length of the longest suffix that occurred before."""
+        """Length of the longest suffix that occurred before, in tokens."""
         return min(len(self._text.cursors) - 1, self._max_match)
 
     def match(self, length: int) -> Node:
-        """The suffix of this length, at most `longest`."""
+        """The trie's node of the suffix of this length, at most `longest`."""
         return self._text.cursors[length]
 
 
 class SuffixDrafter(Drafter):
-    """Deterministic: q is one-hot. Proposes nothing where no suffix has occurred before."""
+    """Chains or trees of the best candidate; q is one-hot.
+
+    It proposes nothing if no suffix has occurred before.
+
+    Args:
+        options: see `SuffixOptions`.
+    """
 
     def __init__(self, options: SuffixOptions) -> None:
         self.drafts_trees = options.branching
         self.looks_up = not options.branching
         self._options = options
         self._depth = options.suffix_decoding_max_tree_depth
-        lengths = [options.draft_length(match) for match in range(self._depth)]
-        self._lengths = lengths
-        self._longest = list(accumulate(lengths, max))  # drafted after this match or a shorter one
-        self._peak = lengths.index(self._longest[-1])  # the match with the longest draft
+        # Indexed by the length of the match:
+        self._lengths = [options.draft_length(match) for match in range(self._depth)]
+        self._longest = list(accumulate(self._lengths, max))  # of this match or any shorter one
+        self._peak = self._lengths.index(self._longest[-1])  # the match with the longest draft
         self._earlier = EarlierOutputs(options)
         self._own: dict[int, OwnText] = {}
-        self._taken_back: set[int] = set()  # keys
+        self._rewound: set[int] = set()  # keys of requests whose output must not be kept
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         """Chains, or trees with `branching`."""
@@ -173,7 +164,7 @@ class SuffixDrafter(Drafter):
         own = self._own.get(request.key)
         if own is None:
             own = self._own[request.key] = OwnText(self._depth)
-            self._taken_back.discard(request.key)
+            self._rewound.discard(request.key)
         own.catch_up(request.token_ids)
         if budget.chain <= 0:
             return Draft.empty(request.root)
@@ -188,113 +179,41 @@ class SuffixDrafter(Drafter):
     def _best(
         self, longest: int, match: Callable[[int], Place], budget: Budget, best: Candidate
     ) -> Candidate:
-        """The candidate with the highest score; of equal ones that of the longest match.
+        """The candidate of one trie with the highest score; on a tie that of the longest match.
 
         Args:
             longest: length of the longest match.
-            match: where a match of a given length is.
+            match: returns the place of the match of a given length.
             budget: limits of the draft.
-            best: the candidate to surpass.
+            best: the best candidate so far; it is returned if none has a higher score.
         """
         branching = self._options.branching
         grow, most = (grow_tree, budget.nodes) if branching else (grow_chain, budget.chain)
-        least = self._options.suffix_decoding_min_token_prob
+        min_path_prob = self._options.suffix_decoding_min_token_prob
         if longest > self._peak and times(match(longest)) == times(match(self._peak)):
-            longest = self._peak  # the same occurrences, and room for a longer draft
+            longest = self._peak  # the same occurrences, and a longer draft
         for length in range(longest, 0, -1):
-            # No token is worth more than 1: shorter matches may be unable to do better.
+            # A token adds at most 1 to the score, so no shorter match can have a higher one.
             if best.score >= min(most, self._longest[length]):
                 break
-            candidate = grow(match(length), min(most, self._lengths[length]), budget, least)
+            max_nodes = min(most, self._lengths[length])
+            candidate = grow(match(length), max_nodes, budget, min_path_prob)
             if candidate.score > best.score:
                 best, best.match = candidate, length
         return best
 
     def rewind(self, request: Request) -> None:
-        """Read the text afresh; what is taken back is nobody's earlier output."""
+        """Drop the request's trie. Until it drafts again, its output is not kept for others."""
         self._own.pop(request.key, None)
-        self._taken_back.add(request.key)
+        self._rewound.add(request.key)
 
     def release(self, request: Request) -> None:
-        """Forget the request's trie; its output is kept for others."""
+        """Drop the request's trie, and keep its output for later requests."""
         self._own.pop(request.key, None)
-        if request.key not in self._taken_back:
+        if request.key not in self._rewound:
             self._earlier.add(request.output_ids)
-        self._taken_back.discard(request.key)
+        self._rewound.discard(request.key)
 
     def forget(self) -> None:
-        """Drop the outputs of earlier requests."""
+        """Forget the outputs of earlier requests."""
         self._earlier = EarlierOutputs(self._options)
-
-
-def grow_chain(place: Place, nodes: int, budget: Budget, least: float) -> Candidate:
-    """The most frequent successor again and again, the latest new one on a tie.
-
-    Args:
-        place: what was matched.
-        nodes: most drafted tokens.
-        budget: says at which probabilities to stop.
-        least: smallest path probability that is drafted.
-    """
-    chain = Candidate()
-    probability = share = 1.0
-    while len(chain.tokens) < nodes and not budget.stops_below(share, probability):
-        if not isinstance(place, Node):
-            text, position = place
-            rest = text.tokens[position : position + nodes - len(chain.tokens)]
-            chain.tokens += rest
-            chain.score += probability * len(rest)
-            chain.source = text.key
-            break
-        most, token = most_frequent(place)
-        share = most / max(place.followed, 1)
-        probability *= share
-        if not most or probability < least:
-            break
-        chain.tokens.append(token)
-        chain.score += probability
-        place = place.children[token]
-        if isinstance(place, Node):
-            chain.source = place.source
-    chain.parents = list(range(-1, len(chain.tokens) - 1))
-    return chain
-
-
-def times(place: Place) -> int:
-    """How often a string occurs."""
-    return place.count if isinstance(place, Node) else 1
-
-
-def most_frequent(node: Node) -> tuple[int, int]:
-    """How often the most frequent successor occurs, and the token; (0, -1) where there is none."""
-    most, best = 0, -1
-    for token, child in node.children.items():
-        occurrences = times(child)
-        if occurrences >= most:
-            most, best = occurrences, token
-    return most, best
-
-
-def grow_tree(place: Place, nodes: int, budget: Budget, least: float) -> Candidate:
-    """The most probable nodes, parents first: the paper's greedy expansion.
-
-    Arguments as for `grow_chain`; the budget also bounds the depth.
-    """
-    tree = Candidate()
-    for parent, token, path, child in best_first(place, successors, nodes, budget, least):
-        tree.tokens.append(token)
-        tree.parents.append(parent)
-        tree.score += path
-        tree.source = child.source if isinstance(child, Node) else child[0].key
-    return tree
-
-
-def successors(place: Place) -> Iterator[tuple[int, float, Place]]:
-    """What follows a place: token, relative frequency, place; the latest new one first."""
-    if isinstance(place, Node):
-        for token, child in reversed(place.children.items()):
-            yield token, times(child) / place.followed, child
-        return
-    text, position = place
-    if position < len(text.tokens):
-        yield text.tokens[position], 1.0, (text, position + 1)

@@ -1,12 +1,13 @@
-"""A trie of all substrings of texts up to a length, with how often each occurs.
+"""A trie of all substrings of texts, up to a maximum length, with their counts.
 
-What `suffix` looks its continuations up in. Three things keep it small and fast in Python:
+The drafter `suffix` looks up its continuations here (see `suffix_candidates`). Three properties
+keep the trie small and fast in Python:
 
-- What occurs once is not spelled out: a *leaf* is a text and a position in it, and grows with the
-  text for nothing. It becomes a node when the same string comes a second time.
-- A text that grows touches only the nodes of its current repeated suffixes (its `cursors`), at
-  most `max_depth` of them, and these are the matches a drafter asks for.
-- A text can be taken out again, by walking the way it came in.
+- A string that occurs once has no nodes of its own. It is a *leaf*: a text and a position in it.
+  A leaf grows with its text at no cost. It becomes a node when the string occurs a second time.
+- A growing text updates only the nodes of its current repeated suffixes (its `cursors`), at most
+  `max_depth` of them. These are also the matches that the drafter needs.
+- A text can be removed: the trie walks the same nodes that adding the text has changed.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ __all__ = ["Leaf", "Node", "Place", "SuffixTrie", "Text"]
 
 
 class Node:
-    """A string that occurs, or did occur, at least twice.
+    """A string that occurs, or has occurred, at least twice.
 
     Attributes:
-        count: occurrences.
-        followed: occurrences that have a successor; the children's counts add up to it.
-        children: what follows, by token.
-        source: key of the text that came by last.
+        count: its occurrences.
+        followed: its occurrences that have a successor: the sum of the children's counts.
+        children: next token -> place of the longer string, in order of their first occurrence.
+        source: key of the text that contained it last.
     """
 
     __slots__ = ("children", "count", "followed", "source")
@@ -40,9 +41,9 @@ class Text:
     """A text in the trie.
 
     Attributes:
-        key: names it in `Node.source`.
+        key: identifies it in `Node.source`.
         tokens: its tokens so far.
-        cursors: nodes of its suffixes of length 0, 1, 2, ... as far as these are nodes.
+        cursors: nodes of its suffixes of length 0, 1, 2, ..., up to the longest that is a node.
     """
 
     __slots__ = ("cursors", "key", "tokens")
@@ -54,13 +55,23 @@ class Text:
 
 
 Leaf: TypeAlias = tuple[Text, int]
-"""A string that occurs once: the text, and the position after the occurrence in it."""
+"""A string that occurs once: its text, and the position behind its occurrence."""
 
 Place: TypeAlias = Node | Leaf
+"""A string in the trie."""
 
 
 class SuffixTrie:
-    """Substrings of at most `max_depth` tokens, of any number of texts; one grows at a time."""
+    """All substrings of at most `max_depth` tokens of any number of texts.
+
+    Only the text that was opened last may grow.
+
+    Args:
+        max_depth: longest substring, in tokens.
+
+    Attributes:
+        root: the node of the empty string.
+    """
 
     def __init__(self, max_depth: int) -> None:
         self._max_depth = max_depth
@@ -68,11 +79,11 @@ class SuffixTrie:
         self.root = Node()
 
     def open(self) -> Text:
-        """A new text, empty so far. The texts before it must not grow any more."""
+        """Add an empty text. Earlier texts must not grow any more."""
         return Text(next(self._keys), self.root)
 
     def append(self, text: Text, token: int) -> None:
-        """Let a text grow by one token."""
+        """Append one token to a text."""
         text.tokens.append(token)
         end = len(text.tokens)
         cursors = [self.root]
@@ -83,14 +94,14 @@ class SuffixTrie:
                 node.children[token] = (text, end)
                 continue
             if not isinstance(child, Node):
-                child = node.children[token] = self._second(child, depth=len(cursors))
+                child = node.children[token] = self._node_of_leaf(child, depth=len(cursors))
             child.count += 1
             child.source = text.key
             cursors.append(child)
         text.cursors = cursors
 
-    def _second(self, leaf: Leaf, depth: int) -> Node:
-        """The node of a string that is about to occur a second time."""
+    def _node_of_leaf(self, leaf: Leaf, depth: int) -> Node:
+        """A node for a leaf of `depth` tokens, whose string is about to occur a second time."""
         text, position = leaf
         node = Node()
         node.count = 1
@@ -100,7 +111,7 @@ class SuffixTrie:
         return node
 
     def remove(self, text: Text) -> None:
-        """Take a text out; only one that has ceased to grow."""
+        """Remove a text, which must not grow any more."""
         for start in range(len(text.tokens)):
             self._remove_from(text.tokens[start : start + self._max_depth])
 
@@ -119,8 +130,8 @@ class SuffixTrie:
             node = child
 
     def longest(self, tokens: list[int]) -> int:
-        """Length of the longest suffix of `tokens` that occurs; 0 if none does."""
-        # Whatever occurs has suffixes that occur, so that one can search by halves.
+        """Length of the longest suffix of `tokens` that occurs, at most `max_depth`; 0 if none."""
+        # If a suffix occurs, all shorter suffixes occur. This allows a binary search.
         low, high = 0, min(len(tokens), self._max_depth)
         while low < high:
             middle = (low + high + 1) // 2
@@ -131,12 +142,13 @@ class SuffixTrie:
         return low
 
     def find(self, tokens: list[int], length: int) -> Place:
-        """The suffix of this length, which occurs."""
+        """The place of the suffix of `tokens` with this length; it must occur."""
         place = self._descend(tokens, length)
         assert place is not None, "no longer than `longest`"
         return place
 
     def _descend(self, tokens: list[int], length: int) -> Place | None:
+        """The place of the suffix of `tokens` with this length; None if it does not occur."""
         place: Place | None = self.root
         for index in range(len(tokens) - length, len(tokens)):
             if not isinstance(place, Node):

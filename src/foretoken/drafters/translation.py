@@ -1,9 +1,12 @@
-"""The committed tokens as a model with another tokenizer reads them.
+"""Translation of committed tokens to the ids of a draft model with another tokenizer.
 
-A text is translated piece by piece: a token that both vocabularies share becomes the same token,
-and a stretch of others is turned into text and split anew. Where a piece ends depends only on the
-tokens before its end, so that the translation of a text is one and the same however many steps it
-came in, and a step costs the translation of the last piece. This file does not know about models.
+`translated_model.TranslatedModel` and `retokenise.TextDrafter` use it.
+
+A text is translated piece by piece. A token that both vocabularies share becomes the draft model's
+id of that token. A sequence of other tokens is converted to text, which the draft model's tokenizer
+splits. The end of a piece depends only on the tokens up to it. The translation of a text is
+therefore the same for any number of steps, and a step costs only the translation of the last piece.
+This file does not know models.
 """
 
 from __future__ import annotations
@@ -19,33 +22,37 @@ from foretoken.request import Request
 __all__ = ["INCOMPLETE", "Script", "Translator"]
 
 INCOMPLETE = "\ufffd"
-"""What tokenizers show for bytes that are no whole character."""
+"""The replacement character: tokenizers decode the bytes of an unfinished character to it."""
 
 LONGEST_PIECE = 32
-"""Tokens after which a piece may end inside a word: scripts without spaces have long ones."""
+"""Tokens after which a piece may end inside a word, for scripts without spaces between words."""
 
 
 class Script:
-    """One tokenizer's tokens as text, inside a text as well as at its beginning.
+    """Converts between one tokenizer's tokens and text, at the beginning of a text and inside it.
 
-    Many tokenizers put a space before a text, or take one off it. What stands inside a text is
-    therefore read and written behind an anchor, which is cut off again.
+    Many tokenizers add a space at the beginning of a text, or remove one. To encode or decode a
+    piece inside a text, an anchor (a newline or a full stop) is put before it, and removed from the
+    result.
+
+    Args:
+        tokenizer: the tokenizer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self._anchor: list[int] = []
-        for text in ("\n", "."):  # some tokenizers have no tokens for white space
+        for text in ("\n", "."):  # some tokenizers have no token for a newline
             self._anchor = self._anchor or self.encode(text)
         self._anchor_text = self.decode(self._anchor)
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text from its beginning, without special ones around it."""
+        """Tokens of a text from its beginning, without added special tokens."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
     def encode_inside(self, text: str) -> list[int]:
-        """Tokens of a text that follows another one."""
+        """Tokens of a piece that follows other text."""
         ids = self.encode(self._anchor_text + text)
         size = len(self._anchor)
         return ids[size:] if ids[:size] == self._anchor else self.encode(text)
@@ -61,19 +68,19 @@ class Script:
         )
 
     def decode_inside(self, ids: Sequence[int]) -> str:
-        """Text of tokens that follow others, special ones left out."""
+        """Text of tokens that follow other tokens, without special tokens."""
         text = self.decode([*self._anchor, *ids], skip_special_tokens=True)
         if text.startswith(self._anchor_text):
             return text[len(self._anchor_text) :]
         return self.decode(ids, skip_special_tokens=True)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The text of each of these tokens by itself, inside a text."""
+        """The text of each of these tokens, inside a text."""
         batch = [[*self._anchor, token] for token in ids]
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None:
             texts = [self.decode(tokens) for tokens in batch]
-        else:  # a hundred times as fast
+        else:  # a hundred times faster
             texts = backend.decode_batch(batch, skip_special_tokens=False)
         size = len(self._anchor_text)
         return [
@@ -82,7 +89,7 @@ class Script:
         ]
 
     def opening(self) -> list[int]:
-        """What the tokenizer puts before every text: its beginning-of-sequence token, or none."""
+        """The beginning-of-sequence token if the tokenizer puts it before every text, or []."""
         bos = self.tokenizer.bos_token_id
         ids: list[int] = self.tokenizer.encode("")
         return ids[:1] if bos is not None and ids[:1] == [bos] else []
@@ -90,21 +97,23 @@ class Script:
 
 @dataclass
 class _Translation:
-    """One request's tokens and what they became."""
+    """The translation of one request's committed tokens."""
 
     tokens: list[int] = field(default_factory=list)
+    """The committed tokens, in the target's ids."""
     ids: list[int] = field(default_factory=list)
+    """Their translation, in the draft model's ids."""
     pieces: list[tuple[int, int]] = field(default_factory=list)
-    """Where each piece begins, in `tokens` and in `ids`."""
+    """The beginning of each piece, in `tokens` and in `ids`."""
 
 
 class Translator:
-    """Translates requests' committed tokens; keeps what it has translated until `release`.
+    """Translates the committed tokens of requests, and keeps the translations until `release`.
 
     Args:
-        target: the target's tokenizer.
-        draft: the draft model's tokenizer.
-        to_draft: [V] the draft model's id of each of the target's tokens; -1 where it has none.
+        target: converts between the target's tokens and text.
+        draft: converts between the draft model's tokens and text.
+        to_draft: [V] the draft model's id of each of the target's tokens; -1 if it lacks the token.
         texts: [V] the text of each of the target's tokens inside a text.
     """
 
@@ -114,13 +123,13 @@ class Translator:
         self._target = target
         self._draft = draft
         self._to_draft = to_draft
-        self._whole = [INCOMPLETE not in text for text in texts]
+        self._whole_characters = [INCOMPLETE not in text for text in texts]
         self._starts_word = [text[:1] == " " and not text[:2].isspace() for text in texts]
         self._opening = draft.opening()
         self._translations: dict[int, _Translation] = {}
 
     def translate(self, request: Request) -> list[int]:
-        """The committed tokens in the draft model's ids; what is no whole character is left out."""
+        """The committed tokens in the draft model's ids, without an unfinished last character."""
         state = self._translations.setdefault(request.key, _Translation())
         tokens = request.token_ids
         agreed = common_prefix(state.tokens, tokens)
@@ -133,7 +142,7 @@ class Translator:
         self._translations.pop(request.key, None)
 
     def _redo(self, state: _Translation, tokens: Sequence[int], agreed: int) -> None:
-        """Translate what follows the agreed tokens, and the piece that they end in."""
+        """Translate again from the piece in which the first `agreed` tokens end."""
         start, size = 0, 0
         while state.pieces:
             start, size = state.pieces.pop()
@@ -150,11 +159,11 @@ class Translator:
             start = end
 
     def _begin(self, first: int) -> list[int]:
-        """The draft model's own opening, unless the text brings it along."""
+        """The draft model's beginning-of-sequence token, unless the text begins with it."""
         return [] if [self._to_draft[first]] == self._opening else list(self._opening)
 
     def _end(self, tokens: Sequence[int], start: int) -> int:
-        """Where the piece that begins here ends."""
+        """The end of the piece that begins at `start`."""
         end = start + 1
         if self._is_direct(tokens[start]):
             return end
@@ -163,16 +172,19 @@ class Translator:
         return end
 
     def _begins_piece(self, token: int, length: int) -> bool:
-        """Whether a piece of this length ends before this token."""
+        """Whether a piece of `length` tokens ends before `token`."""
         if self._is_direct(token) or self._starts_word[token]:
             return True
-        return length >= LONGEST_PIECE and self._whole[token]
+        return length >= LONGEST_PIECE and self._whole_characters[token]
 
     def _is_direct(self, token: int) -> bool:
-        # Parts of characters are translated with their neighbours, which the draft model may lack.
-        return self._to_draft[token] >= 0 and self._whole[token]
+        """Whether a token is a piece of its own, translated to one id."""
+        # A token with part of a character is translated together with the rest of the character,
+        # because the draft model may lack the tokens of the rest.
+        return self._to_draft[token] >= 0 and self._whole_characters[token]
 
     def _translated(self, tokens: Sequence[int], *, inside: bool) -> list[int]:
+        """The draft model's ids of one piece, which stands inside or at the start of the text."""
         ids = [self._to_draft[token] for token in tokens]
         if min(ids) >= 0:
             return ids

@@ -1,7 +1,7 @@
-"""A drafted tree's shape as a file: what `foretoken tree` writes and the field `tree` reads.
+"""Files that hold the shape of a static tree.
 
-The file is one JSON object, {"format": "foretoken-tree-1", "paths": [[0], [1], [0, 0]], ...}, with
-the fields of `TreeFile`.
+`foretoken tree` writes them, and the option `tree` reads them. A file is one JSON object with the
+fields of `TreeFile`: {"format": "foretoken-tree-1", "paths": [[0], [1], [0, 0]], ...}.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ MAX_RANKS = 64
 
 @dataclass(frozen=True)
 class TreeFile:
-    """A tree and where it came from.
+    """The shape of a tree, and the measurement that it was optimised for.
 
     Args:
-        paths: every node as the ranks of its ancestors and its own, as `Paths` takes them.
-        acceptance: the positional acceptance vector it is optimal for.
+        paths: [n] every node as the ranks on the path down to it, as in `shapes.Paths`.
+        acceptance: the positional acceptance vector that it is optimal for.
         expected_tokens: expected tokens per target pass under this vector.
-        method: what drafted while the vector was measured; None where it was given.
-        model: the target of the measurement; None likewise.
+        method: the method that drafted while the vector was measured; None if it was given.
+        model: the target of the measurement; None if the vector was given.
     """
 
     paths: tuple[tuple[int, ...], ...]
@@ -43,7 +43,7 @@ class TreeFile:
     model: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The content of the file, for `json.dump`."""
         return {"format": FORMAT, **asdict(self)}
 
     @staticmethod
@@ -51,7 +51,8 @@ class TreeFile:
         """Read and check a file.
 
         Raises:
-            ForetokenError: there is none, it is no tree, or it is larger than a tree may be.
+            ForetokenError: the file cannot be read, holds no tree, or holds a tree that exceeds
+                `MAX_NODES` or `MAX_DEPTH`.
         """
         value = _read(Path(path))
         if not isinstance(value, dict) or value.get("format") != FORMAT:
@@ -68,7 +69,7 @@ class TreeFile:
 
 
 def is_tree_file(value: object) -> bool:
-    """Whether the field `tree` means a file by this: a `Path`, or text that ends in .json."""
+    """Whether a value of the option `tree` names a file: a `Path`, or text that ends in .json."""
     return isinstance(value, Path) or (isinstance(value, str) and value.endswith(".json"))
 
 
@@ -121,7 +122,11 @@ def _is_path(path: Any) -> bool:
 
 
 def closed(paths: Sequence[Sequence[int]]) -> set[tuple[int, ...]]:
-    """All nodes of a tree: the paths, their beginnings, and the siblings ranked before these."""
+    """All nodes of a tree as paths of ranks.
+
+    Args:
+        paths: some of the nodes. Their ancestors, and the earlier siblings of all these, are added.
+    """
     return {
         (*path[:depth], rank)
         for path in paths

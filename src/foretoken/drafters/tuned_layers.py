@@ -1,6 +1,7 @@
-"""The file of `foretoken tune-layers`: which sublayers `layer_skip` should leave out of a model.
+"""Files that say which sublayers `layer_skip` leaves out of a model.
 
-A JSON object, so that a person can read it and write one by hand:
+`foretoken tune-layers` writes them, and the option `layers` reads them. A file is a JSON object,
+which can also be written by hand:
 
     {"format": "foretoken-layers-1", "skip_attention": [3, 5], "skip_mlp": [5],
      "num_hidden_layers": 30, "num_speculative_tokens": 3, "measured": {...}}
@@ -23,18 +24,22 @@ __all__ = ["LayerIndices", "TunedLayers"]
 FORMAT: Final = "foretoken-layers-1"
 
 LayerIndices = tuple[Annotated[int, Ge(0)], ...]
+"""The type of an option that lists layers, counted from 0."""
 
 
 class TunedLayers(Config):
-    """A skip set with the draft length it was found to be fastest with.
+    """A skip set, and the draft length with which it was fastest.
 
     Args:
         format: the kind of file and its version.
         skip_attention: layers (from 0) whose attention is left out.
-        skip_mlp: layers whose MLP is left out.
-        num_hidden_layers: L of the model it was found for.
-        num_speculative_tokens: the draft length.
-        measured: on what and with which result; for people, nothing depends on it.
+        skip_mlp: layers (from 0) whose MLP is left out.
+        num_hidden_layers: layers of the model that it was found for.
+        num_speculative_tokens: the draft length, in tokens.
+        measured: how it was measured and with which result. It informs people and has no effect.
+
+    Raises:
+        ConfigError: a layer does not exist, or the skip set is empty.
     """
 
     format: Literal["foretoken-layers-1"] = FORMAT
@@ -59,7 +64,7 @@ class TunedLayers(Config):
         """Read a file.
 
         Raises:
-            ForetokenError: there is none, or it is damaged or of another kind.
+            ForetokenError: the file cannot be read, is damaged, or is of another kind.
         """
         try:
             value = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -80,10 +85,14 @@ class TunedLayers(Config):
             ) from error
 
     def check_fits(self, path: str, num_layers: int) -> None:
-        """See that it was made for a model of this depth.
+        """Check that the file was made for a model with this number of layers.
+
+        Args:
+            path: the file, for the message.
+            num_layers: layers of the model.
 
         Raises:
-            CompatibilityError: it was not.
+            CompatibilityError: it was made for another number of layers.
         """
         if self.num_hidden_layers != num_layers:
             raise CompatibilityError(

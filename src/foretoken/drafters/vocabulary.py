@@ -1,59 +1,64 @@
-"""Draft models whose tokens are not the target's.
+"""Draft models with another vocabulary than the target's.
 
 Timor et al., "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for
-Heterogeneous Vocabularies". `TranslatedModel` is their token-level intersection: q is the draft
-model's distribution on the tokens that both models have, renormalised, so that any lossless rule
-stays so. Their other way, drafting text, is in `retokenise.py`; how committed tokens are read is in
-`translation.py`. Vocabularies that differ only by padding behind the last token are the same.
+Heterogeneous Vocabularies". The registry calls `Vocabularies` to compare the two vocabularies and
+to make the drafter. The paper's token-level intersection is in `translated_model.py`: q is the
+draft model's distribution, restricted to the tokens that both models have and renormalised.
+Lossless rules stay lossless with this q. The paper's other method, drafting text, is in
+`retokenise.py`. `translation.py` converts committed tokens to the draft model's ids. Vocabularies
+that differ only in the padding behind the last token count as the same.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from foretoken import models
-from foretoken.core.tree import TokenTree
 from foretoken.drafters.draft_model import OwnModel
 from foretoken.drafters.overlap import VocabularyOverlap, Way
 from foretoken.drafters.resize import resized
 from foretoken.drafters.retokenise import Splitter, TextDrafter
+from foretoken.drafters.translated_model import TranslatedModel
 from foretoken.drafters.translation import Script, Translator
 from foretoken.errors import CompatibilityError, ConfigError
-from foretoken.request import Request
-from foretoken.runtime.network import PassOutput
 from foretoken.runtime.target import Target
 
-__all__ = ["DraftModel", "TranslatedModel", "Vocabularies", "resized"]
+__all__ = ["DraftModel", "Vocabularies"]
 
 
 @dataclass(frozen=True)
 class DraftModel:
-    """A draft model as it was loaded, and its tokenizer where there is one."""
+    """A loaded draft model and its tokenizer.
+
+    Args:
+        model: the draft model.
+        tokenizer: its tokenizer, or None if it has none.
+    """
 
     model: Target
     tokenizer: PreTrainedTokenizerBase | None
 
     def with_tokenizer(self, chosen: str | Path | PreTrainedTokenizerBase | None) -> DraftModel:
-        """The same with another tokenizer; None keeps what it has.
+        """The same draft model with another tokenizer.
+
+        Args:
+            chosen: a tokenizer, or a folder or alias that holds one; None keeps the tokenizer.
 
         Raises:
-            ModelError: there is no such folder or alias.
-            ConfigError: there is no tokenizer in it.
+            ModelError: the folder or alias does not exist.
+            ConfigError: it holds no tokenizer.
         """
         if chosen is None:
             return self
         if isinstance(chosen, str | Path):
             folder = os.path.expanduser(chosen)  # noqa: PTH111 - never raises
-            if not os.path.isdir(folder):  # noqa: PTH112 - likewise; it may lack a model
+            if not os.path.isdir(folder):  # noqa: PTH112 - never raises; may hold no model
                 folder = str(models.resolve(chosen))
             tokenizer = models.load_tokenizer(Path(folder))
             if tokenizer is None:
@@ -63,12 +68,12 @@ class DraftModel:
 
 
 class Vocabularies:
-    """The tokens of a target and of a draft model, compared.
+    """Compares the vocabularies of a target and a draft model, and makes the drafter for them.
 
     Args:
         target: the target.
-        tokenizer: the target's, or None where it has none.
-        draft: the draft model.
+        tokenizer: the target's tokenizer, or None if it has none.
+        draft: the draft model with its tokenizer.
     """
 
     def __init__(
@@ -80,17 +85,23 @@ class Vocabularies:
 
     @property
     def same(self) -> bool:
-        """Whether the tokens are the same up to padding; without tokenizers, the sizes decide."""
+        """Whether both have the same tokens, except for padding.
+
+        Without both tokenizers the sizes of the vocabularies decide.
+        """
         target, draft = self._tokenizers
         if target is None or draft is None:
             return self._target.vocab_size == self._draft.vocab_size
         return target is draft or target.get_vocab() == draft.get_vocab()
 
     def way(self, wanted: Literal["auto"] | Way) -> Way:
-        """How to draft.
+        """Choose how the draft model drafts.
+
+        Args:
+            wanted: see `DraftModelOptions.vocabulary`.
 
         Raises:
-            CompatibilityError: it is not possible in the way that is wanted.
+            CompatibilityError: the vocabularies do not allow what is wanted.
         """
         if wanted == "same" or (wanted == "auto" and self.same):
             self.check_same("vocabulary 'same'", ", or set vocabulary to 'intersection' or 'text'")
@@ -106,10 +117,14 @@ class Vocabularies:
         return wanted
 
     def check_same(self, part: str, advice: str = "") -> None:
-        """Refuse other tokens than the target's.
+        """Check that the vocabularies are the same.
+
+        Args:
+            part: the part that needs this, such as "method 'cascade'", for the message.
+            advice: further advice to the user, added to the message.
 
         Raises:
-            CompatibilityError: that `part`, as in "method 'cascade'", cannot work with them.
+            CompatibilityError: the vocabularies differ.
         """
         if self.same:
             return
@@ -121,32 +136,36 @@ class Vocabularies:
         )
 
     def overlap(self, way: Way) -> VocabularyOverlap | None:
-        """How they compare; None where a tokenizer is missing."""
+        """The comparison to report to users; None if a tokenizer is missing.
+
+        Args:
+            way: how the draft model drafts.
+        """
         if None in self._tokenizers:
             return None
         shared = min(self._num_tokens) if self.same else self._num_shared
         return VocabularyOverlap(way, shared, *self._num_tokens)
 
-    # What drafts
+    # Drafters for the three ways
 
     def same_model(self) -> OwnModel:
-        """The draft model, its logits cut or padded to the target's number."""
+        """A scorer for way "same": logits are cut or padded to the target's width."""
         partial = self._draft.vocab_size < self._target.vocab_size
         return OwnModel(resized(self._draft, self._target.vocab_size), partial=partial)
 
     def translated_model(self) -> TranslatedModel:
-        """The draft model on the tokens that both have."""
+        """A scorer for way "intersection": it drafts only tokens that both models have."""
         return TranslatedModel(self._draft, self.translator, self._to_draft)
 
     def text_drafter(self) -> TextDrafter:
-        """The draft model as a writer of text."""
+        """A drafter for way "text": the draft model writes, the target's tokenizer splits."""
         target, draft = self.scripts
         splitter = Splitter(target, self._texts)
         return TextDrafter(self._draft, draft, self.translator, splitter, self._target.vocab_size)
 
     @cached_property
     def scripts(self) -> tuple[Script, Script]:
-        """Target's and draft model's tokens as text."""
+        """The conversions between tokens and text, of the target and of the draft model."""
         target, draft = self._tokenizers
         assert target is not None
         assert draft is not None
@@ -154,7 +173,7 @@ class Vocabularies:
 
     @cached_property
     def translator(self) -> Translator:
-        """Makes the draft model's ids of the target's."""
+        """Converts the target's tokens to the draft model's ids."""
         return Translator(*self.scripts, self._to_draft, self._texts)
 
     # Inside
@@ -186,15 +205,15 @@ class Vocabularies:
 
     @cached_property
     def _texts(self) -> list[str]:
-        """[V] the target's tokens as text."""
+        """[V] the text of each of the target's tokens inside a text."""
         return self.scripts[0].pieces(range(self._target.vocab_size))
 
     @cached_property
     def _to_draft(self) -> list[int]:
-        """[V] the draft model's id of each of the target's tokens; -1 where it has none.
+        """[V] the draft model's id of each of the target's tokens; -1 if it lacks the token.
 
-        A token is shared if both vocabularies have it under one name and it says the same in both;
-        special and added tokens, if they are that in both.
+        A token is shared if both vocabularies have it under the same name and decode it to the same
+        text. An added token must be an added token in both, and special in both or in neither.
         """
         ours, theirs = (script.tokenizer.get_vocab() for script in self.scripts)
         names = [
@@ -213,69 +232,6 @@ class Vocabularies:
         return to_draft
 
 
-class TranslatedModel(OwnModel):
-    """A draft model seen through the tokens that both models have (see `Scorer`).
-
-    It reads the committed tokens in translation. Drafted tokens are shared ones, so that they have
-    ids in both vocabularies; the others have logits of minus infinity, and the sampler's
-    distribution of what is left is the restricted, renormalised q.
-
-    Args:
-        model: the draft model.
-        translator: makes its ids of the committed tokens.
-        to_draft: [V] its id of each of the target's tokens; -1 where it has none.
-    """
-
-    def __init__(self, model: Target, translator: Translator, to_draft: Sequence[int]) -> None:
-        super().__init__(model, partial=True)
-        self._translator = translator
-        self._to_draft = to_draft
-        shared = [(token, own) for token, own in enumerate(to_draft) if own >= 0]
-        self._shared, self._own = torch.tensor(shared, device=model.device).T  # [S], [S]
-        self._num_pending: dict[int, int] = {}
-
-    def seen(self, request: Request) -> Sequence[int]:
-        """See `OwnModel.seen`."""
-        return self._translator.translate(request)
-
-    def room(self, request: Request) -> int:
-        """None where there is nothing to read: not every token says something."""
-        return super().room(request) if self.seen(request) else 0
-
-    def pending(self, request: Request) -> list[int]:
-        """Tokens of the draft model's."""
-        pending = super().pending(request)
-        self._num_pending[request.key] = len(pending)
-        return pending
-
-    def verify(
-        self, keys: Sequence[int], trees: Sequence[TokenTree], num_computed: Sequence[int]
-    ) -> list[PassOutput]:
-        """One pass of the draft model; logits of the target's tokens."""
-        trees = [self._read(*pair) for pair in zip(keys, trees, strict=True)]
-        outputs = super().verify(keys, trees, num_computed)
-        return [PassOutput(self._restricted(output.scores)) for output in outputs]
-
-    def release(self, request: Request) -> None:
-        """Free the request's row, and forget its translation."""
-        super().release(request)
-        self._translator.release(request)
-        self._num_pending.pop(request.key, None)
-
-    def _read(self, key: int, tree: TokenTree) -> TokenTree:
-        """The same tree in the draft model's ids, which the pending tokens have already."""
-        count = self._num_pending[key]
-        drafted = [self._to_draft[token] for token in tree.tokens[count:]]
-        assert all(token >= 0 for token in drafted), "only shared tokens are drafted"
-        return TokenTree((*tree.tokens[:count], *drafted), tree.parents)
-
-    def _restricted(self, logits: Tensor) -> Tensor:
-        """Logits [n, V] of the target's tokens, from the draft model's."""
-        restricted = logits.new_full((len(logits), len(self._to_draft)), -torch.inf)
-        restricted[:, self._shared] = logits[:, self._own]
-        return restricted
-
-
 def _added(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
-    """Tokens added to a vocabulary, and whether they are special."""
+    """The added tokens of a tokenizer, and for each whether it is special."""
     return {token.content: token.special for token in tokenizer.added_tokens_decoder.values()}

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from threading import Lock
 
 from foretoken.config import SpeculativeConfig
 from foretoken.core.grammar import Grammars
@@ -25,7 +26,7 @@ from foretoken.engine.prompts import Prompt
 from foretoken.engine.request_maker import RequestMaker
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.strategies import Speculative, StrategyFactory
-from foretoken.engine.turns import Turns
+from foretoken.engine.turns import Turns, Uninterrupted
 from foretoken.errors import ConfigError, RequestError
 from foretoken.models.loaded import LoadedModel
 from foretoken.outputs import RequestOutput, StreamChunk
@@ -68,13 +69,13 @@ class Job:
 
     @property
     def finished(self) -> bool:
-        """Whether all outputs have ended."""
-        return all(request.finished for request in self.requests)
+        """Whether all outputs have ended and nothing about them changes any more."""
+        return all(request.closed for request in self.requests)
 
     @property
     def has_news(self) -> bool:
         """Whether `take` has something to give, or never will again."""
-        return self.finished or any(r.has_fresh or r.finished for r in self._open())
+        return self.finished or any(r.has_fresh or r.closed for r in self._open())
 
     @property
     def all_taken(self) -> bool:
@@ -82,15 +83,16 @@ class Job:
         return not self._open()
 
     def take(self) -> list[StreamChunk]:
-        """What is new of each output since the last call."""
+        """What is new of each output since the last call; another thread may be stepping."""
         chunks = []
         for request in self._open():
+            closed = request.closed  # before the tokens: the last chunk has all that are left
             tokens = request.take()
-            if not tokens and not request.finished:
+            if not tokens and not closed:
                 continue
-            output = request.output() if request.finished else None
+            output = request.output() if closed else None
             chunks.append(StreamChunk(tokens, output, self.request_id, request.index))
-            if request.finished:
+            if closed:
                 self._reported.add(request.index)
         return chunks
 
@@ -153,7 +155,9 @@ class LLMEngine:
             prefix_cache=None if prefixes is None else PrefixCache(self.target, prefixes),
         )
         self._turns = Turns()
+        self._reporting = Lock()
         self._jobs: dict[str, Job] = {}  # added by hand, with something left to report
+        self._collected: list[StreamChunk] = []  # of these jobs, for the next `step` to return
         self._known_ids: set[str] = set()
         self._next_id = count()
 
@@ -186,14 +190,20 @@ class LLMEngine:
             ConfigError: parameters or configuration are out of range, or the id is taken.
             CompatibilityError: the drafter does not fit the model or the rule.
         """
-        if request_id is not None and request_id in self._known_ids:
-            raise ConfigError(f"request_id: '{request_id}' is taken by another request.")
         job = self.job(prompt, params, speculative_config, trace=trace)
-        job.request_id = self._free_id() if request_id is None else request_id
-        self._known_ids.add(job.request_id)
-        self._jobs[job.request_id] = job
-        self.start([job])
-        return job.request_id
+        names: list[str] = []
+
+        def add() -> None:
+            if request_id is not None and request_id in self._known_ids:
+                raise ConfigError(f"request_id: '{request_id}' is taken by another request.")
+            names.append(self._free_id() if request_id is None else request_id)
+            job.request_id = names[0]
+            self._known_ids.add(names[0])
+            self._jobs[names[0]] = job
+            self._queue([job])
+
+        self._turns.take(add)
+        return names[0]
 
     def step(self) -> list[StreamChunk]:
         """Advance everything by one step.
@@ -203,14 +213,18 @@ class LLMEngine:
             whose step failed ends with `finish_reason` "error"; the others go on.
         """
         self._turns.take(self._step)
-        chunks = [chunk for job in list(self._jobs.values()) for chunk in job.take()]
-        for request_id in [i for i, job in self._jobs.items() if job.all_taken]:
-            del self._jobs[request_id]
+        with Uninterrupted(), self._reporting:  # what is collected is kept if a SIGINT comes
+            for request_id, job in list(self._jobs.items()):
+                self._collected += job.take()
+                if job.all_taken:
+                    self._jobs.pop(request_id, None)
+        with self._reporting:
+            chunks, self._collected = self._collected, []
         return chunks
 
     def has_unfinished_requests(self) -> bool:
         """Whether a further `step` has something to do or to report."""
-        return bool(self._jobs)
+        return bool(self._jobs or self._collected)
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
         """Give these requests up, wherever they are: they free their place and are not reported.
@@ -261,19 +275,14 @@ class LLMEngine:
 
     def start(self, jobs: Sequence[Job]) -> None:
         """Queue the jobs' requests."""
-
-        def add() -> None:
-            for job in jobs:
-                for request in job.requests:
-                    self._scheduler.add(request, job.strategy)
-
-        self._turns.take(add)
+        self._turns.take(lambda: self._queue(jobs))
 
     def end(self, jobs: Sequence[Job]) -> None:
         """Abort whatever of these jobs has not ended."""
         if all(job.finished for job in jobs):
             return
-        self._turns.take(lambda: self._scheduler.abort(r for job in jobs for r in job.requests))
+        with Uninterrupted():  # also while it waits for its turn
+            self._turns.take(lambda: self._scheduler.abort(r for job in jobs for r in job.requests))
 
     def run(self, jobs: Sequence[Job]) -> list[RequestOutput]:
         """Queue the jobs, step until they have ended, and collect their results.
@@ -281,12 +290,25 @@ class LLMEngine:
         Raises:
             RequestError: one of them ended with an error; the others' outputs come with it.
         """
-        try:
-            self.start(jobs)
-            while not all(job.finished for job in jobs):
-                self._turns.take(self._step, unless=lambda: all(job.finished for job in jobs))
-        finally:
-            self.end(jobs)
+        new = list(jobs)
+
+        def advance() -> None:
+            self._queue(new)
+            new.clear()
+            self._step()
+
+        # A SIGINT is delivered between two steps only, where `end` is sure to follow.
+        with Uninterrupted() as uninterrupted:
+            try:
+                while not all(job.finished for job in jobs):
+                    uninterrupted.deliver()
+                    self._turns.take(
+                        advance,
+                        unless=lambda: uninterrupted.pending or all(job.finished for job in jobs),
+                    )
+            finally:
+                if not new:
+                    self.end(jobs)
         results = [job.result() for job in jobs]
         for job in jobs:
             for request in job.requests:
@@ -314,6 +336,11 @@ class LLMEngine:
                 raise RequestError(str(request.error), [job.result()]) from request.failure
 
     # Inside
+
+    def _queue(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            for request in job.requests:
+                self._scheduler.add(request, job.strategy)
 
     def _step(self) -> None:
         if self._scheduler.busy:

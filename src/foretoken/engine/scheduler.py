@@ -85,13 +85,13 @@ class Scheduler:
             return self._decode()
         finally:
             for request in [r for r in self._running if r.finished]:
-                self._release(request)
+                self._leave(request)
 
     def abort(self, requests: Iterable[Request]) -> None:
         """End these requests wherever they are; those that have ended stay as they are."""
         for request in requests:
-            self._leave(request)
             request.abort()
+            self._leave(request)
 
     # Coming and going
 
@@ -122,9 +122,12 @@ class Scheduler:
             self._speculation.release(request)
         elif request in self._running:
             self._release(request)
+        request.closed = True
 
     def _release(self, request: Request) -> None:
         self._running.remove(request)
+        if request.failure is not None:  # its numbers may be the reason
+            self._target.wipe(request.key)
         self._target.remove(request.key)
         self._hidden.pop(request.key, None)
         self._speculation.release(request)
@@ -245,5 +248,5 @@ class Scheduler:
             f"ended ({reason}): shorten it, or free memory."
         )
         failure.__cause__ = error
-        self._leave(request)
         request.fail(failure)
+        self._leave(request)

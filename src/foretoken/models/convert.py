@@ -1,8 +1,8 @@
-"""GGUF file to Hugging Face folder: config, weights in float32, tokenizer.
+"""Convert a GGUF file to a Hugging Face folder: config, weights in float32, tokenizer.
 
-Transformers reads the config and the tokenizer out of a GGUF file. The weights are read here: its
-own reader needs another package, says nothing about tensors it drops, and fills parameters that
-the file lacks with random numbers.
+Transformers reads the config and the tokenizer from the GGUF file. This module reads the weights,
+because Transformers' reader needs another package, drops tensors without a message, and fills
+parameters that the file lacks with random numbers. `resolver` calls it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["convert_gguf", "converted_bytes"]
 Array = npt.NDArray[np.float32]
 
 _FLOAT_BYTES = 4
-# Bounds the memory a conversion takes.
+# Limits the memory of a conversion.
 _SHARD_BYTES = 2_000_000_000
 # Config and tokenizer: a few megabytes even with the largest vocabularies.
 _SMALL_FILES_BYTES = 32_000_000
@@ -44,7 +44,7 @@ def converted_bytes(file: GgufFile) -> int:
 def convert_gguf(file: GgufFile, scratch: Path, folder: Path) -> None:
     """Convert a GGUF file to a Hugging Face folder with float32 safetensors.
 
-    The weights are the exact dequantized values: 16-bit formats would round most of them.
+    The weights are the exact dequantized values, which 16-bit formats would round.
 
     Args:
         file: The GGUF file.
@@ -52,10 +52,10 @@ def convert_gguf(file: GgufFile, scratch: Path, folder: Path) -> None:
         folder: An empty folder to fill.
 
     Raises:
-        ModelError: If the file is damaged or holds something that would get lost.
+        ModelError: If the file is damaged or holds something that cannot be converted.
         OSError: If writing fails.
     """
-    # Transformers would mix in the files it finds next to the GGUF file.
+    # Transformers would also read other files in the GGUF file's folder.
     alone = scratch / "alone" / "model.gguf"
     alone.parent.mkdir()
     alone.symlink_to(file.path.absolute())
@@ -72,14 +72,14 @@ def convert_gguf(file: GgufFile, scratch: Path, folder: Path) -> None:
 
 
 def _empty_model(file: GgufFile, alone: Path) -> PreTrainedModel:
-    """The file's model on the meta device, its config mended."""
+    """The file's model on the meta device, with a corrected config."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(
         alone.parent, gguf_file=alone.name, local_files_only=True, trust_remote_code=False
     )
-    _mend_config(file, config)
+    _correct_config(file, config)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     model.config.architectures = [type(model).__name__]
@@ -87,13 +87,13 @@ def _empty_model(file: GgufFile, alone: Path) -> PreTrainedModel:
     return model
 
 
-def _mend_config(file: GgufFile, config: PretrainedConfig) -> None:
-    """Mend what Transformers 5.23 gets wrong in a config read from a GGUF file."""
-    # It saves the model's title as if it were a path,
+def _correct_config(file: GgufFile, config: PretrainedConfig) -> None:
+    """Correct what Transformers 5.23 gets wrong in a config from a GGUF file."""
+    # It saves the model's title as if it were a path.
     vars(config).pop("_model_name_or_path", None)
-    # keeps float32 noise (1e-05 is read as 9.99999974e-06),
+    # It keeps the rounding error of float32: 1e-05 becomes 9.99999974e-06.
     config.rms_norm_eps = float(str(np.float32(config.rms_norm_eps)))
-    # and drops the heads' size for some architectures.
+    # It drops the head size of some architectures.
     sizes = {file.setting(name) for name in ("attention.key_length", "rope.dimension_count")}
     sizes.discard(None)
     if len(sizes) > 1:
@@ -106,7 +106,7 @@ def _save_configs(file: GgufFile, model: PreTrainedModel, folder: Path) -> None:
     from transformers import GenerationConfig
 
     model.config.save_pretrained(folder)
-    # A chat model may end a turn with another token than a text.
+    # A chat model may end a turn and a text with different tokens.
     ends = [file.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot")]
     stops = list(dict.fromkeys(end for end in ends if end is not None))
     generation = GenerationConfig(  # type: ignore[no-untyped-call]
@@ -145,7 +145,11 @@ def _write_weights(
 
 
 def _tensor_names(file: GgufFile, model: PreTrainedModel) -> dict[str, str]:
-    """Hugging Face names by GGUF name, for all of the file's tensors and all of the model's."""
+    """The Hugging Face name of every tensor, by GGUF name.
+
+    Raises:
+        ModelError: If the file lacks a tensor of the model, or has one that the model lacks.
+    """
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     layers = model.config.num_hidden_layers
     gguf_names = gguf.get_tensor_name_map(kinds[file.architecture], layers)
@@ -170,7 +174,7 @@ def _tensor_names(file: GgufFile, model: PreTrainedModel) -> dict[str, str]:
 
 
 def _shards(file: GgufFile) -> Iterator[list[Any]]:
-    """The file's tensors in groups of at most `_SHARD_BYTES` dequantized bytes, or one tensor."""
+    """Groups of tensors, each of at most `_SHARD_BYTES` dequantized bytes or one tensor."""
     shard: list[Any] = []
     size = 0
     for tensor in file.reader.tensors:
@@ -184,7 +188,7 @@ def _shards(file: GgufFile) -> Iterator[list[Any]]:
 
 
 def _weight(file: GgufFile, tensor: Any, model: PreTrainedModel, name: str) -> Array:
-    """One tensor's values, in the order the Hugging Face model has them."""
+    """One tensor's values, in the order of the Hugging Face model."""
     weight: Array = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
     expected = tuple(model.get_parameter(name).shape)
     if weight.shape != expected:
@@ -199,12 +203,12 @@ def _weight(file: GgufFile, tensor: Any, model: PreTrainedModel, name: str) -> A
 def _rotary_halves(weight: Array, heads: int) -> Array:
     """Reorder each head's rows from GGUF's order to Hugging Face's.
 
-    GGUF has the two rows that rotate together side by side (a0 b0 a1 b1), Hugging Face half a head
+    Two rows rotate together. GGUF stores them side by side (a0 b0 a1 b1), Hugging Face half a head
     apart (a0 a1 b0 b1).
 
     Args:
         weight: Query or key projection, [heads * head size, hidden size].
-        heads: How many heads the rows belong to.
+        heads: The number of heads.
     """
     rows, columns = weight.shape
     pairs = weight.reshape(heads, rows // heads // 2, 2, columns)

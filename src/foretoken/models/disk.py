@@ -1,4 +1,4 @@
-"""What can go wrong with the cache's disk: it is full, or cannot be written."""
+"""Errors of the cache's disk: it is full, or cannot be written. `store` and `fetch` use them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from foretoken.models.progress import bytes_text
 __all__ = ["check_space", "disk_errors", "full_disk", "tells_of_full_disk"]
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-# safetensors, tokenizers and pip report a full disk only in their message.
+# safetensors, tokenizers and pip report a full disk only in their messages.
 _FULL_TEXTS = tuple(os.strerror(number) for number in _FULL)
 
 
 def tells_of_full_disk(message: str) -> bool:
-    """Whether the message of an error, of any type, says that the disk is full."""
+    """Whether the message of an error says that the disk is full."""
     return any(text in message for text in _FULL_TEXTS)
 
 

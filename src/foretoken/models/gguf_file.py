@@ -1,7 +1,8 @@
-"""Reading a GGUF file: is it whole, and is everything in it understood?
+"""Reading a GGUF file: is it complete, and can all of it be converted?
 
-Nothing is skipped in silence: a setting or a tensor that conversion would not carry over could
-change what the model computes, so such a file is refused.
+A setting or a tensor that conversion dropped could change what the model computes. A file with an
+unknown one is therefore refused. `resolver` opens files to convert, and `foretoken bench` compares
+a peer's file with the target.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from foretoken.errors import ModelError
 __all__ = ["GgufFile"]
 
 _MAGIC = b"GGUF"
-# Decoders whose tensors only need new names (and, in "llama", query and key rows a new order).
+# Decoders whose tensors only need new names; "llama" also reorders query and key rows.
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
-# Settings without which Transformers would fall back on some other model's value.
+# Settings for which Transformers would otherwise use another model's value.
 _REQUIRED_SETTINGS = {
     "context_length",
     "block_count",
@@ -28,7 +29,7 @@ _REQUIRED_SETTINGS = {
     "attention.head_count",
     "attention.layer_norm_rms_epsilon",
 }
-# Settings that are carried over, or follow from the tensors' shapes.
+# Settings that are converted, or follow from the tensors' shapes.
 _KNOWN_SETTINGS = _REQUIRED_SETTINGS | {
     "attention.head_count_kv",
     "attention.key_length",
@@ -37,16 +38,16 @@ _KNOWN_SETTINGS = _REQUIRED_SETTINGS | {
     "rope.freq_base",
     "vocab_size",
 }
-_ELSE = "use the model's safetensors folder instead"
+_HINT = "use the model's safetensors folder instead"
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """An open GGUF file whose whole content can be converted.
+    """An open GGUF file.
 
     Attributes:
         path: The file.
-        reader: Its metadata, and its tensors mapped but not read.
+        reader: Its metadata, and its tensors, which are memory-mapped.
     """
 
     path: Path
@@ -57,8 +58,8 @@ class GgufFile:
         """Open a file and check that all of it can be converted.
 
         Raises:
-            ModelError: If it is not a GGUF file, is truncated, or holds an architecture, a setting
-                or a split that conversion does not carry over.
+            ModelError: If it is not a GGUF file, is truncated, is one of several parts, or has an
+                architecture or a setting that cannot be converted.
         """
         file = cls.read(path)
         file._check_content()
@@ -66,7 +67,7 @@ class GgufFile:
 
     @classmethod
     def read(cls, path: Path) -> GgufFile:
-        """Open a file whatever model it holds.
+        """Open a file of any architecture, without the checks of `open`.
 
         Raises:
             ModelError: If it is not a GGUF file, or is truncated.
@@ -74,7 +75,7 @@ class GgufFile:
         _check_magic(path)
         try:
             return cls(path, gguf.GGUFReader(path))
-        # The reader trusts its file: a damaged one ends in whatever the wrong bytes lead to.
+        # The reader trusts its file: a damaged one can raise any exception.
         except Exception as error:
             size = path.stat().st_size
             raise ModelError(
@@ -83,12 +84,12 @@ class GgufFile:
 
     @property
     def architecture(self) -> str:
-        """The model's architecture, in GGUF's words."""
+        """GGUF's name of the model's architecture."""
         return str(self.get("general.architecture"))
 
     @property
     def elements(self) -> int:
-        """How many numbers all tensors have together."""
+        """The number of elements of all tensors."""
         return sum(int(tensor.n_elements) for tensor in self.reader.tensors)
 
     def get(self, key: str) -> Any:
@@ -104,7 +105,7 @@ class GgufFile:
         if self.architecture not in _ARCHITECTURES:
             raise ModelError(
                 f"{self.path} has the GGUF architecture {self.architecture!r}, which cannot be "
-                f"converted (supported: {', '.join(_ARCHITECTURES)}); {_ELSE}"
+                f"converted (supported: {', '.join(_ARCHITECTURES)}); {_HINT}"
             )
         if (self.get("split.count") or 1) > 1:
             raise ModelError(f"{self.path} is one part of a split GGUF file; merge the parts first")
@@ -115,7 +116,7 @@ class GgufFile:
             raise ModelError(f"{self.path} lacks settings of its model: {', '.join(missing)}")
         if unknown := sorted(names - _KNOWN_SETTINGS):
             raise ModelError(
-                f"{self.path} has settings that cannot be converted: {', '.join(unknown)}; {_ELSE}"
+                f"{self.path} has settings that cannot be converted: {', '.join(unknown)}; {_HINT}"
             )
 
 

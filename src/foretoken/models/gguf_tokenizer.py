@@ -1,7 +1,8 @@
 """The tokenizer of a GGUF file, as files that `AutoTokenizer` reads.
 
-Transformers turns a GGUF file's vocabulary into a tokenizer, but cuts some text in another way
-than the model was trained with. That is mended here, and what cannot be mended is refused.
+Transformers makes a tokenizer from a GGUF file's vocabulary, but splits some text differently from
+the model's own tokenizer. This module corrects the known cases and refuses the others. `convert`
+calls it.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ if TYPE_CHECKING:
 
 __all__ = ["convert_tokenizer"]
 
-# `tokenizer.ggml.pre` says how text is cut before merging. Transformers 5.23 is right about these,
-_KNOWN_CUTS = {"gpt-2", "qwen2"}
-# and cuts these like GPT-2, although they set every digit apart first.
-_DIGIT_CUTS = {"smollm"}
+# `tokenizer.ggml.pre` names the pre-tokenizer. Transformers 5.23 splits text for these correctly.
+_CORRECT_SPLITS = {"gpt-2", "qwen2"}
+# It splits text for these as for GPT-2, although they split off every digit first.
+_DIGIT_SPLITS = {"smollm"}
 
-# Token types whose spelling must survive: normal, control, user-defined.
-_SPELT_TYPES = {1, 3, 4}
+# Token types whose text must not change: normal, control, user-defined.
+_CHECKED_TYPES = {1, 3, 4}
 _PROBE = "  Two  spaces, 12 apples\n\n\tand 3.14 more;\r\n it's I'LL (é🎉中文) "
-_ELSE = "use the model's safetensors folder instead"
+_HINT = "use the model's safetensors folder instead"
 
 
 def convert_tokenizer(file: GgufFile, alone: Path, folder: Path) -> None:
@@ -34,7 +35,7 @@ def convert_tokenizer(file: GgufFile, alone: Path, folder: Path) -> None:
 
     Args:
         file: The GGUF file.
-        alone: The same file in a folder where Transformers finds nothing else.
+        alone: The same file, alone in its folder.
         folder: Where the tokenizer's files go, beside a `config.json`.
 
     Raises:
@@ -42,19 +43,19 @@ def convert_tokenizer(file: GgufFile, alone: Path, folder: Path) -> None:
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    kind, cut = file.get("tokenizer.ggml.model"), file.get("tokenizer.ggml.pre")
-    if kind != "llama" and (kind != "gpt2" or cut not in _KNOWN_CUTS | _DIGIT_CUTS):
+    kind, split = file.get("tokenizer.ggml.model"), file.get("tokenizer.ggml.pre")
+    if kind != "llama" and (kind != "gpt2" or split not in _CORRECT_SPLITS | _DIGIT_SPLITS):
         raise ModelError(
-            f"{file.path} has a tokenizer (model {kind!r}, pre {cut!r}) that cannot be converted; "
-            f"{_ELSE}"
+            f"{file.path} has a tokenizer (model {kind!r}, pre {split!r}) that cannot be "
+            f"converted; {_HINT}"
         )
     read = AutoTokenizer.from_pretrained(alone.parent, gguf_file=alone.name, local_files_only=True)
     backend = read.backend_tokenizer
-    if cut in _DIGIT_CUTS:
-        _cut_digits(backend)
+    if split in _DIGIT_SPLITS:
+        _split_digits(backend)
     if kind == "llama":
         _keep_leading_spaces(backend, file.get("tokenizer.ggml.add_space_prefix") is not False)
-    # Wrapped anew, because `read` would save how and from where it was loaded.
+    # A new wrapper, because `read` would save how and from where it was loaded.
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend,
         model_max_length=file.setting("context_length"),
@@ -66,7 +67,7 @@ def convert_tokenizer(file: GgufFile, alone: Path, folder: Path) -> None:
     _check_saved(file, tokenizer, folder)
 
 
-def _cut_digits(backend: Any) -> None:
+def _split_digits(backend: Any) -> None:
     from tokenizers import pre_tokenizers
 
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -78,10 +79,10 @@ def _cut_digits(backend: Any) -> None:
 
 
 def _keep_leading_spaces(backend: Any, prefix: bool) -> None:
-    """SentencePiece puts a space before the text even where it starts with one.
+    """Insert a space before the text even if it starts with one, as SentencePiece does.
 
-    Transformers 5.23 does not, and so loses the text's own leading space; nor does it know of
-    vocabularies without that prefix.
+    Transformers 5.23 does not, so it loses the leading space of a text. It also ignores that some
+    vocabularies have no such prefix.
     """
     from tokenizers import decoders, normalizers
 
@@ -95,27 +96,31 @@ def _keep_leading_spaces(backend: Any, prefix: bool) -> None:
 
 
 def _pieces(tokenizer: Any) -> tuple[list[int], list[str]]:
-    """How a text is encoded, and how it is cut before any merging."""
-    cutter = tokenizer.backend_tokenizer.pre_tokenizer
-    cut = [] if cutter is None else [piece for piece, _ in cutter.pre_tokenize_str(_PROBE)]
-    return tokenizer(_PROBE)["input_ids"], cut
+    """How the probe text is encoded, and how the pre-tokenizer splits it."""
+    splitter = tokenizer.backend_tokenizer.pre_tokenizer
+    split = [] if splitter is None else [piece for piece, _ in splitter.pre_tokenize_str(_PROBE)]
+    return tokenizer(_PROBE)["input_ids"], split
 
 
 def _check_saved(file: GgufFile, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """What a later load brings must encode like `tokenizer` and spell every token as the file."""
+    """Check that the saved tokenizer encodes like `tokenizer` and has the file's tokens.
+
+    Raises:
+        ModelError: If it does not.
+    """
     loaded = load_tokenizer(folder)
     assert loaded is not None
-    # For some architectures Transformers loads a tokenizer of its own choice.
+    # For some architectures Transformers ignores the saved class and loads another.
     if _pieces(loaded) != _pieces(tokenizer):
         raise ModelError(
-            f"{file.path} has a tokenizer that Transformers changes when loading it; {_ELSE}"
+            f"{file.path} has a tokenizer that Transformers changes when loading it; {_HINT}"
         )
     tokens = file.get("tokenizer.ggml.tokens")
     types = file.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-    spelt = loaded.convert_ids_to_tokens(list(range(len(tokens))))
-    for number, (old, new, kind) in enumerate(zip(tokens, spelt, types, strict=True)):
-        if old != new and kind in _SPELT_TYPES:
+    loaded_tokens = loaded.convert_ids_to_tokens(list(range(len(tokens))))
+    for number, (old, new, kind) in enumerate(zip(tokens, loaded_tokens, types, strict=True)):
+        if old != new and kind in _CHECKED_TYPES:
             raise ModelError(
                 f"{file.path} has token {number} {old!r}, which Transformers turns into {new!r}; "
-                f"{_ELSE}"
+                f"{_HINT}"
             )

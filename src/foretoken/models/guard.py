@@ -1,4 +1,7 @@
-"""The border to Transformers: its messages stay away, its exceptions become ours."""
+"""Calls into Transformers: suppress its messages, and turn its exceptions into `ModelError`.
+
+`load` and `convert` run such calls in `guarded`.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ __all__ = ["guarded"]
 
 @contextmanager
 def guarded(failure: str) -> Iterator[None]:
-    """Run calls into Transformers in silence, and turn what they raise into a `ModelError`.
+    """Suppress Transformers' messages, and turn its exceptions into `ModelError`.
 
-    What Transformers would warn about while reading a model is either checked by the caller and
-    raised as an error, or would only confuse. Its settings are restored afterwards.
+    The caller checks what matters of what Transformers would warn about; the rest would only
+    confuse. Transformers' own settings are restored afterwards.
 
     Args:
-        failure: What did not work, as the start of the error's message.
+        failure: What failed, as the start of the error's message.
 
     Raises:
         ModelError: In place of any exception.

@@ -1,7 +1,7 @@
 """From a Hugging Face folder to a model and a tokenizer in memory.
 
-Transformers is imported inside the functions: who only lists or removes cached models should not
-wait for it.
+Transformers is imported inside the functions, so that commands which only list or delete cached
+models start fast. `loaded` and the command line call them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["load_model", "load_tokenizer"]
 
-# Any of these means that the folder is meant to have a tokenizer.
+# A folder with any of these has a tokenizer.
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -33,7 +33,7 @@ _TOKENIZER_FILES = (
 def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Load a decoder-only language model for inference.
 
-    Only safetensors are read, no code from the folder is run, and no network is used.
+    It reads only safetensors, runs no code from the folder, and uses no network.
 
     Args:
         folder: A Hugging Face folder.
@@ -44,9 +44,9 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTra
         The model in evaluation mode, its parameters without gradients.
 
     Raises:
-        ModelError: If the folder is incomplete or damaged, lacks weights of its model, needs code
-            of its own, or holds something else than a decoder-only language model; or if the
-            device is not there or too small.
+        ModelError: If the folder is incomplete or damaged, lacks weights of its model, needs its
+            own code, or has no decoder-only language model; or if the device does not exist or has
+            too little memory.
     """
     from transformers import AutoModelForCausalLM
 
@@ -54,7 +54,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTra
     _check_weights_readable(folder)
     with guarded(f"cannot load the model in {folder}"):
         _check_kind(folder, config)
-        # With `output_loading_info` it returns a pair, which its types do not say.
+        # `output_loading_info` makes it return a pair, which its type hints do not say.
         load: Any = AutoModelForCausalLM.from_pretrained
         model, report = load(
             folder,
@@ -62,12 +62,12 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTra
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
-            # Reported below, by name: Transformers' own error refers to a table it logs.
+            # `_check_loaded` reports them by name: Transformers' error points to a table it logs.
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
         _check_loaded(folder, model, config, report)
-    return _placed(folder, model.eval().requires_grad_(False), device)
+    return _on_device(folder, model.eval().requires_grad_(False), device)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
@@ -80,7 +80,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
         The tokenizer, or None if the folder has no tokenizer files.
 
     Raises:
-        ModelError: If the tokenizer's files are damaged or need code of their own.
+        ModelError: If the tokenizer's files are damaged or need their own code.
     """
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
@@ -94,7 +94,11 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
 
 
 def _check_weights_readable(folder: Path) -> None:
-    """Read the headers of the weight files: a truncated file shows in its header."""
+    """Read the headers of the weight files, which reveal a truncated file.
+
+    Raises:
+        ModelError: If a file is truncated or damaged.
+    """
     from safetensors import SafetensorError, safe_open
 
     for file in weight_files(folder):
@@ -106,7 +110,11 @@ def _check_weights_readable(folder: Path) -> None:
 
 
 def _check_kind(folder: Path, config: dict[str, Any]) -> None:
-    """Refuse what cannot be a target before any weight is read."""
+    """Refuse a model that cannot be a target, before any weight is read.
+
+    Raises:
+        ModelError: If it needs its own code, or is an encoder-decoder.
+    """
     from transformers import CONFIG_MAPPING, AutoConfig
 
     if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING:
@@ -122,10 +130,10 @@ def _check_kind(folder: Path, config: dict[str, Any]) -> None:
         )
 
 
-def _placed(folder: Path, model: Any, device: torch.device) -> PreTrainedModel:
+def _on_device(folder: Path, model: Any, device: torch.device) -> PreTrainedModel:
     try:
         moved: PreTrainedModel = model.to(device)
-    # torch asserts that it was built for the device; a full one is a RuntimeError.
+    # AssertionError: torch is built without the device. RuntimeError: it does not exist or is full.
     except (AssertionError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise ModelError(f"cannot put the model in {folder} on {device}: {reason}") from error
@@ -135,8 +143,8 @@ def _placed(folder: Path, model: Any, device: torch.device) -> PreTrainedModel:
 def _check_loaded(
     folder: Path, model: PreTrainedModel, config: dict[str, Any], report: dict[str, Any]
 ) -> None:
-    """Check that every parameter came from the checkpoint, and into the model it was made for."""
-    # Transformers loads a BERT or a classifier as a language model, and fills the gaps at random.
+    """Check that the checkpoint is of this class and has every parameter, in the right shape."""
+    # Transformers would load BERT or a classifier as a language model, with random new weights.
     architectures = config.get("architectures") or [type(model).__name__]
     if type(model).__name__ not in architectures:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""The model of an `LLM`: loaded from a path or an alias, or given as a loaded module."""
+"""The model of an `LLM`: loaded by name, or given as a module. `LLMEngine` uses it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["LoadedModel"]
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A module, its tokenizer where there is one, and the folder it came from, if any."""
+    """A module with its tokenizer, if it has one, and its folder, if it came from one."""
 
     module: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
@@ -30,11 +30,11 @@ class LoadedModel:
         dtype: str | torch.dtype,
         device: str | torch.device,
     ) -> LoadedModel:
-        """Load what `LLM` was given; a loaded module stays as it is.
+        """Load a model by name, or take a loaded module as it is.
 
         Raises:
             ModelError: the model cannot be found or read.
-            ConfigError: dtype or device are unknown, or not those of the loaded module.
+            ConfigError: dtype or device is unknown, or differs from the loaded module's.
         """
         if isinstance(model, PreTrainedModel):
             _check_loaded(model, dtype, device)
@@ -46,7 +46,7 @@ class LoadedModel:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """End-of-sequence tokens of the model's generation settings, and the tokenizer's own."""
+        """End-of-sequence tokens of the model's generation config and of the tokenizer."""
         ids: set[int] = set()
         settings = self.module.generation_config
         configured = settings.eos_token_id if settings else None

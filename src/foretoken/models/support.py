@@ -1,6 +1,6 @@
-"""What can be served here: architectures, devices, dtypes, and the sentences that say why not.
+"""What models Foretoken can run: architectures, devices, dtypes, and why others are refused.
 
-These are the refusals that can be read off a configuration; `Target` also checks the behaviour of
+The checks here read the configuration. `Target`, which calls them, also tests the behaviour of
 every model it takes.
 """
 
@@ -19,7 +19,7 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def context_length(config: PreTrainedConfig, max_model_len: int | None) -> int:
-    """Most tokens of a row: the model's own limit, or less if the user says so.
+    """Maximum tokens of a row: the model's own limit, or `max_model_len`.
 
     Raises:
         ConfigError: `max_model_len` is below 2 or above the model's limit.
@@ -34,10 +34,10 @@ def context_length(config: PreTrainedConfig, max_model_len: int | None) -> int:
 
 
 def check_supported(model: PreTrainedModel, max_model_len: int) -> None:
-    """Refuse architectures that cannot verify trees or roll back.
+    """Refuse architectures that cannot verify token trees or roll back.
 
     Raises:
-        CompatibilityError: with a sentence that says why.
+        CompatibilityError: the architecture is one of them; the message says why.
     """
     name, config = type(model).__name__, model.config.get_text_config()
     if model.config.is_encoder_decoder:
@@ -53,20 +53,20 @@ def check_supported(model: PreTrainedModel, max_model_len: int) -> None:
         raise CompatibilityError(f"{name} has no language-model head; load a causal LM.")
     if not getattr(model, "_supports_attention_backend", False):
         raise CompatibilityError(
-            f"{name} does not use Transformers' attention interface, so that a token tree's mask "
-            "cannot be applied."
+            f"{name} does not use Transformers' attention interface, so it cannot apply the "
+            "mask of a token tree."
         )
 
 
 def _check_rope(name: str, config: PreTrainedConfig, max_model_len: int) -> None:
-    """Frequencies that are chosen by the longest row of a pass would couple its rows."""
+    """Refuse rotary frequencies that depend on the longest row of a pass."""
     rope = getattr(config, "rope_parameters", None) or {}
     own = rope.get("original_max_position_embeddings")
     if rope.get("rope_type") in ("dynamic", "longrope") and not (own and max_model_len <= own):
         advice = f"; set max_model_len={own} or less to use it" if own else ""
         raise CompatibilityError(
             f"{name} scales its rotary frequencies by the longest row of a batch "
-            f"('{rope['rope_type']}'), so that outputs would depend on their neighbours{advice}."
+            f"('{rope['rope_type']}'), so outputs would depend on the batch{advice}."
         )
 
 
@@ -87,10 +87,10 @@ def _check_window(
 
 
 def default_device(device: str | torch.device) -> torch.device:
-    """The device of this name; "auto" is a GPU if there is one.
+    """The device of this name; "auto" is a GPU if there is one, else the CPU.
 
     Raises:
-        ConfigError: no such device here.
+        ConfigError: there is no such device.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -106,10 +106,10 @@ def default_device(device: str | torch.device) -> torch.device:
 
 
 def default_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of this name; "auto" is bfloat16 where the processor computes in it.
+    """The dtype of this name; "auto" is bfloat16 if the device computes in it, else float32.
 
     Raises:
-        ConfigError: not one of float32, bfloat16, float16; or float16 on a CPU.
+        ConfigError: the dtype is not float32, bfloat16 or float16, or is float16 on a CPU.
     """
     if dtype == "auto":
         return torch.bfloat16 if _has_bfloat16(device) else torch.float32

@@ -1,176 +1,166 @@
-"""What a forward pass costs, by the number of positions it computes and of rows: measured.
+"""What a pass of the target costs, by its rows and nodes: measured once, then followed.
 
-Leviathan et al. take the cost of verifying for a constant; on a real machine it is flat only as
-long as reading the weights outweighs computing with them. A pass over r rows and n positions takes
+Leviathan et al. take the cost of verification for a constant. On a real machine it is flat only as
+long as reading the weights takes longer than computing with them. A pass over r rows and n nodes is
+taken to cost
 
-    plain f(r) + row (r - 1) + drafted (f(n) - f(r)) seconds,
+    a (f(r) + row (r - 1)) + b (f(n) - f(r)) seconds,
 
-where f is the curve of one row: linears, which do not care whose positions they are; what another
-row's context costs, however many positions look at it; and what is drafted. The three coefficients
-are followed apart from each other, because they move apart: on a machine with other tenants reading
-weights may take twice as long from one second to the next, while computing does not, so that drafts
-are dear in one second and next to nothing in the next; and contexts grow.
+where f is the curve of a single row. The first term is the pass without drafts, with the contexts
+that further rows attend to; the second one is what verifying drafts adds. a and b change apart from
+each other: on a machine with other tenants reading weights may take twice as long from one second
+to the next while computing does not. They take a random walk, and a Kalman filter follows it:
+errors are attributed to what is less certain.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from collections.abc import Mapping
+from statistics import mean
 
 import numpy as np
 from numpy.typing import NDArray
 
-from foretoken.runtime.tracking import Tracked, Triple
-
 __all__ = ["CostCurve"]
 
-_WEIGHT_OF_NEW = 0.04
-"""How much one more measurement moves the curve's points beside it."""
+_DRIFT, _NOISE = 0.01, 0.04
+"""Standard deviations: of a coefficient's change from pass to pass, of one measurement. Shares."""
 
-_MOST_OF_DRAFTS, _MOST_OF_PASS = 0.3, 0.05
-"""What it is off by more is cut there: a share of what drafts were expected to add, or of the pass
-where those were thought to add nothing."""
+_MOST_DOUBT = 0.5
+"""What was not measured for long gets no more uncertain than this: a share of it."""
+
+_MOST_ERROR = 3.0
+"""Errors are cut at so many standard deviations: one slow pass may be a hiccup."""
+
+_DOUBT_MEASURED, _DOUBT_GUESSED = 0.5, 1.0
+"""Of b in the beginning, if the curve was measured or not."""
+
+_LEAST = 0.05
+"""Coefficients do not fall below this: from zero none could recover."""
 
 _LEAST_SLOPE = 0.001
-"""What a position adds at least, in passes over one: of what is thought to cost nothing it could
-not be learnt how much it does."""
+"""What every node adds at least, in passes over one node: drafts are never quite free."""
 
 _ROW = 0.02
-"""Before it is known: what another row costs, in passes over one position."""
+"""What a further row's context costs where that was not measured, in passes over one node."""
 
-_MEASURED, _GUESSED = (0.05, 1.0, 0.2), (0.2, 1.0, 1.0)
-"""How much the coefficients are doubted in the beginning, if the curve was measured or not."""
-
-_DOUBT, _TRUSTED, _MOST_DOUBT = 0.01, 0.1, 0.4
-"""How much what drafts add is doubted after one pass without any, growing with the root of their
-number; that is nothing up to the second, and no more than the third. See `CostCurve.drafting`."""
+_GUESS = {nodes: 1.0 + 1.5 * (nodes - 1) / 63 for nodes in (1, 2, 4, 8, 16, 32, 64)}
+"""Passes over one node, by nodes, where nothing was measured. Rather too cheap than too dear: what
+is thought too dear is never tried, and so never measured."""
 
 _SHORTEST = 1e-9
-"""Seconds: clocks may stand still, costs are divided by."""
-
-_ASSUMED = {size: 1.0 + 1.5 * (size - 1) / 63 for size in (1, 2, 4, 8, 16, 32, 64)}
-"""Before anything has been measured: seconds by positions, in passes over one. Rather too little,
-because what is thought too dear is not done, and never measured."""
-
-_DRAFTED = 2
-"""Which coefficient is that of drafts."""
+"""Seconds: clocks may stand still, and costs are divided by."""
 
 
 class CostCurve:
-    """Seconds per pass; f is linear between its points, proportional beyond the last.
+    """Expected seconds of a pass; shared by all who choose by them.
+
+    f is linear between its points and proportional beyond the last one.
 
     Args:
-        points: f, seconds by number of positions, to start from. Without any it is a guess, and its
-            unit a pass over one position, until a first measurement says how long that is.
+        points: seconds by nodes of a single row, or by (rows, nodes), to start from. Without any
+            the curve is a guess in passes over one node, until a first measurement scales it.
 
     Attributes:
-        measured: whether it started from points, or has been replaced by such a curve.
+        measured: whether it started from measured points.
     """
 
-    def __init__(self, points: dict[int, float] | None = None) -> None:
+    def __init__(
+        self, points: Mapping[int, float] | Mapping[tuple[int, int], float] | None = None
+    ) -> None:
         self.measured = bool(points)
-        self._scaled = self.measured
-        self._without_drafts = 0  # passes since the last one with
-        self._sizes: list[int] = []
-        self._seconds: list[float] = []
-        self._begin(points or _ASSUMED)
+        self._known = self.measured  # whether its unit is the second
+        shapes = {
+            shape if isinstance(shape, tuple) else (1, shape): max(seconds, _SHORTEST)
+            for shape, seconds in (points or _GUESS).items()
+        }
+        self._set_curve({nodes: s for (rows, nodes), s in shapes.items() if rows == 1})
+        one = self._seconds[0]
+        extra = [(s - self._alone(n)) / (r - 1) for (r, n), s in shapes.items() if r > 1]
+        self._row = max(mean(extra), 0.0) if extra else _ROW * one
+        self._a = self._b = 1.0
+        doubt = _DOUBT_MEASURED if self.measured else _DOUBT_GUESSED
+        self._covariance = (0.05**2, 0.0, doubt**2)  # of a; of a and b; of b
+        self._cut = 0.0  # what was cut off the last error
 
-    def _begin(self, points: dict[int, float]) -> None:
-        self._sizes = sorted(points)
-        self._seconds = [max(points[size], _SHORTEST) for size in self._sizes]
-        self._straighten()
-        doubts = _MEASURED if self.measured else _GUESSED
-        self._tracked = Tracked((1.0, _ROW * self._seconds[0], 1.0), doubts)
+    def _set_curve(self, points: Mapping[int, float]) -> None:
+        self._nodes = sorted(points)
+        self._seconds = [points[self._nodes[0]]]
+        slope = _LEAST_SLOPE * self._seconds[0] / self._nodes[0]
+        for before, nodes in zip(self._nodes, self._nodes[1:], strict=False):
+            # A longer pass that was faster was lucky, or the shorter one was not.
+            least = self._seconds[-1] + slope * (nodes - before)
+            self._seconds.append(max(points[nodes], least))
 
     def start_from(self, other: CostCurve) -> None:
-        """Go on as the other curve, which is given up: whoever holds this one sees it."""
+        """Go on as a measured curve, in place: whoever shares this one sees it."""
         self.__dict__.update(other.__dict__)
         self.measured = True
 
     def __bool__(self) -> bool:
         """Whether anything has been measured."""
-        return self._scaled
-
-    @property
-    def surprised(self) -> bool:
-        """Whether the last measurement was far from what was expected."""
-        return self._tracked.surprised
+        return self._known
 
     def observe(self, positions: int, seconds: float, rows: int = 1) -> None:
-        """Take one measurement into account: of the coefficients, and of the curve beside it."""
+        """Learn from one pass."""
         seconds = max(seconds, _SHORTEST)
-        if not self._scaled:
-            self._scaled = True
-            scale = seconds / self(positions, rows)
-            self._begin({size: passes * scale for size, passes in _ASSUMED.items()})
-        parts = self._parts(positions, rows)
-        self._tracked.add(*parts, seconds)
-        self._without_drafts += 1
-        if positions > rows:
-            self._without_drafts = 0
-            self._bend(positions, parts, seconds)
-
-    def _bend(self, positions: int, parts: Triple, seconds: float) -> None:
-        """Move the points beside a pass with drafts by what the coefficients leave unexplained."""
-        sizes, curve = self._sizes, self._seconds
-        while positions > sizes[-1]:
-            sizes.append(2 * sizes[-1])
-            curve.append(2 * curve[-1])
-        expected, slope = self._tracked(*parts), self._tracked.values[_DRAFTED]
-        most = max(_MOST_OF_DRAFTS * slope * parts[_DRAFTED], _MOST_OF_PASS * expected)
-        off = _WEIGHT_OF_NEW * min(max(seconds - expected, -most), most) / slope
-        at = bisect_left(sizes, positions)
-        # Points up to the number of rows say what is plain, which is the coefficients' affair.
-        if sizes[at] == positions or not at:
-            curve[at] += off
-        else:
-            share = (positions - sizes[at - 1]) / (sizes[at] - sizes[at - 1])
-            curve[at] += share * off
-            if sizes[at - 1] > parts[1] + 1:
-                curve[at - 1] += (1 - share) * off
-        self._straighten()
-
-    def _straighten(self) -> None:
-        """A longer pass that was faster was lucky, or the shorter one was not."""
-        sizes, curve = self._sizes, self._seconds
-        slope = _LEAST_SLOPE * curve[0] / sizes[0]
-        for at in range(1, len(curve)):
-            least = curve[at - 1] + slope * (sizes[at] - sizes[at - 1])
-            if curve[at] < least:
-                curve[at] = least
-
-    def _parts(self, positions: float, rows: int) -> Triple:
-        """What the coefficients are multiplied with."""
-        plain = self._alone(rows)
-        return plain, rows - 1.0, (self._alone(positions) - plain if positions > rows else 0.0)
-
-    def _alone(self, positions: float) -> float:
-        """The curve of one row, f."""
-        sizes, seconds = self._sizes, self._seconds
-        at = bisect_left(sizes, positions)
-        if at == len(sizes):
-            return seconds[-1] * positions / sizes[-1]
-        if at == 0 or sizes[at] == positions:
-            return seconds[at]
-        low, high = sizes[at - 1], sizes[at]
-        share = (positions - low) / (high - low)
-        return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
+        if not self._known:
+            self._known, scale = True, seconds / self(positions, rows)
+            self._seconds = [scale * each for each in self._seconds]
+            self._row *= scale
+        x, y = self._parts(positions, rows)
+        aa, ab, bb = self._covariance
+        aa, bb = _drifted(aa, self._a), _drifted(bb, self._b)
+        expected = self._a * x + self._b * y
+        noise = (_NOISE * expected) ** 2
+        most = _MOST_ERROR * (aa * x * x + 2 * ab * x * y + bb * y * y + noise) ** 0.5
+        error = min(max(seconds - expected, -most), most)
+        before, self._cut = self._cut, seconds - expected - error
+        if before * self._cut > 0:  # twice to the same side: no hiccup, but another machine
+            aa, bb = _doubled(aa, self._a), _doubled(bb, self._b)
+        shared_a, shared_b = aa * x + ab * y, ab * x + bb * y
+        variance = shared_a * x + shared_b * y + noise
+        self._a = max(self._a + shared_a * error / variance, _LEAST)
+        self._b = max(self._b + shared_b * error / variance, _LEAST)
+        self._covariance = (
+            aa - shared_a * shared_a / variance,
+            ab - shared_a * shared_b / variance,
+            bb - shared_b * shared_b / variance,
+        )
 
     def __call__(self, positions: float, rows: int = 1) -> float:
-        """Expected seconds of a pass over this many positions."""
-        return self._tracked(*self._parts(positions, rows))
+        """Expected seconds of a pass over so many nodes, roots included, in so many rows."""
+        plain, drafted = self._parts(positions, rows)
+        return self._a * plain + self._b * drafted
+
+    def _parts(self, positions: float, rows: int) -> tuple[float, float]:
+        """Seconds of the pass without drafts, and of the drafts, as they were in the beginning."""
+        alone = self._alone(rows)
+        drafted = self._alone(positions) - alone if positions > rows else 0.0
+        return alone + self._row * (rows - 1), drafted
+
+    def _alone(self, positions: float) -> float:
+        """f, the curve of a single row."""
+        last = self._nodes[-1]
+        if positions > last:
+            return self._seconds[-1] * positions / last
+        return float(np.interp(positions, self._nodes, self._seconds))
 
     def drafting(self, positions: NDArray[np.float64], rows: int) -> NDArray[np.float64]:
-        """Seconds to reckon with for passes with drafts over these numbers of positions.
-
-        What drafts add is doubted the more the longer there were none. It may have become less, and
-        nobody would know: that doubt counts in their favour, so that they are tried again.
-        """
-        sizes = self._sizes
-        curve = np.interp(positions, sizes, self._seconds) * np.maximum(positions / sizes[-1], 1.0)
-        plain, before, _ = self._parts(rows, rows)
-        doubt = _DOUBT * self._without_drafts**0.5 - _TRUSTED
-        drafted = self._tracked.values[_DRAFTED] * (1 - min(max(0.0, doubt), _MOST_DOUBT))
-        seconds: NDArray[np.float64] = self._tracked(plain, before, 0.0) + drafted * np.maximum(
-            curve - plain, 0.0
-        )
+        """[N] the same for many numbers of nodes at once."""
+        curve = np.interp(positions, self._nodes, self._seconds)
+        curve *= np.maximum(positions / self._nodes[-1], 1.0)
+        plain, _ = self._parts(rows, rows)
+        drafted = np.maximum(curve - self._alone(rows), 0.0)
+        seconds: NDArray[np.float64] = self._a * plain + self._b * drafted
         return seconds
+
+
+def _drifted(variance: float, value: float) -> float:
+    """The variance after one more step of the random walk."""
+    return variance + (_DRIFT * value) ** 2 if variance < (_MOST_DOUBT * value) ** 2 else variance
+
+
+def _doubled(variance: float, value: float) -> float:
+    """The variance after errors that were no hiccups."""
+    return 2 * variance if variance < value**2 else variance

@@ -76,6 +76,13 @@ class KVSlab(SlabBuffers, Cache):
         return last
 
     @torch.inference_mode()
+    def wipe_row(self, row: int) -> None:
+        """Overwrite a row that may hold NaN: a masked position still enters a product."""
+        for buffers in (self._keys, self._values):
+            for buffer in buffers.values():
+                buffer[row] = 0
+
+    @torch.inference_mode()
     def copy_row(self, source: int, row: int) -> None:
         """Give `row` the committed KV of `source` in place of its own."""
         length = self.lengths[source]
@@ -97,6 +104,8 @@ class KVSlab(SlabBuffers, Cache):
             raise OverBudget(
                 f"row state of {sum(t.nbytes for t in state)} bytes is over the budget"
             )
+        if self.limit is not None and self.cells + self._state_cells() > self.limit:
+            self.shrink()  # buffers that no row needs are in the way
 
     def state(self, row: int) -> Sequence[Tensor]:
         """What `set_state` gave the row; empty if nothing."""

@@ -56,11 +56,7 @@ def measure_costs(target: Target, most_rows: int = max(ROWS)) -> CostCurve:
             if key in target:
                 target.remove(key)
         target.shrink()
-    curve = CostCurve({nodes: taken for (rows, nodes), taken in seconds.items() if rows == 1})
-    for (rows, nodes), taken in seconds.items():
-        if rows > 1:
-            curve.observe(nodes, taken, rows)
-    return curve
+    return CostCurve(seconds)
 
 
 def _seconds(

@@ -47,6 +47,10 @@ class Rows:
         self._keys[row] = self._keys[moved]
         self._keys.pop()
 
+    def wipe(self, key: int) -> None:
+        """Overwrite all numbers of a row: after NaN, before another row gets the memory."""
+        self._slab.wipe_row(self._row(key))
+
     def fork(self, key: int, new_key: int) -> None:
         """Give row `new_key`, opened if it is not there, a copy of the committed KV of `key`."""
         if new_key not in self:

@@ -92,15 +92,23 @@ class Target(Rows):
 
         Returns:
             Layer id -> [n, E].
+
+        Raises:
+            SlabFull: there is no room for them; none is committed, as their hidden states are lost.
         """
         need = Need(logits=False, hidden=hidden_layers)
         chunks: dict[int, list[Tensor]] = {layer: [] for layer in hidden_layers}
-        for start in range(0, len(tokens), PREFILL_CHUNK):
-            chunk = tokens[start : start + PREFILL_CHUNK]
-            output, _ = self._forward([key], [chain(chunk)], [0], need)
-            for layer, states in output.hidden.items():
-                chunks[layer].append(states[: len(chunk)])
-            self.commit(key, range(len(chunk)))
+        before = self.cached(key)
+        try:
+            for start in range(0, len(tokens), PREFILL_CHUNK):
+                chunk = tokens[start : start + PREFILL_CHUNK]
+                output, _ = self._forward([key], [chain(chunk)], [0], need)
+                for layer, states in output.hidden.items():
+                    chunks[layer].append(states[: len(chunk)])
+                self.commit(key, range(len(chunk)))
+        except Exception:
+            self.rollback(key, before)
+            raise
         return {layer: torch.cat(states) for layer, states in chunks.items() if states}
 
     @torch.inference_mode()

@@ -1,10 +1,11 @@
-"""Measuring skip sets on a model: alpha by teacher forcing, c by the clock, speed by generating.
+"""Measure skip sets on a model: alpha by teacher forcing, c by timing, speed by generating.
 
-`layer_skip` drafts on the target's own KV, so the first drafted token at a position depends on the
-target's KV of everything before it and on nothing else that was drafted. All positions of a text
-are therefore scored in one pass: the text's KV is computed once with the whole model and kept, and
-every position is computed again without the skipped sublayers, behind that KV, seeing of it only
-what came before. The result is that of drafting at every position in turn, at the price of reading.
+`layer_skip` drafts on the target's own KV. So the first drafted token at a position depends on the
+target's KV of the positions before it and on no other draft. Therefore one pass can score all
+positions of a text. The whole model computes the text's KV once, which is kept. Then every position
+is computed again without the skipped sublayers. Its nodes are appended to that KV, and each sees
+only the KV of the positions before it. The result equals drafting at one position after the other,
+at the cost of a prefill. `foretoken tune-layers` gives a laboratory to `LayerSearch`.
 """
 
 from __future__ import annotations
@@ -41,34 +42,34 @@ from foretoken.tuning.skip_sets import KINDS, Run, SkipSet
 __all__ = ["LayerLaboratory", "Text", "layers_of"]
 
 MAX_GAMMA = 10
-"""Longest draft that is considered."""
+"""Longest draft that the search considers."""
 MAX_TEXTS = 32
-"""Prompts that are used at most: their KV stays in memory."""
+"""Maximum prompts that are used, since their KV stays in memory."""
 PASSES = 11
-"""Timed passes of a skip set, in turn with the whole model; the median counts."""
+"""Timed passes per skip set, in turn with the whole model; the median counts."""
 CHUNK = 256
 """Positions per pass."""
 
 
 def layers_of(skip: SkipSet) -> dict[str, tuple[int, ...]]:
-    """The layers of a skip set, as the options of `layer_skip`."""
+    """The layers of a skip set as options of `layer_skip`."""
     return {
         f"skip_{kind}": tuple(sorted(s.layer for s in skip if s.kind == kind)) for kind in KINDS
     }
 
 
 class Text:
-    """A prompt with the target's continuation, the target's distributions, and its KV.
+    """A prompt and the target's continuation, with the target's distributions and KV.
 
     Args:
-        request: finished; at least one token was generated.
+        request: a finished request with at least one generated token.
         model: the whole target.
     """
 
     def __init__(self, request: Request, model: Target) -> None:
         self.prompt = list(request.prompt_ids)
         self.average = self.prompt + request.output_ids[: len(request.output_ids) // 2]
-        """A context as long as the average one while generating."""
+        """Context of the average length while generating."""
         self._sampler = request.sampler
         self._roots = range(len(self.prompt) - 1, len(request.token_ids) - 1)
         self._tokens = torch.tensor(request.token_ids)
@@ -80,16 +81,16 @@ class Text:
 
     @property
     def positions(self) -> int:
-        """Generated tokens."""
+        """The number of generated tokens."""
         return len(self._roots)
 
     def betas(self, model: Target) -> list[float]:
-        """Sum of min(p, q) for every generated token, q being this model's on our KV."""
+        """Sum of min(p, q) for every generated token, with q from `model` on the target's KV."""
         q = self._distributions(model, commit=False)
         return [min(1.0, overlap(*pair)) for pair in zip(self._p, q, strict=True)]
 
     def _distributions(self, model: Target, *, commit: bool) -> list[Distribution]:
-        """The sampler's distribution after every root."""
+        """The sampler's distribution of every generated token, by this model."""
         passes = [self._pass(model, part, commit=commit) for part in _chunks(self._roots)]
         tokens = self._tokens[self._roots.start : self._roots.stop].tolist()
         distributions = TreeDistributions(torch.cat(passes), chain(tokens), self._sampler, ())
@@ -97,10 +98,10 @@ class Text:
 
     @torch.inference_mode()
     def _pass(self, model: Target, part: range, *, commit: bool) -> Tensor:
-        """Logits [n, V] of one pass, whose KV is written behind what is committed.
+        """Logits [n, V] of one pass, whose KV is appended to the committed KV.
 
-        A position sees the committed KV of the positions before it and its own new one; where
-        those in the pass are not committed yet, it sees the new ones of the pass before it.
+        A position sees its own new KV and the KV of all positions before it. That is the committed
+        KV if it exists, and otherwise the new KV of this pass.
         """
         committed, network = self._slab.lengths[0], eager_network(model.network)
         nodes = RowNodes(
@@ -127,34 +128,34 @@ class LayerLaboratory(Laboratory):
     """A model with calibration texts: the `Objective` of the search.
 
     Args:
-        llm: without speculation.
+        llm: an LLM without speculation.
 
     Raises:
-        CompatibilityError: the architecture has no layers with attention and MLP to leave out.
+        CompatibilityError: the architecture has no attention and MLP sublayers to skip.
     """
 
     def __init__(self, llm: LLM) -> None:
         super().__init__(llm)
         self.num_layers = self._target.network.num_layers
         every = range(self.num_layers)
-        self._target.network.without(every, every)  # refused before any work if it cannot be
+        self._target.network.without(every, every)  # refuse the architecture before any work
         self._texts: list[Text] = []
         self._params = SamplingParams()
         self.verify_cost: Sequence[float] = ()
 
     @property
     def num_texts(self) -> int:
-        """Prompts in use."""
+        """The number of calibration texts."""
         return len(self._texts)
 
     @property
     def temperature(self) -> float:
-        """Of the texts."""
+        """The temperature of the texts."""
         return self._params.temperature
 
     @property
     def positions(self) -> int:
-        """Tokens of the continuations."""
+        """The number of generated tokens of all texts."""
         return sum(text.positions for text in self._texts)
 
     def calibrate(
@@ -163,15 +164,15 @@ class LayerLaboratory(Laboratory):
         params: SamplingParams,
         enough: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Generate the texts that everything is measured on.
+        """Generate the texts that the other methods measure on.
 
         Args:
             prompts: token ids; at least one prompt.
-            params: how to sample; seeded, so that every run generates the same.
-            enough: asked after every prompt whether to leave out the rest.
+            params: how to sample; it has a seed, so that every run generates the same text.
+            enough: called after every prompt; True skips the rest.
 
         Raises:
-            ConfigError: every continuation ends at its first token.
+            ConfigError: every output ends at its first token.
         """
         assert params.seed is not None
         self._params = params
@@ -182,14 +183,14 @@ class LayerLaboratory(Laboratory):
             self._texts.append(Text(self._continue(prompt, NoDrafter(), 0), self._target))
         if self.positions == len(self._texts):
             raise ConfigError(
-                "every output ends at its first token: there is nothing to draft. Take other "
+                "every output ends at its first token, so there is nothing to draft. Take other "
                 "prompts or more tokens."
             )
         seconds = self._time_passes(self._texts[0].average, MAX_GAMMA)
         self.verify_cost = tuple(costs / seconds[0] for costs in seconds)
 
     def alpha(self, skip: SkipSet) -> float:
-        """See `Objective.alpha`: corollary 3.6, every position of every text."""
+        """See `Objective.alpha`: corollary 3.6 of Leviathan et al. (2023), over all positions."""
         model = self._target.with_network(self._without(skip))
         return fmean(beta for text in self._texts for beta in text.betas(model))
 
@@ -213,14 +214,15 @@ class LayerLaboratory(Laboratory):
         return median(seconds[model]) / median(seconds[self._target])
 
     def measure(self, skip: SkipSet, gamma: int) -> Run:
-        """See `Objective.measure`: text by text with and without, so that both see one machine."""
+        """See `Objective.measure`; every text runs with and without drafts, under the same load."""
         fields: dict[str, Any] = {"method": "layer_skip", **layers_of(skip)}
         drafter = self._strategies.drafter(SpeculativeConfig.parse(fields), self._rule)
         plain, drafted = _Speed(), _Speed()
         ways: list[tuple[Drafter, int, _Speed]]
         ways = [(NoDrafter(), 0, plain), (drafter, gamma, drafted)]
         if eager_network(self._target.network) is not self._target.network:
-            self._continue(self._texts[0].prompt, drafter, gamma)  # captures the drafter's graphs
+            # Capture the drafter's CUDA graphs before the timed runs.
+            self._continue(self._texts[0].prompt, drafter, gamma)
         for text in self._texts:
             for how, length, speed in ways:
                 speed.add(self._continue(text.prompt, how, length))
@@ -236,7 +238,7 @@ class LayerLaboratory(Laboratory):
 
 
 class _Speed:
-    """Tokens and seconds of several outputs, without reading the prompts."""
+    """Tokens and seconds of several outputs, without their prefill."""
 
     def __init__(self) -> None:
         self._tokens, self._seconds = 0, 0.0
@@ -248,5 +250,5 @@ class _Speed:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all outputs together."""
+        """Tokens per second over all outputs."""
         return self._tokens / self._seconds

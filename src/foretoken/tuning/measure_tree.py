@@ -1,8 +1,9 @@
-"""Measuring what optimal trees are made from: the positional acceptance vector, and costs.
+"""Measure what an optimal tree is computed from: the positional acceptance vector, and costs.
 
-The method drafts one level of K children at every step, chosen as the request's sampling implies;
-the traces say which rank was accepted. A rank is how many siblings were drafted before. That a
-deeper node fares as the root's children do is Sequoia's assumption, not something measured here.
+The method drafts one level of K children at every step, chosen as the request's sampling implies.
+The traces show which rank was accepted; the rank of a child is the number of its siblings drafted
+before it. Sequoia assumes that the children of deeper nodes are accepted as often as the root's;
+this is not measured. `foretoken tree` calls these functions.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ class Acceptance:
     """How often the child of each rank was accepted.
 
     Args:
-        accepted: [K] steps whose accepted child had this rank.
-        drafts: steps that drafted.
-        draft_seconds: of drafting one level; the median over steps.
+        accepted: [K] number of steps whose accepted child had this rank.
+        drafts: number of steps with a draft.
+        draft_seconds: median seconds of drafting one level.
     """
 
     accepted: tuple[int, ...]
@@ -45,20 +46,20 @@ class Acceptance:
 
     @property
     def errors(self) -> tuple[float, ...]:
-        """[K] standard errors, with steps taken for independent."""
+        """[K] standard errors, if the steps are independent."""
         return tuple((rate * (1 - rate) / self.drafts) ** 0.5 for rate in self.vector)
 
 
 def pass_costs(llm: LLM) -> CostCurve:
-    """Seconds of a target pass by number of positions."""
+    """Seconds of a target pass by its number of positions."""
     return measure_costs(llm.engine.target)
 
 
 def one_level(config: SpeculativeConfig, ranks: int) -> SpeculativeConfig:
-    """The configuration that drafts one level of `ranks` children, at every step.
+    """The configuration that drafts one level of `ranks` children at every step.
 
     Raises:
-        ConfigError: the method does not grow trees of a given shape.
+        ConfigError: the method has no option for the shape of its tree.
     """
     if not issubclass(config.drafter_spec.options, TreeOptions):
         able = ", ".join(
@@ -75,16 +76,16 @@ def one_level(config: SpeculativeConfig, ranks: int) -> SpeculativeConfig:
 def measure_acceptance(
     llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, ranks: int
 ) -> Acceptance:
-    """Count which rank is accepted while these prompts are answered.
+    """Count the accepted ranks while the prompts are answered.
 
     Args:
-        llm: a model that drafts by a configuration of `one_level`.
-        prompts: one after the other, so that a step's times are one request's.
-        params: how to sample; the vector belongs to these parameters.
+        llm: an LLM whose configuration comes from `one_level`.
+        prompts: answered one after the other, so that the times of a step belong to one request.
+        params: how to sample; the vector holds for these parameters only.
         ranks: K; children of higher ranks are not counted.
 
     Raises:
-        ConfigError: nothing was drafted, so that there is nothing to count.
+        ConfigError: nothing was drafted, so there is nothing to count.
     """
     counts, seconds = [0] * ranks, []
     for prompt in prompts:
@@ -110,7 +111,7 @@ def _steps(llm: LLM, prompt: Prompt, params: SamplingParams) -> list[StepTrace]:
 
 
 def accepted_rank(step: StepTrace) -> int | None:
-    """The rank of the accepted child of the root; None if none was."""
+    """The rank of the root's accepted child; None if all were rejected."""
     if not step.accepted:
         return None
     return step.parents[: step.accepted[0]].count(-1)

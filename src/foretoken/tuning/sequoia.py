@@ -1,21 +1,21 @@
-"""Optimal trees for a measured acceptance: which nodes are worth drafting.
+"""Optimal token trees for a measured acceptance: which nodes are worth drafting.
 
-Chen et al., "Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding". The *positional
-acceptance vector* a says how drafts fare: a[i] is the probability that of a node's children the one
-of rank i (0-based) is accepted, wherever in the tree the node stands. A node is then reached with
-the product of its path's entries, and a pass yields as many tokens as nodes are reached:
+Chen et al., "Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding". In the
+*positional acceptance vector* a, a[i] is the probability that the target accepts a node's child of
+rank i (0-based), wherever in the tree the node is. So a node is reached with the product of the
+entries along its path, and the expected number of tokens of a pass is the sum over nodes:
 
     E(tree) = sum over its nodes, root included, of the product of a[rank] along the path
 
-The best tree of n nodes is found by a dynamic program over the subtrees: a node's children of rank
-i and above share what the child of rank i leaves to them.
+A dynamic program over subtrees finds the best tree of n nodes. The child of rank i takes some of
+the nodes, and its siblings of higher rank share the rest:
 
     V(l, m)    = 1 + C(l, 0, m)
     C(l, i, m) = max(0, max over s = 1..m of a[i] V(l - 1, s - 1) + C(l, i + 1, m - s))
 
-V(l, m) is the value of a node with at most m nodes in at most l levels below it; C(l, i, m) is what
-its children from rank i on add. A child needs those ranked before it, so that vectors which do not
-fall are served too.
+V(l, m) is the value of a node with at most m nodes in at most l levels below it. C(l, i, m) is what
+its children of rank i and above add. A child needs all siblings of lower rank, so the program is
+right for vectors that do not decrease, too. `foretoken tree` calls these functions.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 Path: TypeAlias = tuple[int, ...]
-"""A node by the ranks of its ancestors below the root and its own."""
+"""A node, named by the ranks along its path from the root."""
 
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
@@ -58,11 +58,11 @@ SUM_TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class BestTree:
-    """A tree and its worth.
+    """A tree and its expected tokens.
 
     Args:
-        paths: all drafted nodes, parents and elder siblings first; none where nothing is gained.
-        expected_tokens: expected tokens per pass, the bonus token included.
+        paths: all drafted nodes, parents and lower-ranked siblings first; empty if no tree pays.
+        expected_tokens: expected tokens per pass, bonus token included.
     """
 
     paths: tuple[Path, ...]
@@ -75,19 +75,19 @@ class BestTree:
 
     @property
     def depth(self) -> int:
-        """Levels, each a pass of the drafting model."""
+        """Levels; each takes a pass of the draft model."""
         return max(map(len, self.paths), default=0)
 
 
 @dataclass(frozen=True)
 class BestSize:
-    """How large a tree buys most tokens per second.
+    """The size of tree with the most tokens per second.
 
     Args:
-        nodes: drafted nodes; 0 where plain decoding is best.
+        nodes: drafted nodes; 0 if plain decoding is best.
         depth: levels.
         expected_tokens: expected tokens per pass of the best tree of this size.
-        seconds: of its drafting and its verification.
+        seconds: time of its drafting and its verification.
     """
 
     nodes: int
@@ -97,11 +97,11 @@ class BestSize:
 
 
 def acceptance_vector(values: Sequence[float]) -> Floats:
-    """A positional acceptance vector, [K].
+    """A checked positional acceptance vector, [K].
 
     Raises:
-        ConfigError: an entry is no probability, there is none, or they sum to more than 1 (at most
-            one child of a node is accepted).
+        ConfigError: the vector is empty, an entry is not a probability, or the sum is above 1,
+            although at most one child of a node is accepted.
     """
     vector = np.asarray(values, dtype=np.float64)
     if vector.ndim != 1 or not len(vector) or not np.all((vector >= 0) & (vector <= 1)):
@@ -117,10 +117,10 @@ def acceptance_vector(values: Sequence[float]) -> Floats:
 
 
 def expected_tokens(paths: Sequence[Sequence[int]], acceptance: Sequence[float]) -> float:
-    """E(tree) by its definition: the oracle of the dynamic program.
+    """E(tree) by its definition; tests compare the dynamic program with it.
 
     Args:
-        paths: nodes by their ranks; beginnings of paths and elder siblings belong to the tree.
+        paths: nodes; their ancestors and lower-ranked siblings belong to the tree, too.
         acceptance: the positional acceptance vector; ranks beyond it are never accepted.
     """
     by_rank = dict(enumerate(acceptance_vector(acceptance).tolist()))
@@ -129,14 +129,14 @@ def expected_tokens(paths: Sequence[Sequence[int]], acceptance: Sequence[float])
 
 
 def best_tree(acceptance: Sequence[float], max_nodes: int, max_depth: int) -> BestTree:
-    """The tree with the greatest expected number of tokens per pass.
+    """The tree with the most expected tokens per pass.
 
-    Nodes that add nothing are left out, so that it may be smaller than allowed.
+    It leaves out nodes that add nothing, so it may be smaller than allowed.
 
     Args:
         acceptance: the positional acceptance vector, [K]; no node gets more than K children.
-        max_nodes: most drafted nodes, at least 1.
-        max_depth: most levels, at least 1.
+        max_nodes: maximum drafted nodes, at least 1.
+        max_depth: maximum levels, at least 1.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -153,17 +153,17 @@ def best_size(
     max_depth: int,
     draft_cost: float,
 ) -> BestSize:
-    """The number of nodes and levels whose best tree yields most tokens per second.
+    """The number of nodes and levels whose best tree has the most tokens per second.
 
-    A pass over n nodes computes n + 1 positions; every level takes one pass of the drafting model.
-    Of equals the smaller tree wins, and no tree at all is among the choices.
+    Verifying n nodes computes n + 1 positions, and every level takes one pass of the draft model.
+    Among equals the smaller tree wins. No tree at all is one of the choices.
 
     Args:
         acceptance: the positional acceptance vector.
-        costs: seconds of a target pass by positions.
-        max_nodes: most drafted nodes, at least 1.
-        max_depth: most levels, at least 1.
-        draft_cost: seconds of drafting a level, taken for the same at every level.
+        costs: seconds of a target pass by its number of positions.
+        max_nodes: maximum drafted nodes, at least 1.
+        max_depth: maximum levels, at least 1.
+        draft_cost: seconds of drafting a level, the same at every level.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -180,14 +180,14 @@ def best_size(
 def best_widths(
     acceptance: Sequence[float], max_nodes: int, max_depth: int
 ) -> tuple[tuple[int, ...], float]:
-    """The best tree whose nodes of a level all have the same number of children, and its value.
+    """The best full tree, whose nodes of one level have equally many children, and its value.
 
-    E = 1 + S(w1) (1 + S(w2) (1 + ...)) with S(w) the sum of the first w entries of the vector.
+    E = 1 + S(w1) (1 + S(w2) (1 + ...)), where S(w) is the sum of the first w entries.
 
     Args:
         acceptance: the positional acceptance vector.
-        max_nodes: most drafted nodes, at least 1.
-        max_depth: most levels, at least 1.
+        max_nodes: maximum drafted nodes, at least 1.
+        max_depth: maximum levels, at least 1.
 
     Returns:
         Children per level, as the field `tree` takes them, and expected tokens per pass.
@@ -216,8 +216,8 @@ class _Table:
 
     Args:
         values: V, [D+1, N+1].
-        sizes: [D+1, K, N+1] how many of m nodes the child of this rank gets for itself and what is
-            below it, where m are left for it and its younger siblings; 0 is no child.
+        sizes: [D+1, K, N+1] nodes of the subtree of the child of this rank, if m nodes are left for
+            it and its siblings of higher rank; 0 is no child.
     """
 
     values: Floats
@@ -237,7 +237,7 @@ class _Table:
         return _Table(values, sizes)
 
     def paths(self, depth: int, nodes: int, above: Path = ()) -> Iterator[Path]:
-        """Nodes below `above`, which has this many levels and nodes to itself."""
+        """Nodes below `above`, for which this many levels and nodes are left."""
         for rank, sizes in enumerate(self.sizes[depth]):
             size = int(sizes[nodes])
             if not size:
@@ -248,14 +248,15 @@ class _Table:
 
 
 def _shared(gains: Floats, added: Floats) -> tuple[Floats, Ints]:
-    """Share m = 0..N nodes between a child and its younger siblings.
+    """Share m = 0..N nodes between a child and its siblings of higher rank.
 
     Args:
-        gains: [N] what the child adds with 1 to N nodes to itself.
-        added: [N+1] what its younger siblings add with 0 to N nodes.
+        gains: [N] what a child with a subtree of 1 to N nodes adds.
+        added: [N+1] what its siblings of higher rank add with 0 to N nodes.
 
     Returns:
-        [N+1] what they add together, and [N+1] the nodes of the child: as few as do, or 0.
+        [N+1] what all of them add, and [N+1] the nodes of the child's subtree: the smallest number
+        that reaches this sum, or 0 for no child.
     """
     size = len(gains)
     left = np.arange(size + 1)[:, None] - np.arange(1, size + 1)  # [N+1, N] m - s, from -N
@@ -268,9 +269,9 @@ def _shared(gains: Floats, added: Floats) -> tuple[Floats, Ints]:
 
 
 def _needed(values: Floats) -> NDArray[np.bool_]:
-    """[D+1, N+1] where the best tree has all of these levels and nodes: fewer would be worth less.
+    """[D+1, N+1] True where the best tree uses all of these levels and nodes.
 
-    A size that is not used up would be charged for nodes that are not there.
+    A size that its best tree does not use up would be charged for nodes that are not there.
     """
     needed = np.zeros(values.shape, dtype=np.bool_)
     needed[1:, 1:] = (values[1:, 1:] > values[1:, :-1]) & (values[1:, 1:] > values[:-1, 1:])

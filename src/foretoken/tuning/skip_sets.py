@@ -1,4 +1,7 @@
-"""Skip sets, what can be measured about one, and what is expected of it: see `tune_layers`."""
+"""Skip sets: the sublayers that a draft skips, what can be measured of them, and their predictions.
+
+`tune_layers` searches among them, and `layer_laboratory` measures them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ KINDS: tuple[Kind, ...] = ("attention", "mlp")
 
 
 class Sublayer(NamedTuple):
-    """One attention or MLP of the stack."""
+    """One attention or MLP block of a layer."""
 
     kind: Kind
     layer: int
@@ -37,14 +40,14 @@ SkipSet = frozenset[Sublayer]
 
 
 class Run(NamedTuple):
-    """Tokens per second on the same prompts, with the skip set and without, in turn."""
+    """Tokens per second on the same prompts with the skip set and without, measured in turn."""
 
     drafted: float
     plain: float
 
     @property
     def ratio(self) -> float:
-        """How many times faster than plain decoding."""
+        """The speed-up over plain decoding."""
         return self.drafted / self.plain
 
 
@@ -53,28 +56,28 @@ class Objective(Protocol):
 
     @property
     def verify_cost(self) -> Sequence[float]:
-        """[G+1] cost of verifying n drafted tokens over a plain pass; G is the longest draft."""
+        """[G+1] time of verifying 0 to G drafted tokens over time of a plain pass."""
         ...
 
     def alpha(self, skip: SkipSet) -> float:
-        """Mean sum of min(p, q) over a text of the target's own."""
+        """Mean of sum min(p, q) over texts that the target generated."""
         ...
 
     def cost(self, skip: SkipSet) -> float:
-        """Time of a pass without these sublayers over that of a whole one."""
+        """Time of a pass without these sublayers over time of a full pass."""
         ...
 
     def measure(self, skip: SkipSet, gamma: int) -> Run:
-        """Really generate."""
+        """Generate with this skip set and draft length, and time it."""
         ...
 
 
 class Deadline:
-    """Time that may be spent, from now on.
+    """A time limit that starts now.
 
     Args:
-        seconds: how much.
-        clock: the time in seconds.
+        seconds: the limit.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -84,26 +87,26 @@ class Deadline:
 
     @property
     def spent(self) -> float:
-        """Seconds since the beginning."""
+        """Seconds since the start."""
         return self._clock() - self._began
 
     def left(self, share: float = 1.0) -> float:
-        """Seconds left of the first `share` of the time; 0 or below when it is over."""
+        """Seconds left of this share of the limit; 0 or below when it is over."""
         return share * self._seconds - self.spent
 
     def passed(self, share: float = 1.0) -> bool:
-        """Whether the first `share` of the time is over."""
+        """Whether this share of the limit is over."""
         return self.left(share) <= 0
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A skip set whose alpha was measured, and what is to be expected of it.
+    """A skip set with its measured alpha, and the speed-up to expect.
 
     Args:
-        skip: what is left out.
-        alpha: measured.
-        cost: c, estimated from its number of sublayers, or measured.
+        skip: the skipped sublayers.
+        alpha: the measured acceptance rate.
+        cost: c, measured, or estimated from the number of sublayers.
         verify_cost: [G+1] as in `Objective`.
     """
 
@@ -113,7 +116,7 @@ class Estimate:
     verify_cost: Sequence[float]
 
     def predicted(self, gamma: int) -> float:
-        """Expected speed-up with this draft length: theorem 3.8 on the curve of pass costs."""
+        """Expected speed-up with this draft length: `improvement_on_curve`."""
         return improvement_on_curve(self.alpha, gamma, self.cost, self.verify_cost)
 
     @property
@@ -128,14 +131,14 @@ class Estimate:
 
     @property
     def gammas(self) -> list[int]:
-        """Draft lengths worth a try, best first: acceptance is never quite i.i.d."""
+        """Draft lengths worth timing, best first, since acceptance is never exactly i.i.d."""
         near = {self.gamma // 2, self.gamma, 2 * self.gamma} & set(range(1, len(self.verify_cost)))
         return sorted(near, key=self.predicted, reverse=True)
 
 
 @dataclass
 class Trial:
-    """A skip set and a draft length that are really run."""
+    """A skip set and a draft length, with its timed runs."""
 
     estimate: Estimate
     gamma: int
@@ -143,26 +146,26 @@ class Trial:
 
     @property
     def predicted(self) -> float:
-        """Expected speed-up."""
+        """Expected speed-up with this draft length."""
         return self.estimate.predicted(self.gamma)
 
     @property
     def ratio(self) -> float:
-        """Measured speed-up, the mean over the runs."""
+        """Mean of the measured speed-ups."""
         return fmean(run.ratio for run in self.runs)
 
     @property
     def low(self) -> float:
-        """Of the slowest run."""
+        """Speed-up of the slowest run."""
         return min(run.ratio for run in self.runs)
 
     @property
     def high(self) -> float:
-        """Of the fastest run."""
+        """Speed-up of the fastest run."""
         return max(run.ratio for run in self.runs)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, without the skip set itself."""
+        """The trial for JSON, without the skip set."""
         return {
             "sublayers": len(self.estimate.skip),
             "alpha": self.estimate.alpha,

@@ -1,16 +1,17 @@
-"""Which sublayers `layer_skip` should leave out: the search behind `foretoken tune-layers`.
+"""Which sublayers `layer_skip` should skip: the search behind `foretoken tune-layers`.
 
 Zhang et al., "Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative
-Decoding", choose among 2^(2L) skip sets by Bayesian optimisation, where every probe is a real
-generation. Here most of a probe is predicted from what is cheap to measure, and only the few most
-promising sets are run:
+Decoding", choose among 2^(2L) skip sets by Bayesian optimisation, which generates text for every
+set it tries. This search predicts speed-ups from cheap measurements and generates text for the most
+promising sets only:
 
-    screening   alpha of every sublayer left out alone
-    path        from nothing on, the least harmful next, a small beam re-measured at every size
+    screening   measure alpha of every sublayer skipped alone
+    path        from the empty set on, add the least harmful sublayer; a small beam keeps the best
+                sets of every size, and alpha is measured again for each
     prediction  alpha and the cost ratio c give the speed-up (Leviathan et al., theorem 3.8)
-    race        real generations against plain decoding, the better half again and again
+    race        time the best sets against plain decoding, then the faster half again, and so on
 
-This file knows no model: what is measured is behind `Objective` (see `layer_laboratory`).
+The search knows no model: `Objective` measures (see `layer_laboratory`).
 """
 
 from __future__ import annotations
@@ -33,31 +34,31 @@ from foretoken.tuning.skip_sets import (
 __all__ = ["LayerSearch"]
 
 BEAM = 2
-"""Sets of each size that are grown further."""
+"""Sets of each size that the path extends."""
 TRIES = 3
-"""Sublayers that are tried as the next one of a set."""
+"""Sublayers that the path tries to add to a set."""
 FINALISTS = 12
-"""Best sets, one of each size, whose own cost is measured."""
+"""Maximum sets whose cost is measured: the best of every size."""
 SETS = 5
-"""Sets that are run at most."""
+"""Maximum sets that the race runs."""
 CONFIRMED = 3
-"""Runs after which the speed of the last set left is believed."""
+"""Runs after which the speed of the winner counts as confirmed."""
 
 SCREENED, FOUND, ROUND = 0.35, 0.6, 0.85
-"""Shares of the time after which screening, the path and the race's first round end."""
+"""Shares of the time limit at which screening, the path and the race's first round end."""
 
 
 class LayerSearch:
-    """The search, stage by stage; what it has found can be read at any time.
+    """The search, stage by stage. Its results can be read at any time.
 
     Args:
-        objective: what can be measured.
+        objective: measures skip sets.
         num_layers: L; there are 2 L sublayers.
-        deadline: when to end; stages are cut short, but something is always run.
-        num_trials: most runs of the race.
+        deadline: the time limit. It shortens stages, but at least one set is always run.
+        num_trials: maximum runs of the race.
 
     Attributes:
-        report: told in a few words what is being done.
+        report: called with a description of the current work.
         estimates: every set whose alpha was measured.
         trials: every set and draft length that was run.
     """
@@ -74,7 +75,7 @@ class LayerSearch:
         self._deadline = deadline
         self._num_trials = num_trials
         self._savings: dict[Kind, float] = {}
-        self._floor = 0.0
+        self._lowest_cost = 0.0
         self._seconds_per_set = 0.0
         self.report: Callable[[str], None] = lambda _: None
         self.estimates: dict[SkipSet, Estimate] = {}
@@ -82,33 +83,33 @@ class LayerSearch:
 
     @property
     def best(self) -> Trial | None:
-        """The fastest of those that were run most often; None before the first run."""
+        """The fastest of the trials with the most runs; None before the first run."""
         run = [trial for trial in self.trials if trial.runs]
         return max(run, key=lambda trial: (len(trial.runs), trial.ratio), default=None)
 
     @property
     def confirmed(self) -> bool:
-        """Whether the best was run often enough not to have been lucky."""
+        """Whether the best trial had at least `CONFIRMED` runs."""
         return self.best is not None and len(self.best.runs) >= CONFIRMED
 
     def run(self) -> Trial:
-        """Search."""
+        """Run all stages and return the best trial."""
         self._find_savings()
         self._grow(self._screen())
         self._race(self._shortlist())
-        assert self.best is not None, "one run at least whatever the time"
+        assert self.best is not None, "there is always at least one run"
         return self.best
 
-    # What a set is worth
+    # Estimates
 
     def _find_savings(self) -> None:
-        """What leaving out one sublayer saves: all of a kind at once, as one drowns in noise."""
+        """Measure the saving per sublayer by skipping all of a kind: one alone is within noise."""
         self.report("Timing passes")
         for kind in KINDS:
             whole = frozenset(Sublayer(kind, layer) for layer in range(self._num_layers))
             saved = 1 - self._objective.cost(whole)
             self._savings[kind] = max(0.0, saved) / self._num_layers
-        self._floor = self._rough_cost(frozenset(self._outwards()))
+        self._lowest_cost = self._rough_cost(frozenset(self._middle_first()))
 
     def _rough_cost(self, skip: SkipSet) -> float:
         return max(0.0, 1 - sum(self._savings[sublayer.kind] for sublayer in skip))
@@ -122,16 +123,16 @@ class LayerSearch:
 
     # Stages
 
-    def _outwards(self) -> list[Sublayer]:
-        """All sublayers, those in the middle first: they are the least needed as a rule."""
+    def _middle_first(self) -> list[Sublayer]:
+        """All sublayers, the middle layers first, as they are usually the least harmful to skip."""
         middle = (self._num_layers - 1) / 2
         layers = sorted(range(self._num_layers), key=lambda layer: abs(layer - middle))
         return [Sublayer(kind, layer) for layer in layers for kind in KINDS]
 
     def _screen(self) -> list[Sublayer]:
-        """Sublayers by what leaving out each alone promises, best first."""
+        """Sublayers by predicted speed-up of skipping each alone, best first."""
         found: dict[Sublayer, float] = {}
-        every, began = self._outwards(), self._deadline.spent
+        every, began = self._middle_first(), self._deadline.spent
         for number, sublayer in enumerate(every, 1):
             if found and self._deadline.passed(SCREENED):
                 break
@@ -141,7 +142,7 @@ class LayerSearch:
         return sorted(found, key=lambda sublayer: -found[sublayer])
 
     def _grow(self, order: Sequence[Sublayer]) -> None:
-        """Larger and larger sets, until none that is larger still can pay or time is up."""
+        """Extend sets by more sublayers until no larger set can pay, or time is up."""
         stride = self._stride(len(order))
         beam: list[SkipSet] = [frozenset()]
         while beam:
@@ -151,18 +152,18 @@ class LayerSearch:
                     return
                 self.report(f"Leaving out {len(skip)} of {2 * self._num_layers} sublayers")
                 grown.append(self._estimate(skip))
-            # Corollary 3.9: alpha has to be above c, and c is not going to fall below the floor.
-            hopeful = [estimate for estimate in grown if estimate.alpha > self._floor]
-            beam = [e.skip for e in sorted(hopeful, key=lambda e: -e.score)[:BEAM]]
+            # Corollary 3.9: a set pays only if alpha > c, and no c is below the lowest cost.
+            promising = [estimate for estimate in grown if estimate.alpha > self._lowest_cost]
+            beam = [e.skip for e in sorted(promising, key=lambda e: -e.score)[:BEAM]]
 
     def _stride(self, num_sublayers: int) -> int:
-        """Sublayers to leave out at a time so that the path gets to its end in time."""
+        """Sublayers to add at a time, so that the path ends within its share of the time."""
         seconds_per_size = self._seconds_per_set * BEAM * TRIES
         left = max(0.0, self._deadline.left(FOUND))
         return max(1, math.ceil(num_sublayers * seconds_per_size / left)) if left else num_sublayers
 
     def _shortlist(self) -> list[Trial]:
-        """The most promising sets, of different sizes, each with a few draft lengths."""
+        """The sets with the best predictions, of different sizes, with a few draft lengths each."""
         of_size: dict[int, Estimate] = {}
         for estimate in sorted(self.estimates.values(), key=lambda e: e.score):
             of_size[len(estimate.skip)] = estimate
@@ -180,7 +181,7 @@ class LayerSearch:
         return sorted(trials, key=lambda t: (t.gamma != t.estimate.gamma, -t.predicted))
 
     def _race(self, entrants: list[Trial]) -> None:
-        """Run all, then the better half again, and so on; the last one a few times."""
+        """Run all, then the faster half again, and so on; confirm the last one."""
         entrants = entrants[: max(1, self._num_trials // 2)]
         share = ROUND
         while len(entrants) > 1 or len(entrants[0].runs) < CONFIRMED:
@@ -209,7 +210,7 @@ class LayerSearch:
 
 
 def _larger(skip: SkipSet, order: Sequence[Sublayer], stride: int) -> Iterator[SkipSet]:
-    """Sets with `stride` more sublayers, beginning with the first, second, ... that is left."""
+    """Sets with `stride` more sublayers, from the first, second, ... remaining one on."""
     left = [sublayer for sublayer in order if sublayer not in skip]
     for first in range(min(TRIES, len(left))):
         yield skip | frozenset(left[first : first + stride])

@@ -1,6 +1,7 @@
 """Acceptance rules: which drafted tokens are kept, and which token comes after them.
 
-One rule a file; this registry is the only place that knows them by name.
+Each rule has its own file. This registry is the only place that knows the rules by name;
+`SpeculativeConfig` looks them up here.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from foretoken.errors import ConfigError
 __all__ = ["RULES", "AcceptanceRule", "Accepted", "Origin", "TargetDistributions", "rule_class"]
 
 PLUGINS = "foretoken.acceptance"
-"""Entry points of other packages that name a rule's class."""
+"""Group of entry points in which other packages declare a rule's class."""
 
 RULES: dict[str, type[AcceptanceRule]] = {
     rule.name: rule for rule in (Coupled, Rejection, KSequential, Block, Typical, TopBeta, Lenient)
@@ -28,18 +29,18 @@ RULES: dict[str, type[AcceptanceRule]] = {
 
 
 def rule_class(name: str) -> type[AcceptanceRule]:
-    """The rule of this name.
+    """The rule with this name, from this library or from another package.
 
     Raises:
-        ConfigError: no rule has this name.
+        ConfigError: no rule has this name, or its entry point does not name a rule.
     """
-    known = RULES.get(name) or plugin(PLUGINS, name)
-    if known is None:
+    rule = RULES.get(name) or plugin(PLUGINS, name)
+    if rule is None:
         names = [*RULES, *plugin_names(PLUGINS)]
         raise ConfigError(f"unknown acceptance rule '{name}': {nearest(name, names)}")
-    if not (isinstance(known, type) and issubclass(known, AcceptanceRule)):
+    if not (isinstance(rule, type) and issubclass(rule, AcceptanceRule)):
         raise ConfigError(
             f"acceptance rule '{name}': the entry point in {PLUGINS} has to name a subclass of "
-            f"AcceptanceRule, not {known!r}."
+            f"AcceptanceRule, not {rule!r}."
         )
-    return known
+    return rule

@@ -1,7 +1,8 @@
-"""The seam between the loop and the acceptance rules.
+"""The interface between the loop (`decode.step`) and the acceptance rules.
 
-A rule is a pure function of (draft, p, noise): it walks down the tree and returns the accepted
-path and one more token. It never sees logits, models, caches or global randomness.
+A rule is a pure function of (draft, p, noise). It walks down the tree and returns the accepted path
+and one more token: the correction or the bonus token. It never sees logits, models, caches or
+global randomness.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ class Origin(StrEnum):
     DRAFT = "draft"
     """Drafted and accepted."""
     CORRECTION = "correction"
-    """Drawn from the residual after a rejected draft."""
+    """Drawn by the target after the drafted tokens at this position were rejected."""
     BONUS = "bonus"
-    """Drawn from p after everything drafted on the path was accepted."""
+    """Drawn from p after every drafted token of the path was accepted."""
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """What a rule decided.
+    """A rule's decision about one draft.
 
     Args:
-        path: accepted nodes from the root's child downwards; empty if none.
-        token: the one more token that every step yields.
-        rejected: nodes that were tried and turned down.
-        reason: why what was drafted below the path was turned down; empty if nothing was drafted.
+        path: accepted nodes, from the root's child downwards; may be empty.
+        token: the token after the path, the correction or the bonus token. Every step has one.
+        rejected: nodes that were tried and rejected.
+        reason: why the nodes below the path were rejected, for traces; empty if there were none.
     """
 
     path: tuple[int, ...]
@@ -48,7 +49,7 @@ class Accepted:
 
     @property
     def last(self) -> int:
-        """The node below which `token` stands."""
+        """The last accepted node, which `token` follows; 0 (the root) if none was accepted."""
         return self.path[-1] if self.path else 0
 
     @property
@@ -58,53 +59,60 @@ class Accepted:
 
 
 class TargetDistributions(Protocol):
-    """p at every node."""
+    """The target's distributions p at every node of a tree (`sampler.TreeDistributions`)."""
 
     @property
     def greedy(self) -> bool:
-        """Whether every distribution is one-hot because the temperature is 0."""
+        """Whether the temperature is 0, so that every p is one-hot."""
         ...
 
     def __getitem__(self, node: int) -> Distribution:
-        """P after `node`: the distribution of the token that follows it."""
+        """The distribution p of the token that follows `node`."""
         ...
 
     def untempered(self, node: int) -> Distribution:
-        """The same at temperature 1, for rules that judge likelihoods in greedy decoding."""
+        """The same at temperature 1, for lossy rules in greedy decoding."""
         ...
 
 
 class AcceptanceRule(ABC):
     """Decides which drafted tokens are kept.
 
-    Class attributes say what a rule needs and promises; they are checked against the drafter when
-    a model is constructed (invariant 5).
+    Class attributes say what a rule needs and guarantees. They are checked against the drafter when
+    an `LLM` is constructed (invariant 5).
+
+    Args:
+        options: the rule's own options; None takes the defaults.
     """
 
     class Options(Config):
         """The rule's own options."""
 
     name: ClassVar[str]
+    """The name under which users choose the rule."""
     lossless: ClassVar[bool]
-    """Whether the output distribution is exactly p."""
+    """Whether the output has exactly the target's distribution p."""
     takes_trees: ClassVar[bool]
     """Whether a node may have several children."""
     needs_independent_siblings: ClassVar[bool] = False
-    """Whether several children of a node have to be independent draws from one distribution."""
+    """Whether the children of a node must be independent draws from one distribution."""
     couples_draft: ClassVar[bool] = False
     """Whether a sampling drafter should draw with the target's own noise."""
     ignores_draft_lengths: ClassVar[bool] = False
-    """Whether the very tokens are the same however drafts are cut, not only their distribution."""
+    """Whether cutting a draft changes no output token. Otherwise only the distribution stays."""
 
     def __init__(self, options: Config | None = None) -> None:
         self.options = self.Options() if options is None else options
 
     @abstractmethod
     def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
-        """Walk down the tree.
+        """Walk down the tree and decide.
 
         Args:
             draft: the verified draft with its q.
             p: the target's distribution after every node.
-            noise: chance, with depths counted from the root.
+            noise: the random decisions, with depths counted from the root.
+
+        Returns:
+            The accepted path, and the token after it.
         """

@@ -1,12 +1,13 @@
-"""Block verification: accept a chain as a whole, never less of it than token by token.
+"""Block verification: accept a chain as a whole instead of token by token.
 
-Sun et al., "Block Verification Accelerates Speculative Decoding", algorithm 2. With w_0 = 1 and
+Sun et al., "Block Verification Accelerates Speculative Decoding", algorithm 2. Its mean acceptance
+length is never below that of speculative sampling. With w_0 = 1 and
 w_i = min(w_{i-1} * p(x_i) / q(x_i), 1), the prefix of length i passes with probability
 
     h_i = R_i / (R_i + 1 - w_i),   R_i = sum_x max(w_i * p(x | x_1..i) - q(x | x_1..i), 0)
 
-(h_gamma = w_gamma), independently for each i; the longest prefix that passes is accepted and the
-next token drawn from norm(max(w_i * p - q, 0)), or from p after the whole chain.
+(h_gamma = w_gamma), independently for each i. The longest prefix that passes is accepted. The next
+token is drawn from norm(max(w_i * p - q, 0)), or from p after the whole chain.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["Block"]
 
 
 class Block(AcceptanceRule):
-    """Lossless; for chains."""
+    """The rule `block`: lossless, for chains only."""
 
     name: ClassVar[str] = "block"
     lossless: ClassVar[bool] = True
@@ -35,7 +36,7 @@ class Block(AcceptanceRule):
         for i in range(1, gamma + 1):
             token = draft.tree.tokens[i]
             weight = min(weight * p[i - 1].prob(token) / draft.q_of(i).prob(token), 1.0)
-            if weight == 0:  # the prefix and everything after it is impossible
+            if weight == 0:  # no longer prefix can pass
                 break
             if noise.accepts(_pass_probability(draft, p, i, weight), i - 1):
                 kept, kept_weight = i, weight
@@ -48,9 +49,9 @@ class Block(AcceptanceRule):
 
 
 def _pass_probability(draft: Draft, p: TargetDistributions, i: int, weight: float) -> float:
-    """h_i: how likely the prefix of length i passes."""
+    """h_i: the probability that the prefix of length i passes; `weight` is w_i."""
     if i == draft.tree.num_drafted:
         return weight
-    left = float(p[i].excess(draft.q_of(i + 1), weight=weight).sum())
-    total = left + 1 - weight
-    return left / total if total > 0 else 1.0
+    excess = float(p[i].excess(draft.q_of(i + 1), weight=weight).sum())  # R_i
+    total = excess + 1 - weight
+    return excess / total if total > 0 else 1.0

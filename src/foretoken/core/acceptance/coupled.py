@@ -1,12 +1,13 @@
 """The coupled rule: seeded sampling that does not depend on the drafter (invariant 7).
 
-The target's token at position t is `argmax(log p + noise)`, with noise that is a function of
-(seed, t) alone; a drafted token is accepted when it is that token. Every committed token is thus
-the one plain decoding would have drawn, so that changing the drafter, the draft length or the
-batch changes no bit. For a one-hot q the acceptance rate is that of speculative sampling; for a
-sampled q it is a little lower (Gumbel coupling against the maximal one: at least
-(1 - D) / (1 + D) where speculative sampling has 1 - D, D the total variation distance of p and q;
-Daliri et al., "Coupling without Communication and Drafter-Invariant Speculative Decoding").
+The target's token at position t is `argmax(log p + noise)`, and the noise is a function of seed and
+t alone. A drafted token is accepted if it is that token. Every committed token is therefore the
+token that plain decoding draws. Another drafter, draft length or batch does not change the output.
+
+The acceptance rate for a one-hot q is that of speculative sampling. For a sampled q it is slightly
+lower: with D the total variation distance of p and q, the Gumbel coupling accepts with probability
+at least (1 - D) / (1 + D), and speculative sampling with 1 - D. Daliri et al., "Coupling without
+Communication and Drafter-Invariant Speculative Decoding".
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["Coupled"]
 
 
 class Coupled(AcceptanceRule):
-    """Lossless, for any draft from any source; the default."""
+    """The rule `coupled`, the default: lossless, for chains and trees of any drafter."""
 
     name: ClassVar[str] = "coupled"
     lossless: ClassVar[bool] = True

@@ -1,14 +1,15 @@
-"""K-sequential selection: one scale for all siblings, drawn independently from one q.
+"""K-sequential selection: one scale rho for all siblings, which are independent draws from one q.
 
-Sun et al., "SpecTr: Fast Speculative Decoding via Optimal Transport" (K-SEQ). Of k
-siblings drawn from q, each in turn passes with probability min(1, p(x) / (rho * q(x))), that is
-with beta = sum_x min(q(x), p(x) / rho) before its token is known. After n = (1 - (1 - beta)^k) /
-beta siblings tried on average, what none of them gave is drawn from
+Sun et al., "SpecTr: Fast Speculative Decoding via Optimal Transport" (K-SEQ). The k siblings are
+tried in turn. A sibling x passes with probability min(1, p(x) / (rho * q(x))); averaged over x,
+this is beta = sum_x min(q(x), p(x) / rho). On average n = (1 - (1 - beta)^k) / beta siblings are
+tried. If none passes, the token is drawn from the residual distribution
 
     norm(p(x) - n * min(q(x), p(x) / rho))
 
-which is a distribution where n <= rho; the smallest such rho in [1, k] accepts most. One sibling
-has rho 1: plain speculative sampling. Each level of a tree is selected from by itself.
+which is a distribution if n <= rho. The smallest such rho in [1, k] has the highest acceptance
+rate. One sibling has rho = 1, which is plain speculative sampling. In a tree, each level is
+selected separately.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from foretoken.core.tree import Draft
 __all__ = ["KSequential", "Selection"]
 
 PRECISION = 1e-12
-"""How far rho may lie above the best: it costs acceptance, not exactness."""
+"""How far rho may lie above its optimum. A larger rho accepts less and is still lossless."""
 
 
 class KSequential(AcceptanceRule):
-    """Lossless, for chains and for trees whose siblings are independent draws from one q."""
+    """The rule `k_sequential`: lossless, for chains and for trees with independent siblings."""
 
     name: ClassVar[str] = "k_sequential"
     lossless: ClassVar[bool] = True
@@ -64,13 +65,13 @@ class KSequential(AcceptanceRule):
 
 @dataclass(frozen=True)
 class Selection:
-    """How one of k siblings is selected.
+    """The selection of one of k siblings.
 
     Args:
         p: the target's distribution, in float64.
         q: the distribution of every sibling, in float64.
-        siblings: k.
-        rho: the scale on q, the smallest that leaves a residual.
+        siblings: k, the number of siblings.
+        rho: the scale on q: the smallest for which the residual is a distribution.
     """
 
     p: Distribution
@@ -80,23 +81,23 @@ class Selection:
 
     @staticmethod
     def of(p: Distribution, q: Distribution, siblings: int) -> Selection:
-        """The selection that accepts most."""
+        """The selection with the optimal rho; arguments as in the class, of any precision."""
         p, q = _in_float64(p), _in_float64(q)
         q_probs = q.at(p.tokens).to(p.probs)  # [S]
         return Selection(p, q, siblings, _smallest_scale(p.probs, q_probs, siblings))
 
     def ratio(self, token: int) -> float:
-        """Probability with which this drafted token passes, where below 1."""
+        """The ratio p(x) / (rho * q(x)); the token passes with this probability, or 1 if larger."""
         q_token = self.q.prob(token)
-        assert q_token > 0, "a drafted token has been drawn from its distribution"
+        assert q_token > 0, "a drafted token was drawn from its q"
         return self.p.prob(token) / (self.rho * q_token)
 
     def residual(self) -> Distribution:
-        """Distribution of the token if no sibling passed; p where rounding leaves nothing."""
+        """The distribution of the token if no sibling passed; p if rounding leaves no mass."""
         q_probs = self.q.at(self.p.tokens).to(self.p.probs)  # [S]
         passing = torch.minimum(q_probs, self.p.probs / self.rho)  # [S]
         tried = _mean_trials(passing, self.siblings)
-        excess = (self.p.probs - tried * passing).clamp(min=0)  # below 0 by rounding alone
+        excess = (self.p.probs - tried * passing).clamp(min=0)  # below 0 only by rounding
         total = excess.sum()
         return self.p.normalised(excess / total) if float(total) > 0 else self.p
 
@@ -107,11 +108,12 @@ def _in_float64(distribution: Distribution) -> Distribution:
 
 
 def _smallest_scale(p: Tensor, q: Tensor, siblings: int) -> float:
-    """Rho: the smallest scale that is no less than the trials it takes; p, q [S].
+    """The smallest rho with n <= rho, for probabilities p, q [S].
 
-    Larger scales are good and smaller ones are not: rho * beta = sum of min(rho * q, p) grows with
-    rho, and the probability that one of k passes shrinks. So the border is bracketed and closed in
-    on by false position, for speed (Illinois), with every third step a bisection, for certainty.
+    If a scale satisfies n <= rho, every larger one does: rho * beta = sum of min(rho * q, p) grows
+    with rho, and the probability that one of k siblings passes shrinks. The search therefore
+    brackets the smallest one. It uses false position for speed (the Illinois method), and every
+    third step bisects, which guarantees convergence.
     """
 
     def slack(rho: float) -> float:
@@ -136,6 +138,9 @@ def _smallest_scale(p: Tensor, q: Tensor, siblings: int) -> float:
 
 
 def _mean_trials(passing: Tensor, siblings: int) -> float:
-    """(1 - (1 - beta)^k) / beta for beta the sum of `passing` [S], as the series: k for beta 0."""
+    """Mean trials n = (1 - (1 - beta)^k) / beta, with beta the sum of `passing` [S].
+
+    It is summed as a geometric series, which also holds for beta = 0 (n = k).
+    """
     fails = max(0.0, 1 - float(passing.sum()))
     return sum(fails**trial for trial in range(siblings))

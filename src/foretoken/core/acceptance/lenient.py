@@ -1,8 +1,8 @@
-"""Lenient speculative sampling: a factor l on q buys acceptance and gives up exactness.
+"""Lenient speculative sampling: a factor l on q raises the acceptance rate and is not exact.
 
-Leviathan et al., appendix A.5. Sampling compares r with p / (l * q); no token becomes more
-probable than p / l. At temperature 0 a drafted x passes if p(x) >= l * max p, with p taken at
-temperature 1. Lossy for l < 1.
+Leviathan et al., appendix A.5. Sampling compares r with p / (l * q). No token becomes more probable
+than p / l. At temperature 0 a drafted x passes if p(x) >= l * max p, with p at temperature 1. The
+rule is lossy for l < 1.
 """
 
 from __future__ import annotations
@@ -22,10 +22,14 @@ __all__ = ["Lenient"]
 
 
 class Lenient(AcceptanceRule):
-    """Lossy: the output distribution may exceed p by the factor 1 / lenience."""
+    """The rule `lenient`: lossy; the output distribution may exceed p by the factor 1 / l."""
 
     class Options(Config):
-        """Options of `lenient`: the factor l."""
+        """Options of `lenient`.
+
+        Args:
+            lenience: the factor l; 1 is lossless.
+        """
 
         lenience: Annotated[float, Gt(0), Le(1)] = 0.5
 

@@ -1,9 +1,10 @@
 """Speculative sampling: accept with probability min(1, p/q), else draw from the residual.
 
-Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", algorithm 1; over
-a tree the multi-round form of SpecInfer (Miao et al., algorithm 2): siblings are tried in turn,
-each against the residual the last one left. By invariant 2 this is lossless for independent
-siblings, for siblings drawn without replacement and for deterministic ones alike.
+Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", algorithm 1. Trees
+use the multi-round form of SpecInfer (Miao et al., algorithm 2): siblings are tried in turn, and
+each is compared with the residual distribution that the one before it left. By invariant 2 this is
+lossless for independent siblings, for siblings drawn without replacement and for deterministic
+siblings.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["Rejection", "accept_by_ratio"]
 
 
 class Rejection(AcceptanceRule):
-    """Lossless for every drafter and tree; greedy decoding is the case of a one-hot p."""
+    """The rule `rejection`: lossless for all drafters and trees; greedy decoding has one-hot p."""
 
     name: ClassVar[str] = "rejection"
     lossless: ClassVar[bool] = True
@@ -32,7 +33,14 @@ class Rejection(AcceptanceRule):
 def accept_by_ratio(
     draft: Draft, p: TargetDistributions, noise: StepNoise, lenience: float
 ) -> Accepted:
-    """The accept loop; a drafted x passes if r < p(x) / (lenience * q(x))."""
+    """Walk down the tree; a drafted x passes if r < p(x) / (lenience * q(x)), r uniform.
+
+    Args:
+        draft: the verified draft.
+        p: the target's distribution after every node.
+        noise: the random decisions.
+        lenience: the factor l on q (Leviathan et al., appendix A.5); 1 is speculative sampling.
+    """
     node, depth = 0, 0
     path: list[int] = []
     rejected: list[int] = []
@@ -42,7 +50,7 @@ def accept_by_ratio(
         for trial, child in enumerate(draft.tree.children[node]):
             token, q = draft.tree.tokens[child], draft.q_of(child)
             p_token, q_token = distribution.prob(token), q.prob(token)
-            assert q_token > 0, "a drafted token has been drawn from its distribution"
+            assert q_token > 0, "a drafted token was drawn from its q"
             if noise.accepts(p_token / (lenience * q_token), depth, trial):
                 path.append(child)
                 break

@@ -1,9 +1,9 @@
-"""Spec-Verification: keep what is among the target's best and not far behind the very best.
+"""Spec-Verification: keep tokens that are among the target's best and close to the very best.
 
 Xia et al., "Speculative Decoding: Exploiting Speculative Execution for Accelerating Seq2seq
 Generation", equations 8 and 9: a drafted x passes if log p(x) >= log p(the beta-th best) and
-log p(best) - log p(x) <= tau. With beta = 1 this is greedy verification. At temperature 0 the
-likelihoods are those at temperature 1. Lossy for beta > 1.
+log p(best) - log p(x) <= tau. With beta = 1 this is greedy verification. At temperature 0 the rule
+compares the probabilities at temperature 1. It is lossy for beta > 1.
 """
 
 from __future__ import annotations
@@ -24,10 +24,15 @@ __all__ = ["TopBeta"]
 
 
 class TopBeta(AcceptanceRule):
-    """Lossy; SpecDec's defaults."""
+    """The rule `top_beta`: lossy; the defaults are those of SpecDec."""
 
     class Options(Config):
-        """Options of `top_beta`: how many candidates count, and the log-likelihood gap."""
+        """Options of `top_beta`.
+
+        Args:
+            beta: a drafted token must be among this many most probable tokens.
+            tau: largest log-likelihood gap to the most probable token, in nats.
+        """
 
         beta: Annotated[int, Ge(1)] = 3
         tau: Annotated[FiniteFloat, Ge(0)] = 1.0

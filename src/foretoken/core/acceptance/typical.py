@@ -1,8 +1,8 @@
-"""Typical acceptance: keep what is not too unlikely, given how uncertain the target is.
+"""Typical acceptance: keep tokens that are not too improbable, given the target's uncertainty.
 
 Cai et al., "Medusa", section 2.3.1: a drafted x passes if
-p(x) > min(posterior_threshold, posterior_alpha * exp(-H(p))), H the entropy of p in nats.
-Option names and defaults are vLLM's. Lossy, except at temperature 0.
+p(x) > min(posterior_threshold, posterior_alpha * exp(-H(p))), with H the entropy of p in nats.
+Option names and defaults are vLLM's. The rule is lossy, except at temperature 0.
 """
 
 from __future__ import annotations
@@ -24,10 +24,15 @@ __all__ = ["Typical"]
 
 
 class Typical(AcceptanceRule):
-    """Lossy when sampling; greedy decoding (entropy 0) accepts the argmax only."""
+    """The rule `typical`: lossy when sampling; greedy decoding (entropy 0) accepts the argmax."""
 
     class Options(Config):
-        """Options of `typical`: epsilon and delta of the paper, under vLLM's names."""
+        """Options of `typical`, under vLLM's names.
+
+        Args:
+            posterior_threshold: epsilon of the paper.
+            posterior_alpha: delta of the paper.
+        """
 
         posterior_threshold: Annotated[float, Gt(0), Le(1)] = 0.09
         posterior_alpha: Annotated[float, Gt(0), Lt(1)] = 0.3
@@ -50,5 +55,5 @@ class Typical(AcceptanceRule):
 
 
 def entropy(distribution: Distribution) -> float:
-    """Entropy in nats."""
+    """Entropy of a distribution, in nats."""
     return float(-torch.xlogy(distribution.probs, distribution.probs).sum())

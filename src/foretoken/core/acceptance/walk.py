@@ -1,4 +1,7 @@
-"""The walk shared by rules that judge each drafted token on its own: the longest path wins."""
+"""The walk shared by `typical`, `top_beta` and `lenient`: the longest accepted path wins.
+
+These rules judge each drafted token on its own.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ def accept_longest(
     passes: Callable[[int, int], bool],
     reason: str,
 ) -> Accepted:
-    """Accept the longest path on which every token passes; the first drafted wins a tie.
+    """Accept the longest path on which every token passes; on a tie the path drafted first.
 
     Args:
         draft: the verified draft.
-        p: the target's distributions; the token after the path is drawn from its distribution.
-        noise: for that draw.
-        passes: whether `token` passes as the successor of `node`.
-        reason: what to report for tokens that do not.
+        p: the target's distributions; the token after the path is drawn from p.
+        noise: draws that token.
+        passes: takes (node, token) and says whether the token passes as the successor of the node.
+        reason: why tokens are rejected, for traces.
     """
     tree = draft.tree
     passed = {0}

@@ -1,9 +1,11 @@
-"""A corpus: text files as token ids, and whether what was made of them fits a target.
+"""A corpus: text files as token ids, and the check that a file made from one fits a target.
 
-Files are read in blocks, and blocks are tokenised in pieces, many at once. A piece ends before the
-end of a line that ends with a letter or a digit, where there is one: byte-level tokenizers divide
-text there themselves, so the tokens are those of the whole text. Elsewhere (a long text without
-such lines, a tokenizer that marks where a text begins) one or two tokens next to a cut may differ.
+`ngrams` and `datastore` read their texts with `read_tokens`, and their drafters call
+`check_target`. Files are read in blocks. A block is cut into pieces, and the tokenizer processes
+many pieces at once. A cut is placed before a line break that follows a letter or a digit, if there
+is one. Byte-level tokenizers always split there, so the tokens are those of the whole text. With
+other tokenizers, and in long texts without such line breaks, one or two tokens next to a cut may
+differ.
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ __all__ = [
 ]
 
 BLOCK = 1 << 20
-"""Bytes of text that are read at once."""
+"""Bytes that are read from a file at once."""
 
 PIECE = 1 << 14
-"""Characters that are tokenised as one text."""
+"""Characters per piece, at most."""
 
 EMPTY = "the corpus is empty: there is no text in it."
 
@@ -46,12 +48,16 @@ def read_tokens(
     tokenizer: PreTrainedTokenizerBase,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Iterator[Iterator[Ints]]:
-    """The tokens of every file, block by block; they have to be taken in this order.
+    """Tokenise files, block by block.
 
     Args:
-        files: UTF-8 text.
-        tokenizer: the target's.
-        progress: called with the bytes read so far.
+        files: UTF-8 text files.
+        tokenizer: the target's tokenizer.
+        progress: called with the number of bytes read so far.
+
+    Returns:
+        For each file an iterator over the token ids [N] of its blocks. They must be consumed in
+        this order.
 
     Raises:
         ForetokenError: a file cannot be read or is not UTF-8.
@@ -69,7 +75,7 @@ def read_tokens(
 
 
 def _blocks(path: Path) -> Iterator[tuple[str, int]]:
-    """Pieces of a text that end where `_cut` says, with the bytes read for each."""
+    """The text of a file in blocks that end at `_cut`, with the bytes read for each."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     read, pending = 0, ""
     try:
@@ -89,7 +95,7 @@ def _blocks(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def _cut(text: str) -> int:
-    """Where to cut off what is tokenised by itself: as late as possible, and not at 0."""
+    """The latest good position to cut a text; never 0, so that every piece has text."""
     end = text.rfind("\n", 1)
     while end > 0 and not text[end - 1].isalnum():
         end = text.rfind("\n", 1, end)
@@ -107,7 +113,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _tokenise(text: str, tokenizer: PreTrainedTokenizerBase) -> Ints:
-    """Token ids of a text; a fast tokenizer does its pieces in parallel."""
+    """Token ids [N] of a text; a fast tokenizer processes the pieces in parallel."""
     pieces = list(_pieces(text))
     if not pieces:
         return np.empty(0, dtype=np.int64)
@@ -116,13 +122,17 @@ def _tokenise(text: str, tokenizer: PreTrainedTokenizerBase) -> Ints:
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of the vocabulary: equal if every token has the same id."""
+    """A hash of a tokenizer's vocabulary: equal if every token has the same id."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
 
 
 def check_tokens(tokens: NDArray[Any], vocab_size: int) -> None:
-    """Refuse tokens that are none.
+    """Check that all tokens lie in the vocabulary.
+
+    Args:
+        tokens: [N] token ids.
+        vocab_size: V.
 
     Raises:
         ForetokenError: a token is outside the vocabulary.
@@ -139,15 +149,15 @@ def check_target(
     vocab_size: int,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> None:
-    """Refuse what was made of a corpus with another vocabulary than the target's.
+    """Check that a file made from a corpus has the target's vocabulary.
 
     Args:
         path: the file, for the message.
-        made_by: the command that makes such files.
-        highest: the highest token in it.
-        made_with: fingerprint of the vocabulary it was made with, or None if that is not known.
-        vocab_size: width of the target's logits.
-        tokenizer: the target's, or None where it has none.
+        made_by: the command that makes such files, for the message.
+        highest: the highest token id in the file.
+        made_with: fingerprint of the vocabulary that it was made with, or None if it is unknown.
+        vocab_size: V, the width of the target's logits.
+        tokenizer: the target's tokenizer, or None if it has none.
 
     Raises:
         CompatibilityError: the vocabularies differ.

@@ -5,15 +5,15 @@
     build_datastore(["notes.txt"], tokenizer).save("notes.datastore")
 
 He et al., "REST: Retrieval-Based Speculative Decoding", section 3.1. All positions of the corpus
-are sorted by the tokens that follow (Manber and Myers, "Suffix arrays"), so that the occurrences of
-a string are neighbours and are found by two binary searches. Sorting takes `pydivsufsort` (the
-extra `rest`), looking up takes nothing.
+are sorted by the tokens that follow (Manber and Myers, "Suffix arrays"). The occurrences of a
+string are then adjacent, and two binary searches find them. Building a datastore needs
+`pydivsufsort` (the extra `rest`); looking up does not.
 
-The file is a safetensors file: the arrays of `Datastore` under their names, and in its metadata
-`format` (`foretoken-datastore`), `version`, `vocab_size`, `num_tokens` and, if it is known, the
-`fingerprint` of the tokenizer's vocabulary. Loading maps it into memory and reads next to nothing,
-so that only what contradicts itself at a glance is refused as damaged; arrays that are damaged
-inside make drafts worse, and outputs the same.
+The file is a safetensors file. It holds the arrays of `Datastore` under their names. Its metadata
+are `format` (`foretoken-datastore`), `version`, `vocab_size`, `num_tokens` and, if it is known, the
+`fingerprint` of the tokenizer's vocabulary. Loading maps the file into memory and reads almost
+nothing of it. Only inconsistent sizes and types are therefore refused as damaged. Wrong values
+inside the arrays make drafts worse, and do not change outputs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["FILE", "Datastore", "build_datastore", "index_texts"]
 
 FILE = TensorFile("foretoken-datastore", 1, "datastore", "foretoken datastore build")
 MAX_VOCAB = (1 << 31) - 1
-"""Tokens and the separator are at most 32-bit integers."""
+"""Largest vocabulary: token ids and the separator must fit into 32-bit integers."""
 
 Integers = NDArray[np.integer[Any]]
 
@@ -50,14 +50,14 @@ _POSITIONS = (torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class Datastore:
-    """Texts and where every string of tokens occurs in them; none reaches into the next text.
+    """Texts and their suffix array; no string reaches from one text into the next.
 
     Args:
-        tokens: [N] the texts one after the other, each one followed by a separator: `vocab_size`,
-            which is no token.
-        suffixes: [N] all positions, in the order of what stands from there to the end.
+        tokens: [N] the texts one after another, each followed by a separator. The separator is
+            `vocab_size`, which is no token id.
+        suffixes: [N] all positions of `tokens`, sorted by the tokens from there to the end.
         vocab_size: V.
-        fingerprint: of the tokenizer's vocabulary, or None where tokens came without one.
+        fingerprint: hash of the tokenizer's vocabulary; None if the texts were given as token ids.
     """
 
     tokens: Integers
@@ -67,37 +67,38 @@ class Datastore:
 
     @cached_property
     def _tokens(self) -> memoryview:
-        """The same; its elements and short slices are had in half the time."""
+        """`tokens` as a memoryview, which reads elements and short slices in half the time."""
         return self.tokens.data
 
     @cached_property
     def _suffixes(self) -> memoryview:
+        """`suffixes` as a memoryview."""
         return self.suffixes.data
 
     @cached_property
     def num_documents(self) -> int:
-        """Texts that are not empty."""
+        """Number of texts that are not empty."""
         return len(self._occurrences([self.vocab_size]))
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all texts."""
+        """Number of tokens of all texts."""
         return len(self.tokens) - self.num_documents
 
     @property
     def longest_document(self) -> int:
-        """Tokens of the longest text; reads them all."""
+        """Number of tokens of the longest text; this reads all tokens."""
         (ends,) = np.nonzero(self.tokens == self.vocab_size)
         return int(np.diff(ends, prepend=-1).max()) - 1
 
     @property
     def highest(self) -> int:
-        """The highest token that occurs: separators are sorted behind it."""
+        """The highest token id that occurs; only separators are sorted behind it."""
         return int(self.tokens[self.suffixes[self.num_tokens - 1]])
 
     def find(self, pattern: Sequence[int]) -> range:
-        """Where in `suffixes` the occurrences of these tokens are."""
-        if max(pattern) >= self.vocab_size:  # of a target that is wider than its tokenizer
+        """The occurrences of these tokens, as a range of indices into `suffixes`."""
+        if max(pattern) >= self.vocab_size:  # the target's logits may be wider than the tokenizer
             return range(0)
         return self._occurrences(pattern)
 
@@ -111,42 +112,43 @@ class Datastore:
         return range(low, bisect_right(self._suffixes, pattern, lo=low, key=start))
 
     def find_suffix(self, text: Sequence[int], shortest: int, longest: int) -> tuple[int, range]:
-        """The longest suffix of a text that occurs.
+        """Find the longest suffix of a text that occurs.
 
-        Where a suffix occurs, all shorter ones do: its length is found by binary search.
+        If a suffix occurs, all shorter ones do. A binary search therefore finds its length.
 
         Args:
             text: token ids.
-            shortest: least length that counts, at least 1.
-            longest: greatest length that counts.
+            shortest: smallest length to look up, at least 1.
+            longest: greatest length to look up.
 
         Returns:
-            Its length and where in `suffixes` it is found; 0 and nothing where none occurs.
+            Its length, and its occurrences as indices into `suffixes`; 0 and an empty range if no
+            suffix occurs.
         """
         lengths = range(shortest, min(longest, len(text)) + 1)
-        known = bisect_left(lengths, True, key=lambda size: not self.find(text[-size:]))
-        if not known:
+        num_found = bisect_left(lengths, True, key=lambda size: not self.find(text[-size:]))
+        if not num_found:
             return 0, range(0)
-        length = lengths[known - 1]
+        length = lengths[num_found - 1]
         return length, self.find(text[-length:])
 
     def continuations(self, entries: Iterable[int], skipped: int, length: int) -> list[list[int]]:
-        """What follows at entries of `suffixes`, up to the end of the text.
+        """The tokens at some entries of `suffixes`, each up to the end of its text.
 
         Args:
-            entries: indices.
-            skipped: tokens that are known, and left out.
-            length: most tokens of each.
+            entries: indices into `suffixes`.
+            skipped: number of first tokens to leave out: the match.
+            length: most tokens of a continuation.
         """
         inside = partial(int.__gt__, self.vocab_size)
         starts = (self._suffixes[entry] + skipped for entry in entries)
         return [list(takewhile(inside, self._tokens[s : s + length].tolist())) for s in starts]
 
     def save(self, path: str | Path) -> None:
-        """Write the file, whole or not at all.
+        """Write the file atomically.
 
         Raises:
-            ForetokenError: it cannot be written; what was there before is untouched.
+            ForetokenError: the file cannot be written. An existing file then stays as it was.
         """
         known = {} if self.fingerprint is None else {"fingerprint": self.fingerprint}
         sizes = {"vocab_size": str(self.vocab_size), "num_tokens": str(self.num_tokens)}
@@ -157,12 +159,12 @@ class Datastore:
         """Map a file into memory.
 
         Raises:
-            ForetokenError: there is none, or it is damaged, of another kind or another version.
+            ForetokenError: the file cannot be read, is damaged, or is of another kind or version.
         """
         tensors, metadata = FILE.load(path, ("tokens", "suffixes"))
         tokens = _array(tensors.get("tokens"), _TOKENS)
         suffixes = _array(tensors.get("suffixes"), _POSITIONS)
-        # The last token is the separator behind the last text.
+        # The last element of `tokens` is the separator behind the last text.
         fits = len(tokens) == len(suffixes) > 0 and metadata.get("vocab_size") == str(tokens[-1])
         if not fits:
             raise FILE.damaged(path)
@@ -170,7 +172,7 @@ class Datastore:
 
 
 def _array(tensor: Tensor | None, dtypes: Sequence[torch.dtype]) -> NDArray[Any]:
-    """A tensor as an array; an empty one where it is none of numbers of these kinds, in a row."""
+    """A tensor as an array; an empty array unless it is one-dimensional with one of the dtypes."""
     fits = tensor is not None and tensor.dim() == 1 and tensor.dtype in dtypes
     return tensor.numpy() if tensor is not None and fits else np.empty(0)
 
@@ -180,25 +182,29 @@ def build_datastore(
     tokenizer: PreTrainedTokenizerBase,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Datastore:
-    """Sort the suffixes of text files, each of which is one text.
+    """Make a datastore of text files; each file is one text.
 
     Args:
-        files: UTF-8 text.
-        tokenizer: the target's.
-        progress: called with the bytes read so far.
+        files: UTF-8 text files.
+        tokenizer: the target's tokenizer.
+        progress: called with the number of bytes read so far.
 
     Raises:
-        ForetokenError: a file cannot be read or is not UTF-8, there is no text in any, or
+        ForetokenError: a file cannot be read or is not UTF-8, no file has any text, or
             pydivsufsort is not installed.
     """
-    sort = _sorter()  # before the work
+    sort = _sorter()  # first, so that a missing package is reported before the work
     vocab_size = len(tokenizer)
     tokens = _joined(read_tokens(files, tokenizer, progress), vocab_size)
     return Datastore(tokens, sort(tokens), vocab_size, fingerprint(tokenizer))
 
 
 def index_texts(texts: Iterable[Sequence[int]], vocab_size: int) -> Datastore:
-    """The same from token ids below `vocab_size`.
+    """Make a datastore of texts that are given as token ids.
+
+    Args:
+        texts: the token ids of each text.
+        vocab_size: V; all token ids are below it.
 
     Raises:
         ForetokenError: there are no tokens, a token is outside the vocabulary, or pydivsufsort is
@@ -210,7 +216,7 @@ def index_texts(texts: Iterable[Sequence[int]], vocab_size: int) -> Datastore:
 
 
 def _joined(texts: Iterable[Iterable[NDArray[np.int64]]], vocab_size: int) -> Integers:
-    """Texts that come in pieces as one array, each one followed by the separator."""
+    """All texts, which come in pieces, as one array [N] with a separator after each text."""
     if not 0 < vocab_size <= MAX_VOCAB:
         raise ForetokenError(f"a vocabulary of {vocab_size} tokens: it can have 1 to {MAX_VOCAB}.")
     dtype = np.uint16 if vocab_size <= np.iinfo(np.uint16).max else np.int32
@@ -229,7 +235,7 @@ def _joined(texts: Iterable[Iterable[NDArray[np.int64]]], vocab_size: int) -> In
 
 
 def _sorter() -> Callable[[Integers], Integers]:
-    """The suffix array of an array, in the order of its numbers."""
+    """The function that computes the suffix array [N] of an array [N] of token ids."""
     try:
         from pydivsufsort import divsufsort  # type: ignore[import-untyped]
     except ImportError as error:
@@ -238,10 +244,11 @@ def _sorter() -> Callable[[Integers], Integers]:
         ) from error
 
     def suffix_array(tokens: Integers) -> Integers:
-        # It sorts big-endian bytes and keeps the suffixes that begin with a number's first byte.
+        # divsufsort sorts by bytes: it converts the ids to big-endian bytes, and keeps the
+        # suffixes that begin with the first byte of an id.
         positions: NDArray[Any] = divsufsort(tokens)
         narrow = len(tokens) <= np.iinfo(np.int32).max
-        # A copy also when nothing changes: no memoryview can read the type that comes from ctypes.
+        # `astype` also copies if the dtype is right: a memoryview cannot read the ctypes format.
         return positions.astype(np.int32 if narrow else np.int64)
 
     return suffix_array

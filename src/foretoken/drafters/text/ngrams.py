@@ -1,12 +1,12 @@
-"""Counts of unigrams, bigrams and trigrams of a corpus: counted, saved, loaded.
+"""Counts of unigrams, bigrams and trigrams of a corpus, for the drafter `corpus_ngram`.
 
     from foretoken.drafters.text.ngrams import build_ngrams
 
     build_ngrams(["notes.txt"], tokenizer).save("notes.ngrams")
 
-The file is a safetensors file: the arrays of `NgramTables` under their names, and in its metadata
-`format` (`foretoken-ngrams`), `version`, `vocab_size`, `num_tokens` and, if it is known, the
-`fingerprint` of the tokenizer's vocabulary. Loading maps it into memory and reads next to nothing.
+The file is a safetensors file. It holds the arrays of `NgramTables` under their names. Its metadata
+are `format` (`foretoken-ngrams`), `version`, `vocab_size`, `num_tokens` and, if it is known, the
+`fingerprint` of the tokenizer's vocabulary. Loading maps the file into memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["FILE", "NgramTables", "build_ngrams", "count_ngrams"]
 
 FILE = TensorFile("foretoken-ngrams", 1, "n-gram file", "foretoken ngrams build")
 MAX_VOCAB = 1 << 21
-"""Three tokens have to fit into 63 bits while they are counted."""
+"""Largest vocabulary: counting packs three token ids into 63 bits."""
 
 Ints = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -46,19 +46,21 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class NgramTables:
-    """Successors of every token and of every pair of tokens, with counts, in ascending order.
+    """The successors of every token and of every pair of tokens, with their counts.
+
+    The successors of a token or pair are in ascending order of their token ids.
 
     Args:
         unigrams: [V] count of each token.
-        bigram_starts: [V + 1]; the successors of token a are bigrams `starts[a]` to
-            `starts[a + 1]`.
-        bigram_tokens: [B] the successors.
-        bigram_counts: [B] how often each followed.
-        trigram_starts: [B + 1]; likewise the successors of bigram i are trigrams `starts[i]` to
-            `starts[i + 1]`.
-        trigram_tokens: [T].
-        trigram_counts: [T].
-        fingerprint: of the tokenizer's vocabulary, or None where tokens were counted without one.
+        bigram_starts: [V + 1] the successors of token a are the bigrams from `bigram_starts[a]` up
+            to, but not including, `bigram_starts[a + 1]`.
+        bigram_tokens: [B] the second token of each bigram.
+        bigram_counts: [B] count of each bigram.
+        trigram_starts: [B + 1] the successors of bigram i are the trigrams from
+            `trigram_starts[i]` up to, but not including, `trigram_starts[i + 1]`.
+        trigram_tokens: [T] the third token of each trigram.
+        trigram_counts: [T] count of each trigram.
+        fingerprint: hash of the tokenizer's vocabulary; None if the texts were given as token ids.
     """
 
     unigrams: Ints
@@ -72,22 +74,22 @@ class NgramTables:
 
     @property
     def vocab_size(self) -> int:
-        """V."""
+        """V, the size of the vocabulary."""
         return len(self.unigrams)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens counted."""
+        """Number of tokens that were counted."""
         return int(self.unigrams.sum())
 
     def bigrams(self, first: int) -> slice:
-        """Where in the bigram arrays the successors of a token are."""
+        """The slice of the bigram arrays that holds the successors of a token."""
         if first >= self.vocab_size:
             return slice(0, 0)
         return slice(int(self.bigram_starts[first]), int(self.bigram_starts[first + 1]))
 
     def trigrams(self, first: int, second: int) -> slice:
-        """Where in the trigram arrays the successors of a pair are."""
+        """The slice of the trigram arrays that holds the successors of a pair of tokens."""
         row = self.bigrams(first)
         seconds = self.bigram_tokens[row]
         index = int(seconds.searchsorted(np.int32(second)))
@@ -97,10 +99,10 @@ class NgramTables:
         return slice(int(self.trigram_starts[index]), int(self.trigram_starts[index + 1]))
 
     def save(self, path: str | Path) -> None:
-        """Write the file, whole or not at all.
+        """Write the file atomically.
 
         Raises:
-            ForetokenError: it cannot be written; what was there before is untouched.
+            ForetokenError: the file cannot be written. An existing file then stays as it was.
         """
         arrays = {name: getattr(self, name) for name in _DTYPES}
         FILE.save(path, arrays, self._metadata())
@@ -115,10 +117,10 @@ class NgramTables:
 
     @staticmethod
     def load(path: str | Path) -> NgramTables:
-        """Map a file into memory.
+        """Map a file into memory and check it.
 
         Raises:
-            ForetokenError: there is none, or it is damaged, of another kind or another version.
+            ForetokenError: the file cannot be read, is damaged, or is of another kind or version.
         """
         tensors, metadata = FILE.load(path, _DTYPES)
         _check_tensors(path, tensors)
@@ -127,7 +129,11 @@ class NgramTables:
 
 
 def _check_tensors(path: str | Path, tensors: dict[str, torch.Tensor]) -> None:
-    """What keeps every look-up inside the arrays and every drafted token inside the vocabulary."""
+    """Check that all lookups stay inside the arrays, and all tokens inside the vocabulary.
+
+    Raises:
+        ForetokenError: the tensors do not fit together.
+    """
     fits = all(
         name in tensors and tensors[name].dtype == dtype and tensors[name].dim() == 1
         for name, dtype in _DTYPES.items()
@@ -145,7 +151,7 @@ def _check_tensors(path: str | Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _delimits(tensors: dict[str, torch.Tensor], order: str, rows: int) -> bool:
-    """Whether the starts divide the successors into rows, and tokens lie in the vocabulary."""
+    """Whether the starts divide the successors into `rows` rows, with valid tokens and counts."""
     starts, tokens = tensors[f"{order}_starts"], tensors[f"{order}_tokens"]
     counts, vocab_size = tensors[f"{order}_counts"], len(tensors["unigrams"])
     return (
@@ -163,15 +169,15 @@ def build_ngrams(
     tokenizer: PreTrainedTokenizerBase,
     progress: Callable[[int], None] = lambda _: None,
 ) -> NgramTables:
-    """Count the n-grams of text files; none reaches from one file into the next.
+    """Count the n-grams of text files; no n-gram reaches from one file into the next.
 
     Args:
-        files: UTF-8 text.
-        tokenizer: the target's.
-        progress: called with the bytes read so far.
+        files: UTF-8 text files.
+        tokenizer: the target's tokenizer.
+        progress: called with the number of bytes read so far.
 
     Raises:
-        ForetokenError: a file cannot be read or is not UTF-8, or there is no text in any.
+        ForetokenError: a file cannot be read or is not UTF-8, or no file has any text.
     """
     counter = _Counter(len(tokenizer))
     for text in read_tokens(files, tokenizer, progress):
@@ -182,7 +188,11 @@ def build_ngrams(
 
 
 def count_ngrams(texts: Iterable[Sequence[int]], vocab_size: int) -> NgramTables:
-    """The same from token ids below `vocab_size`.
+    """Count the n-grams of texts that are given as token ids.
+
+    Args:
+        texts: the token ids of each text.
+        vocab_size: V; all token ids are below it.
 
     Raises:
         ForetokenError: there are no tokens, or a token is outside the vocabulary.
@@ -195,7 +205,13 @@ def count_ngrams(texts: Iterable[Sequence[int]], vocab_size: int) -> NgramTables
 
 
 class _Counter:
-    """Counts n-grams of texts that come in pieces, in sorted runs that are merged when alike."""
+    """Counts the n-grams of texts that come in pieces.
+
+    The counts of each piece form a sorted run, and runs of similar size are merged.
+
+    Args:
+        vocab_size: V; all token ids are below it.
+    """
 
     def __init__(self, vocab_size: int) -> None:
         if not 0 < vocab_size <= MAX_VOCAB:
@@ -205,34 +221,36 @@ class _Counter:
         self._vocab_size = vocab_size
         self._unigrams = np.zeros(vocab_size, dtype=np.int64)
         self._runs: dict[int, list[tuple[Ints, Ints]]] = {2: [], 3: []}
-        self._before = np.empty(0, dtype=np.int64)  # the last two tokens of the text
+        self._before = np.empty(0, dtype=np.int64)  # last two tokens of the previous piece
 
     def begin_text(self) -> None:
+        """Start a new text, so that no n-gram reaches into it from the one before."""
         self._before = self._before[:0]
 
     def add(self, tokens: Ints) -> None:
-        """Count the n-grams that end in these tokens."""
+        """Count the n-grams that end in the next tokens [N] of the text."""
         if not len(tokens):
             return
         check_tokens(tokens, self._vocab_size)
         self._unigrams += np.bincount(tokens, minlength=self._vocab_size)
         text = np.concatenate([self._before, tokens])
         pairs = text[:-1] * self._vocab_size + text[1:]
-        fresh = pairs[max(0, len(self._before) - 1) :]
-        self._count(2, fresh)
+        self._count(2, pairs[max(0, len(self._before) - 1) :])  # without those counted before
         self._count(3, pairs[:-1] * self._vocab_size + text[2:])
         self._before = text[-2:]
 
     def _count(self, order: int, keys: Ints) -> None:
+        """Add n-grams, packed into one integer each, to the runs of their order."""
         if not len(keys):
             return
         runs = self._runs[order]
         runs.append(np.unique(keys, return_counts=True))
-        # As in a binary counter, every n-gram takes part in few merges.
+        # As in a binary counter, every n-gram takes part in only a few merges.
         while len(runs) > 1 and len(runs[-1][0]) * 2 > len(runs[-2][0]):
             runs.append(_merge(runs.pop(), runs.pop()))
 
     def _all(self, order: int) -> tuple[Ints, Ints]:
+        """All n-grams of an order, ascending, and their counts."""
         runs = self._runs[order]
         empty = np.empty(0, dtype=np.int64)
         while len(runs) > 1:
@@ -240,6 +258,11 @@ class _Counter:
         return runs[0] if runs else (empty, empty)
 
     def tables(self, fingerprint: str | None) -> NgramTables:
+        """The tables of all texts.
+
+        Raises:
+            ForetokenError: there are no tokens.
+        """
         if not self._unigrams.any():
             raise ForetokenError(EMPTY)
         pairs, pair_counts = self._all(2)
@@ -258,7 +281,7 @@ class _Counter:
 
 
 def _merge(first: tuple[Ints, Ints], second: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
-    """Two sorted runs of keys and counts as one."""
+    """Merge two runs of ascending n-grams and their counts."""
     keys = np.concatenate([first[0], second[0]])
     counts = np.concatenate([first[1], second[1]])
     order = keys.argsort(kind="stable")
@@ -268,5 +291,5 @@ def _merge(first: tuple[Ints, Ints], second: tuple[Ints, Ints]) -> tuple[Ints, I
 
 
 def _narrow(counts: Ints) -> Int32s:
-    """Counts in half the space; one beyond 2^31 says no more than 2^31 does."""
+    """Counts as int32, to halve their size; larger counts are cut to the largest int32."""
     return counts.clip(max=np.iinfo(np.int32).max).astype(np.int32)

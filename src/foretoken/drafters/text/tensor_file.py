@@ -1,7 +1,7 @@
-"""A safetensors file of one format: written whole or not at all, mapped into memory when read.
+"""Safetensors files of one format: written atomically, and mapped into memory when read.
 
-Its metadata name the format and its version, so that a file of another kind, or of another
-Foretoken, is told from a damaged one.
+`ngrams` and `datastore` save their arrays with it. The metadata name the format and its version.
+An error can therefore say whether a file is of another kind, of another version, or damaged.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class TensorFile:
     """A kind of file.
 
     Args:
-        format: `format` in the metadata.
-        version: `version` in the metadata.
-        what: what users call such a file.
-        made_by: the command that makes one.
+        format: the value of `format` in the metadata.
+        version: the value of `version` in the metadata.
+        what: the name of such a file in messages, such as "datastore".
+        made_by: the command that makes such a file.
     """
 
     format: str
@@ -42,42 +42,53 @@ class TensorFile:
     def save(
         self, path: str | Path, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]
     ) -> None:
-        """Write a file, whole or not at all.
+        """Write a file atomically.
+
+        Args:
+            path: the file.
+            arrays: the arrays by name.
+            metadata: metadata besides `format` and `version`.
 
         Raises:
-            ForetokenError: it cannot be written; what was there before is untouched.
+            ForetokenError: the file cannot be written. An existing file then stays as it was.
         """
         path = Path(path)
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         named = {"format": self.format, "version": str(self.version), **metadata}
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            beside.touch()
-            mode = beside.stat().st_mode  # safetensors makes its files private
-            save_file(tensors, beside, named)
-            beside.chmod(mode)
-            beside.replace(path)
+            temporary.touch()
+            mode = temporary.stat().st_mode  # the usual mode; safetensors makes its files private
+            save_file(tensors, temporary, named)
+            temporary.chmod(mode)
+            temporary.replace(path)
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise ForetokenError(f"cannot write {path}: {reason}") from error
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
     def load(
         self, path: str | Path, names: Iterable[str]
     ) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Those of the named tensors that are there, mapped into memory, and the metadata.
+        """Map a file into memory.
+
+        Args:
+            path: the file.
+            names: names of the tensors to read; those that the file lacks are left out.
+
+        Returns:
+            The tensors by name, and the metadata.
 
         Raises:
-            ForetokenError: there is no such file, or it is damaged, of another kind or another
-                version.
+            ForetokenError: the file cannot be read, is damaged, or is of another kind or version.
         """
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
                 self._check(path, metadata)
-                here = set(file.keys())
-                tensors = {name: file.get_tensor(name) for name in names if name in here}
+                present = set(file.keys())
+                tensors = {name: file.get_tensor(name) for name in names if name in present}
         except OSError as error:
             raise ForetokenError(f"cannot read {path}: {error.strerror or error}") from error
         except SafetensorError as error:
@@ -96,5 +107,5 @@ class TensorFile:
             )
 
     def damaged(self, path: str | Path) -> ForetokenError:
-        """The error for a file whose content does not fit together."""
+        """The error for a file whose tensors are inconsistent."""
         return ForetokenError(f"{path} is damaged: build it again with '{self.made_by}'.")

@@ -65,7 +65,7 @@ class StaticSlab(KVSlab):
 
     def shrink(self) -> None:
         """Give back memory only where there is more than the limit: moving costs the graphs."""
-        if self.limit is not None and self.cells > self.limit:
+        if self.limit is not None and self.cells + self._state_cells() > self.limit:
             super().shrink()
 
     def begin_static(self, slots: Tensor, span: int) -> None:

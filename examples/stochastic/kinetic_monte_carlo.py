@@ -1,6 +1,7 @@
 """Speculative execution outside language models: kinetic Monte Carlo, two computations at a time.
 
-    python examples/stochastic_kinetic_monte_carlo.py
+    python examples/stochastic/kinetic_monte_carlo.py
+    python examples/stochastic/kinetic_monte_carlo.py --hops 30
 
 An atom hops between the sites of a crystal. Its next site is drawn from rates of harmonic
 transition state theory (Vineyard, 1957): a prefactor from the vibrations at each saddle point,
@@ -22,13 +23,14 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"  # one core for f, one for g
 
+import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
-from stochastic_report import Comparison, show_distribution
+from comparison import Comparison, show_distribution
 
 from foretoken.analysis.measure import overlap
 from foretoken.analysis.stochastic import Speculation
@@ -39,7 +41,6 @@ SIDE = 24  # sites along the edge of a periodic square crystal
 MODES_AT_SADDLE = 180  # size of an eigenvalue problem; there are four per hop
 MODES_AT_SITE = 330
 THERMAL_ENERGY = 0.12
-HOPS = 100
 SEED = 1
 
 ENERGIES = np.random.default_rng(SEED).normal(0.0, 0.1, SIDE * SIDE)
@@ -91,12 +92,15 @@ def seconds_of(function: Callable[[int], object]) -> float:
     return (time.perf_counter() - began) / 10
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """One walk."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hops", type=int, default=100)
+    hops = parser.parse_args(arguments).hops
     with ThreadPoolExecutor(2) as executor:
         call = Speculation(f, g, guess, executor)
         comparison, overlaps, site = Comparison(call), [], 0
-        for hop in range(HOPS):
+        for hop in range(hops):
             overlaps.append(overlap(f(site), guess(site)))
             site = comparison.run(site, Noise(SEED).at(hop)).choice
         comparison.show(float(np.mean(overlaps)), seconds_of(f), seconds_of(g))

@@ -1,13 +1,14 @@
 """Speculative execution outside language models: fetch before the policy has decided.
 
-    python examples/stochastic_prefetch.py
+    python examples/stochastic/prefetch.py
+    python examples/stochastic/prefetch.py --visitors 50
 
 A shop shows one of four pages. A policy service (f) answers with the probabilities of the pages for
 this visitor, one is drawn, and the page is rendered by another service (g). The probabilities are
 logged with the choice, because experiments are evaluated by dividing by them, so the page shown
 must have exactly that distribution: "render the likeliest one in advance and show it if there is
-nothing better" would spoil the log. Here rendering starts at once on a page drawn from last week's
-probabilities (q), and is kept or replaced so that the distribution stays exact.
+nothing better" would distort the log. Here rendering starts at once on a page drawn from last
+week's probabilities (q), and is kept or replaced so that the distribution stays exact.
 
 Both services are stand-ins that wait as long as a network would; the waiting is real, and so is
 the measured speed-up.
@@ -15,12 +16,14 @@ the measured speed-up.
 
 from __future__ import annotations
 
+import argparse
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
-from stochastic_report import Comparison, show_distribution
+from comparison import Comparison, show_distribution
 
 from foretoken.analysis.measure import overlap
 from foretoken.analysis.stochastic import Speculation
@@ -30,7 +33,6 @@ from foretoken.core.noise import Noise
 PAGES = 4
 POLICY_SECONDS = 0.030
 RENDER_SECONDS = 0.025
-VISITORS = 150
 SEED = 1
 
 LAST_WEEK = np.array([0.4, 0.3, 0.2, 0.1])
@@ -57,13 +59,16 @@ def g(page: int) -> str:
     return f"page {page}"
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--visitors", type=int, default=150)
+    visitors = parser.parse_args(arguments).visitors
     with ThreadPoolExecutor(2) as executor:
         call = Speculation(f, g, guess, executor)
         comparison = Comparison(call)
-        for visitor in range(VISITORS):
+        for visitor in range(visitors):
             comparison.run(visitor, Noise(SEED).at(visitor))
-        alpha = float(np.mean([overlap(policy(i), guess(i)) for i in range(VISITORS)]))
+        alpha = float(np.mean([overlap(policy(i), guess(i)) for i in range(visitors)]))
         comparison.show(alpha, POLICY_SECONDS, RENDER_SECONDS)
         show_distribution(policy(3), guess(3), call, SEED)
 

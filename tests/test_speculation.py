@@ -1,4 +1,4 @@
-"""Each request with its own drafter; a drafter's fault is its request's alone, and is reported."""
+"""Each request with its own strategy; a drafter's fault is its request's alone, and is reported."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from typing import TYPE_CHECKING
 import pytest
 
 from foretoken import LLM, SamplingParams
-from foretoken.control import Budget, CostCurve, Fixed
+from foretoken.control import Budget, Controller, CostCurve, Fixed
 from foretoken.control.batch import BatchTable
 from foretoken.control.cost_model import CostModel
-from foretoken.control.per_request import PerRequestController
 from foretoken.core.acceptance import RULES
 from foretoken.core.tree import Draft, chain
 from foretoken.decode import Outcome, StepTimes
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.none import NoDrafter
-from foretoken.drafters.per_request import PerRequest
-from foretoken.engine.scheduler import Engine, Speculation
+from foretoken.engine.scheduler import Scheduler
 from foretoken.request import Request
 from foretoken.runtime.kv_slab import OverBudget, SlabFull
 from foretoken.runtime.target import Target
+from foretoken.speculation import Speculation, Strategy
 from tests.control.worlds import outcome as outcome_of
 from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
@@ -30,7 +29,9 @@ from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-BUDGET = Budget(3, 3)
+
+def strategy_of(drafter: Drafter, controller: Controller | None = None) -> Strategy:
+    return Strategy(drafter, controller or Fixed(3), RULES["coupled"]())
 
 
 def request_of(prompt: Sequence[int], max_tokens: int = 20) -> Request:
@@ -45,7 +46,7 @@ def test_lookups_are_not_asked_where_nobody_may_draft() -> None:
     for looks_up in (False, True):
         drafter.state.clear()
         drafter.looks_up = looks_up
-        drafts = PerRequest(drafter).propose(batch, [Budget(0, 0)] * 2)
+        drafts = Speculation(strategy_of(drafter, Fixed(0))).draft(batch)
         assert [draft.tree.tokens for draft in drafts] == [(2,), (3,)]
         assert len(drafter.state) == (0 if looks_up else 2)
 
@@ -85,20 +86,19 @@ class Faulty(Drafter):
             raise self.error
 
 
-def outputs_of(
-    drafters: Sequence[Drafter], default: Drafter | None = None
-) -> tuple[list[Request], Engine]:
+def outputs_of(drafters: Sequence[Drafter]) -> tuple[list[Request], Speculation]:
     """Every prompt with one of the drafters, in one batch, to the end."""
     target = Target(tiny_model())
-    default = default or NoDrafter()
-    engine = Engine(target, default, RULES["coupled"](), Fixed(3))
+    speculation = Speculation(strategy_of(NoDrafter()))
+    scheduler = Scheduler(target, speculation)
+    strategies = {id(drafter): strategy_of(drafter) for drafter in drafters}
     requests = [request_of(prompt) for prompt in PROMPTS]
     for request, drafter in zip(requests, drafters, strict=True):
-        engine.add(request, Speculation(drafter, Fixed(3)))
-    while engine.busy:
-        engine.step()
+        scheduler.add(request, strategies[id(drafter)])
+    while scheduler.busy:
+        scheduler.step()
     assert not target._keys
-    return requests, engine
+    return requests, speculation
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def plain() -> list[tuple[int, ...]]:
 def test_a_fault_stays_with_its_request(at: str, plain: list[tuple[int, ...]]) -> None:
     drafter = Faulty(lambda request: request.prompt_ids == tuple(PROMPTS[2]))
     drafter.at = at
-    requests, engine = outputs_of([drafter] * len(PROMPTS))
+    requests, speculation = outputs_of([drafter] * len(PROMPTS))
     assert [tuple(request.output_ids) for request in requests] == plain
     failures = [request.metrics.drafter_failure for request in requests]
     assert failures == [None, None, "RuntimeError: it broke", None, None]
@@ -119,8 +119,8 @@ def test_a_fault_stays_with_its_request(at: str, plain: list[tuple[int, ...]]) -
     drafted = [request.metrics.num_drafts for request in requests]
     assert all(drafted[i] > 5 for i in (0, 1, 3, 4))
     assert drafted[2] == {"propose": 0, "observe": 1}.get(at, drafted[0])
-    assert not engine._drafters._failed
-    assert not engine._drafters._assigned
+    assert not speculation._failed
+    assert not speculation._assigned
 
 
 def test_it_fails_later_and_for_good(plain: list[tuple[int, ...]]) -> None:
@@ -160,10 +160,9 @@ def test_each_request_asks_its_own_drafter(plain: list[tuple[int, ...]]) -> None
 )
 def test_what_is_no_fault_of_the_drafter_comes_through(error: Exception) -> None:
     drafter = Faulty(lambda _: True, error)
-    router = PerRequest(drafter)
     request = request_of([1, 2])
     with pytest.raises(type(error)):
-        router.propose([request], [BUDGET])
+        Speculation(strategy_of(drafter)).draft([request])
     assert request.metrics.drafter_failure is None
 
 
@@ -173,23 +172,21 @@ def test_an_interrupt_comes_through() -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        PerRequest(Interrupted()).propose([request_of([1])], [BUDGET])
+        Speculation(strategy_of(Interrupted())).draft([request_of([1])])
 
 
 def test_an_error_without_words() -> None:
-    router = PerRequest(Faulty(lambda _: True, KeyError()))
     request = request_of([1, 2])
-    (draft,) = router.propose([request], [BUDGET])
+    (draft,) = Speculation(strategy_of(Faulty(lambda _: True, KeyError()))).draft([request])
     assert draft.tree.num_drafted == 0
     assert request.metrics.drafter_failure == "KeyError"
 
 
-def test_rewind_goes_to_the_drafter() -> None:
+def test_a_drafter_without_a_rewind_starts_afresh() -> None:
     drafter = Faulty()
-    router = PerRequest(drafter)
     request = request_of([1, 2])
-    router.propose([request], [BUDGET])
-    router.rewind(request)
+    drafter.propose([request], [Budget(3, 3)])
+    drafter.rewind(request)
     assert not drafter.state
 
 
@@ -200,7 +197,7 @@ def test_the_user_sees_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise OSError("the index is gone")
 
-    monkeypatch.setattr(llm._engine._drafter, "propose", broken)
+    monkeypatch.setattr(llm.engine._speculation.default.drafter, "propose", broken)
     (output,) = llm.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=5))
     assert len(output.token_ids) == 5
     metrics = output.outputs[0].as_dict()["metrics"]
@@ -211,17 +208,34 @@ def test_the_user_sees_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_request_asks_its_own_controller() -> None:
-    router = PerRequestController(Fixed(2), PerRequest(NoDrafter()).seconds)
+    """Which goes by its own requests, and knows how many rows the pass has."""
+    speculation = Speculation(strategy_of(Faulty(), Fixed(2)))
     requests = [request_of([1]) for _ in range(4)]
-    table = BatchTable(8, BatchTable.Options(lengths={1: 7, 2: 5}))
-    router.assign(requests[1], Fixed(4))
+    table = BatchTable(8, BatchTable.Options(lengths={1: 7, 3: 6, 4: 5}))
+    speculation.assign(requests[1], strategy_of(Faulty(), Fixed(4)))
+    shared = strategy_of(Faulty(), table)
     for request in requests[2:]:
-        router.assign(request, table)
-    assert [budget.chain for budget in router.budgets(requests)] == [2, 4, 5, 5]
-    assert [budget.chain for budget in router.budgets(requests[:3])] == [2, 4, 7]
+        speculation.assign(request, shared)
+
+    def lengths(count: int) -> list[int]:
+        return [draft.tree.num_drafted for draft in speculation.draft(requests[:count])]
+
+    assert lengths(4) == [2, 4, 5, 5]
+    assert lengths(3) == [2, 4, 6]
     for request in requests:
-        router.release(request)
-    assert [budget.chain for budget in router.budgets(requests)] == [2] * 4
+        speculation.release(request)
+    assert lengths(4) == [2] * 4
+
+
+def test_each_request_has_its_own_rule() -> None:
+    speculation = Speculation(strategy_of(NoDrafter()))
+    requests = [request_of([1]), request_of([2])]
+    other = RULES["rejection"]()
+    speculation.assign(requests[1], Strategy(NoDrafter(), Fixed(0), other))
+    assert [speculation.rule(request).name for request in requests] == ["coupled", "rejection"]
+    assert speculation.plain().rule(requests[1]) is other
+    speculation.release(requests[1])
+    assert speculation.rule(requests[1]).name == "coupled"
 
 
 class Clock:
@@ -257,69 +271,66 @@ class Slow(Faulty):
 class Watching(Fixed):
     """Keeps what it is shown."""
 
-    seen: StepTimes | None = None
+    seconds: float | None = None
+    rows = 0
 
-    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
-        self.seen = times
+    def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
+        self.rows = rows
+        return super().budgets(batch, rows)
+
+    def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
+        self.seconds = draft_seconds
 
 
 def test_each_controller_is_told_the_seconds_of_its_own_drafter(clock: Clock) -> None:
-    """And of the pass the whole: the cheap drafter has the longer drafts, and is not charged."""
-    controllers = [Watching(1), Watching(2), Watching(2)]
-    target = Target(tiny_model())
-    dear, cheap = Slow(clock, 3.0), Slow(clock, 0.25)
-    engine = Engine(target, dear, RULES["coupled"](), controllers[0])
-    requests = [request_of(prompt) for prompt in ([1], [2], [3], [4])]
-    engine.add(requests[0])
-    engine.add(requests[1], Speculation(cheap, controllers[1]))
-    engine.add(requests[2], Speculation(cheap, controllers[2]))
-    engine.add(requests[3])
-    engine.step()
-    first, second, third = (controller.seen for controller in controllers)
-    assert first is not None
-    assert second is not None
-    assert third is not None
-    assert first.draft == pytest.approx(3.0, abs=1e-3)
-    assert second.draft == third.draft == pytest.approx(0.125, abs=1e-3)
-    assert first.verify == second.verify == third.verify > 0
-    assert {(each.rows, each.positions) for each in (first, second, third)} == {(4, 10)}
-    assert [controller.others for controller in controllers] == [2, 3, 3]
-    engine.abort(requests)
-    assert controllers[0].others == 0
-
-
-def test_a_step_that_did_not_tell_drafting_apart_tells_no_controller(clock: Clock) -> None:
-    """As on the device, where nobody is asked and what was measured earlier means nothing."""
-    drafters = PerRequest(Slow(clock, 3.0))
     controllers = [Watching(1), Watching(2)]
-    router = PerRequestController(controllers[0], drafters.seconds)
-    requests = [request_of([1]), request_of([2])]
-    router.assign(requests[1], controllers[1])
-    drafters.propose(requests, [BUDGET, BUDGET])
-    outcomes = [outcome_of(request, [1], 0) for request in requests]
-    router.observe(outcomes, StepTimes(0.0, 0.5, 0.0))
-    assert [each.seen and each.seen.draft for each in controllers] == [0.0, 0.0]
+    strategies = [
+        strategy_of(Slow(clock, seconds), controller)
+        for seconds, controller in zip((3.0, 0.25), controllers, strict=True)
+    ]
+    scheduler = Scheduler(Target(tiny_model()), Speculation(strategies[0]))
+    requests = [request_of(prompt) for prompt in ([1], [2], [3], [4])]
+    for request, index in zip(requests, (0, 1, 1, 0), strict=True):
+        scheduler.add(request, strategies[index])
+    scheduler.step()
+    assert [controller.seconds for controller in controllers] == [
+        pytest.approx(3.0, abs=1e-3),
+        pytest.approx(0.25, abs=1e-3),
+    ]
+    assert [controller.rows for controller in controllers] == [4, 4]
+    scheduler.abort(requests)
+
+
+def test_a_step_without_drafts_is_shown_to_drafters_only() -> None:
+    """It was not the controller's decision, and says nothing about drafting."""
+    controller, drafter = Watching(2), Faulty()
+    speculation = Speculation(strategy_of(drafter, controller))
+    request = request_of([1, 2])
+    plain = speculation.plain()
+    (draft,) = plain.draft([request])
+    assert draft.tree.num_drafted == 0
+    plain.observe([outcome_of(request, (), 0)], StepTimes(0.0, 0.5, 0.0))
+    assert controller.seconds is None
+    assert drafter.observed == [request.key]
 
 
 def test_beside_a_dear_drafter_a_cheap_one_goes_on(clock: Clock) -> None:
     """Drafts of one cost three hundred times those of the other, and both are always right."""
     costs = CostCurve({1: 0.01, 2: 0.010, 8: 0.011})
+    seconds = CostCurve({1: 0.01, 2: 0.010, 8: 0.011})  # which learns nothing
     cheap, dear = (CostModel(3, costs=costs) for _ in range(2))
-    drafters = PerRequest(Slow(clock, 0.0001))
-    router = PerRequestController(cheap, drafters.seconds)
-    requests = [request_of([1]), request_of([2])]
-    drafters.assign(requests[1], Slow(clock, 0.03))
-    router.assign(requests[1], dear)
+    speculation = Speculation(strategy_of(Slow(clock, 0.0001), cheap))
+    requests = [request_of([1], 10**6), request_of([2], 10**6)]
+    speculation.assign(requests[1], strategy_of(Slow(clock, 0.03), dear))
     lengths = []
     for _ in range(40):
-        budgets = router.budgets(requests)
-        lengths.append([budget.chain for budget in budgets])
         began = clock.now
-        drafts = drafters.propose(requests, budgets)
+        drafts = speculation.draft(requests)
         sizes = [draft.tree.num_drafted for draft in drafts]
+        lengths.append(sizes)
         outcomes = [outcome_of(r, [1] * n, n) for r, n in zip(requests, sizes, strict=True)]
-        positions = 2 + sum(sizes)
-        router.observe(outcomes, StepTimes(clock.now - began, costs(positions, 2), 0.0))
+        verify = seconds(2 + sum(sizes), 2)
+        speculation.observe(outcomes, StepTimes(clock.now - began, verify, 0.0))
     late = lengths[10:]
     assert sum(own > 0 for own, _ in late) >= 0.8 * len(late)
     assert sum(own > 0 for _, own in late) <= 0.2 * len(late)
@@ -339,9 +350,10 @@ def test_a_pass_is_noted_once_for_all_controllers_with_one_curve() -> None:
     shared, own = Noting("shared"), Noting("own")
     blind = Fixed(2, costs=shared)  # which looks at no costs, and so notes none
     others = [CostModel(2, costs=curve) for curve in (shared, shared, own)]
-    router = PerRequestController(blind, PerRequest(NoDrafter()).seconds)
+    speculation = Speculation(strategy_of(NoDrafter(), blind))
     requests = [request_of([1]) for _ in range(4)]
     for request, controller in zip(requests[1:], others, strict=True):
-        router.assign(request, controller)
-    router.observe([outcome_of(request, (), 0) for request in requests], StepTimes(0.0, 0.5, 0.0))
+        speculation.assign(request, strategy_of(NoDrafter(), controller))
+    outcomes = [outcome_of(request, (), 0) for request in requests]
+    speculation.observe(outcomes, StepTimes(0.0, 0.5, 0.0))
     assert seen == [("shared", 4), ("own", 4)]

@@ -1,0 +1,297 @@
+"""The default controller on recorded texts and recorded pass times: what a mechanism of it earns.
+
+Whether a mechanism of the controller earns anything is hard to see in live runs: they take an hour,
+and the machine changes meanwhile. So this records once what passes take, by rows and drafted nodes,
+for some minutes, and what the target generates, and replays both as often as wanted, in seconds.
+The controller and the drafter are the real ones, and so is the time they take. A step costs what
+the recorded pass of that moment took, and tokens/s are compared with those of plain passes of the
+same moments: what differs between two runs is the controller.
+
+    python -m benchmarks.control_replay --prompts spec_bench.jsonl --recorded recorded.json
+
+Records if there is no such file (`--minutes` for passes, and one more for texts). Only drafters
+that look at tokens alone can be replayed. Requests come and go as in `benchmarks.contract`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+
+from benchmarks import flags
+from benchmarks.contract import HOT, RANDOM
+from benchmarks.loading import BASELINE, llm_for, load
+from benchmarks.prompts import encode, prompt_limit, read_prompts, stratified
+from benchmarks.report import command_line, markdown_table, one_line_errors
+from benchmarks.speed_run import random_ids
+from foretoken import LLM, SamplingParams
+from foretoken.config import SpeculativeConfig
+from foretoken.control import Controller, CostCurve, controller_class
+from foretoken.core.acceptance import Accepted
+from foretoken.core.sampler import TreeDistributions
+from foretoken.core.tree import Draft, chain
+from foretoken.decode import Outcome, StepTimes
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.ngram import NgramDrafter
+from foretoken.drafters.suffix import SuffixDrafter
+from foretoken.request import Request
+
+__all__ = ["main"]
+
+DRAFTERS = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
+DRAFTED = (0, 1, 3, 7, 15, 31, 63)
+"""Nodes besides the roots in the passes of a cycle."""
+BATCH_SIZES = (1, 2, 4, 8, 16, 32)
+TEXTS, TOKENS = 64, 64
+"""Of each kind, and generated for each."""
+CACHE_BYTES = 4 * 2**20
+"""Overwritten before what is timed: after a pass nothing of ours is in the cache."""
+
+
+def main(
+    prompts: flags.Prompts,
+    recorded: Annotated[Path, typer.Option(help="JSON; recorded where it does not exist.")],
+    method: Annotated[str, typer.Option(help="ngram or suffix.")] = "ngram",
+    model: flags.Model = "smollm2-135m",
+    batch_size: Annotated[list[int] | None, typer.Option(help="(Repeatable.)")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="At other moments of the recording.")] = 2,
+    minutes: Annotated[float, typer.Option(help="Of recording passes.")] = 3,
+    slow_reading: Annotated[
+        float, typer.Option(help="Milliseconds more for a pass in every other 3 seconds.")
+    ] = 0.0,
+    max_prompt_tokens: flags.MaxPromptTokens = 256,
+    seed: flags.Seed = 0,
+    dtype: flags.Dtype = "auto",
+    device: flags.Device = "auto",
+) -> None:
+    """Replay the recording and print a Markdown table."""
+    with one_line_errors():
+        if not recorded.exists():
+            llm = llm_for(load(model, dtype, device), BASELINE, max_num_seqs=max(BATCH_SIZES))
+            texts = _texts(llm, prompts, max_prompt_tokens, seed)
+            passes = {rows: _passes(llm, rows, 10 * minutes, seed) for rows in BATCH_SIZES}
+            recorded.write_text(json.dumps({"texts": texts, "passes": passes}))
+        data = json.loads(recorded.read_text())
+    sizes = batch_size or BATCH_SIZES
+    cells = {size: _replay(data, method, size, rounds, slow_reading / 1000) for size in sizes}
+    kinds = list(next(iter(cells.values())))
+    table = [[str(n), *(f"{c[k]:.3f}" for k in kinds), f"{geometric_mean(c.values()):.3f}"]
+             for n, c in cells.items()]  # fmt: skip
+    print(f"`{command_line('benchmarks.control_replay')}`, tokens/s over those of plain decoding\n")
+    print(markdown_table(["batch", *kinds, "mean"], table))
+
+
+# Recording
+
+
+def _texts(llm: LLM, path: Path, most: int, seed: int) -> dict[str, list[Any]]:
+    """Prompts and what the target makes of them, by kind; all kinds at once are one more."""
+    everything = read_prompts(path)
+    sample = stratified(everything, len(everything), seed)
+    limit = prompt_limit(llm, most, TOKENS)
+    found = dict[str, list[Any]]()
+    for kind in [*dict.fromkeys(prompt.kind for prompt in sample), HOT, RANDOM]:
+        chosen = [prompt for prompt in sample if kind in (HOT, prompt.kind)]
+        ids = [
+            random_ids(llm, row, min(limit, 128))
+            if kind == RANDOM
+            else encode(llm, chosen[row % len(chosen)], limit)
+            for row in range(TEXTS)
+        ]
+        hot = 1.5 if kind in (HOT, RANDOM) else 0.0
+        params = [
+            SamplingParams(temperature=hot, seed=row, max_tokens=TOKENS, ignore_eos=True)
+            for row in range(TEXTS)
+        ]
+        outputs = [output.token_ids for output in llm.generate(ids, params)]
+        found[kind] = list(zip(ids, outputs, strict=True))
+    each = TEXTS // len(found)
+    mixed = zip(*(texts[:each] for texts in found.values()), strict=True)
+    return {**found, "mixed": [text for group in mixed for text in group]}
+
+
+def _passes(llm: LLM, rows: int, seconds: float, seed: int) -> list[list[float]]:
+    """Cycles over all numbers of drafted nodes, in random order: seconds of each."""
+    target, dice = llm._target, random.Random(seed)
+    keys = [-(10**9) - row for row in range(rows)]
+    for key in keys:
+        target.add(key)
+        target.prefill(key, [1] * dice.randint(60, 320))
+    cycles, began = list[list[float]](), time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        taken = dict[int, float]()
+        for drafted in dice.sample(DRAFTED, len(DRAFTED)):
+            trees = [chain([1] * (1 + (drafted + row) // rows)) for row in range(rows)]
+            start = time.perf_counter()
+            target.verify(keys, trees)
+            taken[drafted] = time.perf_counter() - start
+        cycles.append([taken[drafted] for drafted in DRAFTED])
+    for key in keys:
+        target.remove(key)
+    return cycles
+
+
+# Replaying
+
+
+class _Machine:
+    """Tells what passes take at the present moment, and lets time go by.
+
+    Args:
+        cycles: recorded.
+        start: where to begin, as a share of them.
+        slower: seconds by which passes are slower in every other three seconds.
+    """
+
+    def __init__(self, cycles: Sequence[Sequence[float]], start: float, slower: float) -> None:
+        seconds = np.array(cycles)
+        ends = np.cumsum(seconds.sum(1))
+        self._seconds = seconds + slower * (ends // 3 % 2)[:, None]
+        self._ends = np.cumsum(self._seconds.sum(1))
+        self.now = start * float(self._ends[-1])
+
+    def passes(self, drafted: int) -> tuple[float, float]:
+        """Seconds of a pass with so many drafted nodes, and of one without any."""
+        at = int(np.searchsorted(self._ends, self.now % self._ends[-1], side="right"))
+        cycle = self._seconds[min(at, len(self._seconds) - 1)]
+        beyond = max(0, drafted - DRAFTED[-1]) * (cycle[-1] - cycle[-2]) / 32
+        return float(np.interp(drafted, DRAFTED, cycle) + beyond), float(cycle[0])
+
+
+class _Replayed(Request):
+    """A request whose tokens are known beforehand."""
+
+    def __init__(self, prompt: Sequence[int], truth: Sequence[int]) -> None:
+        super().__init__(prompt, SamplingParams(), vocab_size=2**17, max_model_len=2**17)
+        self.truth = truth
+
+    @property
+    def remaining(self) -> int:
+        return len(self.truth) - len(self.output_ids)
+
+
+def _replay(
+    data: Mapping[str, Any], method: str, batch: int, rounds: int, slower: float
+) -> dict[str, float]:
+    """Tokens/s over plain ones, by kind of text."""
+    ratios: dict[str, list[float]] = {kind: [] for kind in data["texts"]}
+    for number in range(rounds):
+        config = SpeculativeConfig(method=method)
+        drafter = DRAFTERS[method](config.options)
+        costs = _measured(data["passes"], 10 * number)
+        controller = controller_class("cost_model", looks_up=True)(config.gamma, None, costs)
+        warm_up = _Machine(data["passes"][str(batch)], 0.9, slower)
+        _Run(controller, drafter, warm_up, batch).ratio(data["texts"][HOT])
+        for place, (kind, texts) in enumerate(data["texts"].items()):
+            start = (0.13 * place + 0.37 * number) % 1
+            machine = _Machine(data["passes"][str(batch)], start, slower)
+            ratios[kind].append(_Run(controller, drafter, machine, batch).ratio(texts))
+    return {kind: geometric_mean(found) for kind, found in ratios.items()}
+
+
+def _measured(passes: Mapping[str, Any], first: int) -> CostCurve:
+    """As a target measures it when it is loaded: medians of five rounds."""
+    points = dict[tuple[int, int], float]()
+    for rows in (1, 4, 16):
+        cycles = passes[str(rows)][first : first + 5]
+        for drafted, taken in zip(DRAFTED, zip(*cycles, strict=True), strict=True):
+            if rows == 1 or not drafted:
+                points[rows, rows + drafted] = median(taken)
+    return CostCurve(points)
+
+
+@dataclass
+class _Run:
+    """So many requests in flight, until there are no more texts."""
+
+    controller: Controller
+    drafter: Drafter
+    machine: _Machine
+    batch: int
+
+    def ratio(self, texts: Sequence[Any]) -> float:
+        """Tokens/s over those of plain passes at the same moments."""
+        waiting = [_Replayed(prompt, truth) for prompt, truth in texts]
+        for number, request in enumerate(waiting[: self.batch], 1):  # as if they had begun so
+            request.truth = request.truth[: -(-TOKENS * number // self.batch)]
+        running, ours, plain = list[_Replayed](), 0.0, 0.0
+        while len(running) + len(waiting) >= self.batch:
+            while len(running) < self.batch:
+                running.append(waiting.pop(0))
+            before = sum(len(request.token_ids) for request in running)
+            seconds, without = self._step(running)
+            tokens = sum(len(request.token_ids) for request in running) - before
+            ours, plain = ours + seconds, plain + without * tokens / self.batch
+            self.machine.now += seconds
+            for request in [r for r in running if not r.remaining]:
+                self._release(request)
+                running.remove(request)
+        for request in running:
+            self._release(request)
+        return plain / ours
+
+    def _release(self, request: Request) -> None:
+        self.drafter.release(request)
+        self.controller.release(request)
+
+    def _step(self, batch: Sequence[_Replayed]) -> tuple[float, float]:
+        """Seconds of the step, and of a plain pass at this moment."""
+        rows, times = len(batch), StepTimes(0.0, 0.0, 0.0)
+        _forget_cache()
+        clock = [time.perf_counter()]
+        budgets = self.controller.budgets(batch, rows)
+        drafts = [Draft.empty(request.root) for request in batch]
+        if any(budget.nodes for budget in budgets):
+            drafts = self.drafter.propose(batch, budgets)
+        drafts = self.controller.trim(batch, drafts, rows)
+        clock.append(time.perf_counter())
+        positions = sum(len(draft.tree) for draft in drafts)
+        taken, plain = self.machine.passes(positions - rows)
+        outcomes = [_accept(*each) for each in zip(batch, drafts, strict=True)]
+        _forget_cache()
+        clock.append(time.perf_counter())
+        self.drafter.observe(outcomes, times)
+        clock.append(time.perf_counter())
+        proposing, _, learning = (end - start for start, end in pairwise(clock))
+        self.controller.costs.observe(positions, taken, rows)
+        self.controller.observe(outcomes, proposing + learning)
+        return taken + proposing + time.perf_counter() - clock[2], plain
+
+
+def _accept(request: _Replayed, draft: Draft) -> Outcome:
+    """The tokens of the draft that are those of the text, and one more."""
+    tree, path = draft.tree, [0]
+    truth = request.truth[len(request.output_ids) :]
+    for token in truth[:-1]:
+        nodes = [node for node in tree.children[path[-1]] if tree.tokens[node] == token]
+        if not nodes:
+            break
+        path.append(nodes[0])
+    kept, rejected = tuple(path[1:]), tree.children[path[-1]]
+    request.token_ids += truth[: len(path)]
+    accepted = Accepted(kept, truth[len(kept)], rejected, "rejected" if rejected else "")
+    logits = torch.empty(len(tree), 0)
+    distributions = TreeDistributions(logits, tree, request.sampler, ())
+    return Outcome(request, draft, accepted, (), logits, distributions)
+
+
+_CACHE = np.zeros(CACHE_BYTES // 8)
+
+
+def _forget_cache() -> None:
+    np.add(_CACHE, 1.0, out=_CACHE)
+
+
+if __name__ == "__main__":
+    typer.run(main)

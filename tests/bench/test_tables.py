@@ -1,0 +1,13 @@
+from __future__ import annotations
+
+from foretoken.bench.tables import markdown_table
+
+
+def test_a_table_is_markdown() -> None:
+    table = markdown_table(["name", "value"], [["a", "1"], ["bc", "10"]])
+    assert table.splitlines() == [
+        "| name | value |",
+        "| ---- | ----: |",
+        "| a    |     1 |",
+        "| bc   |    10 |",
+    ]

@@ -1,0 +1,92 @@
+"""The examples run as their docstrings say, with less to do."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+STOCHASTIC = EXAMPLES / "stochastic"
+
+on_the_default_model = [pytest.mark.model, pytest.mark.usefixtures("smollm2_path")]
+
+
+def run(path: Path, *arguments: str) -> None:
+    module(path).main(arguments)
+
+
+def module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+class TestOnTheDefaultModel:
+    pytestmark = on_the_default_model
+
+    def test_chat_loop(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\nWhat is 1+1?\n\nnot read\n"))
+        run(EXAMPLES / "chat_loop.py", "--max-tokens", "8")
+        assert len(re.findall(r"\[\d+ tokens in \d+ passes\]", capsys.readouterr().out)) == 2
+
+    def test_structured_output(self, capsys: pytest.CaptureFixture[str]) -> None:
+        run(EXAMPLES / "structured_output.py")
+        text, parsed, _ = capsys.readouterr().out.splitlines()
+        assert text.startswith('{"name":"')
+        assert "'born': 1990" in parsed
+
+    def test_streaming(self, capsys: pytest.CaptureFixture[str]) -> None:
+        run(EXAMPLES / "streaming.py", "--max-tokens", "8")
+        out = capsys.readouterr().out
+        assert "counting: ended (length)" in out
+        assert "story: ended (length)" in out
+
+    def test_compare_methods(self, capsys: pytest.CaptureFixture[str]) -> None:
+        run(EXAMPLES / "compare_methods.py", "--max-tokens", "8", "--methods", "none,ngram")
+        _, *rows = capsys.readouterr().out.splitlines()
+        assert [row.split()[0] for row in rows] == ["none", "ngram"]
+        assert all(row.endswith("True") for row in rows)
+
+    def test_custom_drafter(self, capsys: pytest.CaptureFixture[str]) -> None:
+        run(EXAMPLES / "custom_drafter.py", "--max-tokens", "12")
+        assert "second time" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("prefetch", ["--visitors", "5"]), ("kinetic_monte_carlo", ["--hops", "2"])],
+)
+def test_stochastic(
+    name: str,
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.syspath_prepend(str(STOCHASTIC))
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(variable, "1")  # so that what the example sets is undone
+    comparison = module(STOCHASTIC / "comparison.py")
+    monkeypatch.setattr(comparison, "DRAWS", 100)
+    monkeypatch.setitem(sys.modules, "comparison", comparison)
+    run(STOCHASTIC / f"{name}.py", *arguments)
+    out = capsys.readouterr().out
+    assert "speed-up" in out
+    assert "chosen in 100" in out
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.py")), ids=lambda path: path.stem)
+def test_every_example_says_how_to_run_it(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    if "__main__" in text:
+        assert f"    python {path.relative_to(EXAMPLES.parent)}" in text

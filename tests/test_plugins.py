@@ -1,0 +1,372 @@
+"""Drafters and acceptance rules from outside: as instances, and through entry points."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from foretoken import LLM, CompatibilityError, ConfigError, SamplingParams, SpeculativeConfig
+from foretoken.cli import app
+from foretoken.core.acceptance import RULES, AcceptanceRule, Accepted, TargetDistributions
+from foretoken.core.acceptance.block import Block
+from foretoken.core.acceptance.lenient import Lenient
+from foretoken.core.noise import StepNoise
+from foretoken.core.tree import Draft
+from foretoken.drafters.registry import METHODS
+from tests.drafting import RandomTrees, Scripted, drafter_of
+from tests.matrix import PROMPTS
+from tests.tiny import VOCAB_SIZE, tiny_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+SEEDED = SamplingParams(temperature=0.9, seed=3, max_tokens=12)
+
+MODULE = '''
+"""A package with a drafter and a rule."""
+
+from foretoken.core.acceptance.base import AcceptanceRule, Accepted
+from foretoken.core.tree import Draft, chain
+from foretoken.drafters.base import Drafter, DrafterOptions
+from foretoken.drafters.registry import DrafterSpec
+
+
+class ParrotOptions(DrafterOptions):
+    parrot_token: int = 7
+
+
+class Parrot(Drafter):
+    def __init__(self, options):
+        self.options = options
+
+    def propose(self, batch, budgets):
+        token = self.options.parrot_token
+        return [
+            Draft.deterministic(chain([request.root, *[token] * budget.chain]))
+            for request, budget in zip(batch, budgets, strict=True)
+        ]
+
+
+SPEC = DrafterSpec(
+    ParrotOptions,
+    lambda parts: Parrot(parts.options),
+    3,
+    summary="always the same token, as parrots do",
+)
+
+
+class Shy(AcceptanceRule):
+    """Accepts nothing, however probable it is.
+
+    More about it.
+    """
+
+    name = "shy"
+    lossless = True
+    takes_trees = True
+
+    def accept(self, draft, p, noise):
+        return Accepted((), noise.draw(p[0], 0), draft.tree.children[0], "too shy")
+
+
+NOT_A_PART = "neither a drafter nor a rule"
+'''
+
+Install = Callable[..., str]
+_numbers = count()
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Puts a distribution with these entry points on the path; `{module}` is its module."""
+
+    def installed(
+        drafters: dict[str, str] | None = None,
+        acceptance: dict[str, str] | None = None,
+        source: str = MODULE,
+    ) -> str:
+        module = f"foretoken_plugin_{next(_numbers)}"
+        folder = tmp_path / module
+        info = folder / f"{module}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (folder / f"{module}.py").write_text(source)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+        lines = []
+        for group, points in (("drafters", drafters), ("acceptance", acceptance)):
+            lines.append(f"[foretoken.{group}]")
+            lines += [f"{name} = {value}" for name, value in (points or {}).items()]
+        text = "\n".join(lines).replace("{module}", module)
+        (info / "entry_points.txt").write_text(text + "\n")
+        monkeypatch.syspath_prepend(str(folder))
+        importlib.invalidate_caches()
+        monkeypatch.setitem(sys.modules, module, None)  # so that it is taken out afterwards
+        del sys.modules[module]
+        return module
+
+    return installed
+
+
+@pytest.fixture
+def parrots(install: Install) -> str:
+    """A distribution with a drafter and a rule that work."""
+    return install({"parrot": "{module}:SPEC"}, {"shy": "{module}:Shy"})
+
+
+def tokens(llm: LLM, params: SamplingParams = SEEDED) -> list[tuple[int, ...]]:
+    return [output.token_ids for output in llm.generate(PROMPTS, params)]
+
+
+def cli(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+# Instances
+
+
+class Never(AcceptanceRule):
+    """Accepts nothing."""
+
+    name: ClassVar[str] = "never"
+    lossless: ClassVar[bool] = True
+    takes_trees: ClassVar[bool] = True
+
+    def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
+        return Accepted((), noise.draw(p[0], 0), draft.tree.children[0], "never")
+
+
+def test_a_rule_of_the_users_own() -> None:
+    model = tiny_model()
+    config = {"method": "ngram", "prompt_lookup_min": 1, "controller": "fixed"}
+    llm = LLM(model, speculative_config={**config, "acceptance": Never()})
+    outputs = llm.generate(PROMPTS, SEEDED)
+    assert [output.token_ids for output in outputs] == tokens(LLM(model))
+    assert sum(output.metrics.num_draft_tokens for output in outputs) > 0
+    assert sum(output.metrics.num_accepted_tokens for output in outputs) == 0
+    assert llm.speculative_config.as_dict()["acceptance"] == {"rule": "never"}
+
+
+def test_a_rule_with_options_as_an_instance() -> None:
+    model = tiny_model()
+    config = {"method": "ngram_table", "controller": "fixed"}
+    given = Lenient(Lenient.Options(lenience=0.4))
+    by_name = {"rule": "lenient", "lenience": 0.4}
+    ours, named = (
+        LLM(model, speculative_config={**config, "acceptance": rule}) for rule in (given, by_name)
+    )
+    assert tokens(ours) == tokens(named)
+    assert ours.speculative_config.rule is given
+    assert ours.speculative_config.as_dict() == named.speculative_config.as_dict()
+
+
+def test_a_rule_of_one_request() -> None:
+    llm = LLM(tiny_model(), speculative_config={"method": "ngram", "prompt_lookup_min": 1})
+    expected = tokens(LLM(tiny_model()))
+    own = {"method": "ngram", "prompt_lookup_min": 1, "acceptance": Never(), "controller": "fixed"}
+    outputs = llm.generate(PROMPTS, SEEDED, speculative_config=[own, None, own, None, own])
+    assert [output.token_ids for output in outputs] == expected
+    assert outputs[0].metrics.num_draft_tokens > 0 == outputs[0].metrics.num_accepted_tokens
+
+
+def test_a_rule_that_does_not_fit_the_drafter() -> None:
+    drafter = RandomTrees(lambda _: [], VOCAB_SIZE)
+    with pytest.raises(CompatibilityError, match=r"'block' takes chains only.*RandomTrees"):
+        LLM(tiny_model(), speculative_config={"method": drafter, "acceptance": Block()})
+
+
+@pytest.mark.parametrize("wrong", [Never, 3, object()])
+def test_what_is_no_rule(wrong: object) -> None:
+    with pytest.raises(ConfigError, match="acceptance") as caught:
+        LLM(tiny_model(), speculative_config={"method": "ngram", "acceptance": wrong})
+    assert "\n" not in str(caught.value)
+
+
+def known_drafter(model_tokens: list[tuple[int, ...]]) -> Scripted:
+    of_prompt = dict(zip(map(tuple, PROMPTS), model_tokens, strict=True))
+    return Scripted(lambda request: of_prompt[request.prompt_ids], VOCAB_SIZE)
+
+
+def test_a_drafter_of_the_users_own() -> None:
+    model = tiny_model()
+    plain = tokens(LLM(model), GREEDY)
+    drafter = known_drafter(plain)
+    llm = LLM(model, speculative_config={"method": drafter, "controller": "fixed"})
+    assert drafter_of(llm) is drafter
+    outputs = llm.generate(PROMPTS, GREEDY)
+    assert [output.token_ids for output in outputs] == plain
+    assert all(output.metrics.acceptance_rate == 1 for output in outputs)
+    described = llm.speculative_config.as_dict()
+    assert described["method"] == "Scripted"
+    assert described["num_speculative_tokens"] == 5
+    json.dumps(described)
+
+
+def test_a_drafter_of_one_request() -> None:
+    """The same instance is one strategy, however often it is given."""
+    llm = LLM(tiny_model())
+    drafter = known_drafter(tokens(LLM(tiny_model()), GREEDY))
+    config = {"method": drafter, "controller": "fixed", "num_speculative_tokens": 3}
+    for _ in range(2):
+        first, second = llm.generate(PROMPTS[:2], GREEDY, speculative_config=[config, None])
+        assert first.metrics.acceptance_rate == 1
+        assert second.metrics.num_drafts == 0
+    assert llm.engine.strategies.drafters() == [drafter]
+
+
+def test_a_drafter_inside_another() -> None:
+    plain = tokens(LLM(tiny_model()), GREEDY)
+    drafters = [{"method": "ngram"}, {"method": known_drafter(plain)}]
+    llm = LLM(tiny_model(), speculative_config={"method": "ensemble", "drafters": drafters})
+    assert tokens(llm, GREEDY) == plain
+    described = json.dumps(llm.speculative_config.as_dict())
+    assert "Scripted" in described
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt_lookup_max": 3}, "method 'Scripted' has no field 'prompt_lookup_max'"),
+        ({"model": "smollm2-135m"}, "method 'Scripted' takes no draft model"),
+    ],
+)
+def test_a_drafter_is_given_with_its_options(fields: dict[str, object], message: str) -> None:
+    drafter = Scripted(lambda _: [], VOCAB_SIZE)
+    with pytest.raises(ConfigError) as caught:
+        SpeculativeConfig(method=drafter, **fields)  # type: ignore[arg-type]
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [Scripted, 3, object()])
+def test_what_is_no_drafter(wrong: object) -> None:
+    with pytest.raises(ConfigError, match="method") as caught:
+        LLM(tiny_model(), speculative_config={"method": wrong})
+    assert "\n" not in str(caught.value)
+
+
+# Entry points
+
+
+@pytest.mark.usefixtures("parrots")
+def test_a_drafter_of_another_package() -> None:
+    model = tiny_model()
+    config = {"method": "parrot", "parrot_token": 9, "controller": "fixed"}
+    llm = LLM(model, speculative_config=config)
+    assert type(drafter_of(llm)).__name__ == "Parrot"
+    assert llm.speculative_config.gamma == 3
+    assert llm.speculative_config.as_dict()["parrot_token"] == 9
+    outputs = llm.generate(PROMPTS, SEEDED)
+    assert [output.token_ids for output in outputs] == tokens(LLM(model))
+    drafted = [token for step in outputs[0].trace for token in step.drafted]
+    assert set(drafted) == {9}
+
+
+@pytest.mark.usefixtures("parrots")
+def test_a_rule_of_another_package() -> None:
+    config = {"method": "ngram", "prompt_lookup_min": 1, "acceptance": "shy"}
+    llm = LLM(tiny_model(), speculative_config={**config, "controller": "fixed"})
+    outputs = llm.generate(PROMPTS, SEEDED)
+    assert [output.token_ids for output in outputs] == tokens(LLM(tiny_model()))
+    assert outputs[0].metrics.num_draft_tokens > 0 == outputs[0].metrics.num_accepted_tokens
+
+
+@pytest.mark.usefixtures("parrots")
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"method": "parot"}, "unknown method 'parot': did you mean 'parrot'?"),
+        ({"acceptance": "shyy"}, "unknown acceptance rule 'shyy': did you mean 'shy'?"),
+        ({"method": "zzz"}, "parrot"),  # among the known
+        ({"acceptance": "zzz"}, "shy"),
+        ({"method": "parrot", "parrot_tokn": 1}, "did you mean 'parrot_token'?"),
+        ({"method": "parrot", "parrot_token": "x"}, "parrot_token"),
+        ({"acceptance": {"rule": "shy", "x": 1}}, "no field 'x'"),
+    ],
+)
+def test_their_names_are_known_where_names_are_wrong(
+    fields: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SpeculativeConfig.parse(fields)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("parrots")
+def test_they_are_listed() -> None:
+    shown = cli("methods")
+    assert shown.exit_code == 0
+    assert "parrot" in shown.stdout
+    assert "always the same token, as parrots do" in shown.stdout
+    assert "parrot_token" in shown.stdout
+    assert "Accepts nothing, however probable it is" in shown.stdout
+    listed = json.loads(cli("methods", "--json").stdout)
+    assert listed["methods"][-1] == {
+        "name": "parrot",
+        "num_speculative_tokens": 3,
+        "summary": "always the same token, as parrots do",
+        "fields": ["parrot_token"],
+    }
+    assert listed["acceptance"][-1] == {
+        "name": "shy",
+        "lossless": True,
+        "summary": "Accepts nothing, however probable it is",
+        "fields": [],
+    }
+
+
+def test_our_own_names_come_first(install: Install) -> None:
+    """A package cannot put something else in the place of ours."""
+    install({"ngram": "{module}:SPEC"}, {"coupled": "{module}:Shy"})
+    config = SpeculativeConfig(method="ngram")
+    assert config.drafter_spec is METHODS["ngram"]
+    assert type(config.rule) is RULES["coupled"]
+    listed = json.loads(cli("methods", "--json").stdout)
+    assert [one["name"] for one in listed["methods"]] == list(METHODS)
+    assert [one["name"] for one in listed["acceptance"]] == list(RULES)
+
+
+BROKEN = {
+    "a module that is not there": ("no_such_module_at_all:SPEC", MODULE, "no_such_module_at_all"),
+    "a name that is not there": ("{module}:NOTHING", MODULE, "NOTHING"),
+    "no module at all": ("not a module", MODULE, "not a module"),
+    "a module that fails": ("{module}:SPEC", "raise RuntimeError('bad\\nluck')", "bad"),
+    "a module that is not Python": ("{module}:SPEC", "def (", "invalid syntax"),
+    "something else": ("{module}:NOT_A_PART", MODULE, "neither a drafter nor a rule"),
+    "something hard to describe": ("{module}:X", "X = 'two\\nlines'", "has to name"),
+}
+
+
+@pytest.mark.parametrize("case", list(BROKEN))
+@pytest.mark.parametrize("group", ["drafters", "acceptance"])
+def test_broken_entry_points_give_one_line(install: Install, case: str, group: str) -> None:
+    point, source, said = BROKEN[case]
+    module = install(**{group: {"broken": point}}, source=source)
+    fields = {"method": "broken"} if group == "drafters" else {"acceptance": "broken"}
+    with pytest.raises(ConfigError) as caught:
+        SpeculativeConfig.parse(fields)
+    message = str(caught.value)
+    assert "'broken'" in message
+    assert f"foretoken.{group}" in message
+    assert said.replace("{module}", module) in message
+    assert "\n" not in message
+    # What works goes on working, and the listing says what does not.
+    assert SpeculativeConfig(method="ngram").rule.name == "coupled"
+    shown = cli("methods", "--json")
+    assert shown.exit_code == 0
+    listed = json.loads(shown.stdout)["methods" if group == "drafters" else "acceptance"]
+    assert listed[-1]["name"] == "broken"
+    assert message in listed[-1]["summary"]
+    assert cli("methods").exit_code == 0
+
+
+def test_a_drafter_is_no_rule(install: Install) -> None:
+    install({"wrong": "{module}:Shy"}, {"wrong": "{module}:SPEC"})
+    with pytest.raises(ConfigError, match="has to name a DrafterSpec"):
+        SpeculativeConfig(method="wrong")
+    with pytest.raises(ConfigError, match="has to name a subclass of AcceptanceRule"):
+        SpeculativeConfig(acceptance="wrong")
