@@ -46,7 +46,7 @@ format: $(STAMP) ## format and mend what ruff can mend
 	$(BIN)/ruff format .
 
 docs: $(STAMP) ## build the site into site/; a warning is an error
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean: ## remove .venv and caches (the model cache stays)
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site .coverage* .import_linter_cache src/*.egg-info

@@ -1,16 +1,16 @@
-"""The default controller on recorded texts and recorded pass times: what a mechanism of it earns.
+"""The default controller on recorded texts and pass times: what each mechanism of it gains.
 
-Whether a mechanism of the controller earns anything is hard to see in live runs: they take an hour,
-and the machine changes meanwhile. So this records once what passes take, by rows and drafted nodes,
-for some minutes, and what the target generates, and replays both as often as wanted, in seconds.
-The controller and the drafter are the real ones, and so is the time they take. A step costs what
-the recorded pass of that moment took, and tokens/s are compared with those of plain passes of the
-same moments: what differs between two runs is the controller.
+A live run takes an hour, and the machine changes meanwhile. So this records once how long passes
+take, by rows and drafted nodes, and what the target generates. It then replays both in seconds.
+Controller and drafter are the real ones, and their own time counts. A step takes as long as the
+recorded pass of that moment; tokens/s are compared with those of plain passes of the same moments.
+Two replays then differ only by the controller.
 
     python -m benchmarks.control_replay --prompts spec_bench.jsonl --recorded recorded.json
 
-Records if there is no such file (`--minutes` for passes, and one more for texts). Only drafters
-that look at tokens alone can be replayed. Requests come and go as in `benchmarks.contract`.
+Records if the file does not exist: `--minutes` for passes, and about one more for texts. Only
+drafters that need nothing but tokens can be replayed. Requests join and end as in
+`benchmarks.contract`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ import torch
 import typer
 
 from benchmarks import flags
-from benchmarks.contract import HOT, RANDOM
-from benchmarks.loading import BASELINE, llm_for, load
-from benchmarks.prompts import encode, prompt_limit, read_prompts, stratified
+from benchmarks.contract_run import HOT, RANDOM, RANDOM_TOKENS
+from benchmarks.loading import llm_for, load
 from benchmarks.report import command_line, markdown_table, one_line_errors
-from benchmarks.speed_run import random_ids
 from foretoken import LLM, SamplingParams
+from foretoken.bench.contestants import BASELINE
+from foretoken.bench.encode import encode, prompt_limit, random_ids
+from foretoken.bench.prompts_file import read_prompts, stratified
 from foretoken.config import SpeculativeConfig
 from foretoken.control import Controller, CostCurve, controller_class
 from foretoken.core.acceptance import Accepted
@@ -46,29 +47,30 @@ from foretoken.drafters.base import Drafter
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.suffix import SuffixDrafter
 from foretoken.request import Request
+from foretoken.runtime.network import PassOutput
 
-__all__ = ["main"]
+__all__ = ["main", "replay"]
 
 DRAFTERS = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
 DRAFTED = (0, 1, 3, 7, 15, 31, 63)
-"""Nodes besides the roots in the passes of a cycle."""
+"""Drafted nodes (roots not counted) of the passes of a cycle."""
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 TEXTS, TOKENS = 64, 64
-"""Of each kind, and generated for each."""
+"""Texts of each kind, and tokens generated for each."""
 CACHE_BYTES = 4 * 2**20
-"""Overwritten before what is timed: after a pass nothing of ours is in the cache."""
+"""Overwritten before anything is timed, because a real pass evicts all else from the cache."""
 
 
 def main(
     prompts: flags.Prompts,
-    recorded: Annotated[Path, typer.Option(help="JSON; recorded where it does not exist.")],
+    recorded: Annotated[Path, typer.Option(help="JSON file; recorded if it does not exist.")],
     method: Annotated[str, typer.Option(help="ngram or suffix.")] = "ngram",
     model: flags.Model = "smollm2-135m",
     batch_size: Annotated[list[int] | None, typer.Option(help="(Repeatable.)")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="At other moments of the recording.")] = 2,
-    minutes: Annotated[float, typer.Option(help="Of recording passes.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Replays, each from another moment on.")] = 2,
+    minutes: Annotated[float, typer.Option(help="Time to record passes.")] = 3,
     slow_reading: Annotated[
-        float, typer.Option(help="Milliseconds more for a pass in every other 3 seconds.")
+        float, typer.Option(help="Slow all passes down by so many ms in every other 3 seconds.")
     ] = 0.0,
     max_prompt_tokens: flags.MaxPromptTokens = 256,
     seed: flags.Seed = 0,
@@ -78,17 +80,25 @@ def main(
     """Replay the recording and print a Markdown table."""
     with one_line_errors():
         if not recorded.exists():
-            llm = llm_for(load(model, dtype, device), BASELINE, max_num_seqs=max(BATCH_SIZES))
+            llm = llm_for(
+                load(model, dtype, device), BASELINE.config, max_num_seqs=max(BATCH_SIZES)
+            )
             texts = _texts(llm, prompts, max_prompt_tokens, seed)
             passes = {rows: _passes(llm, rows, 10 * minutes, seed) for rows in BATCH_SIZES}
             recorded.write_text(json.dumps({"texts": texts, "passes": passes}))
         data = json.loads(recorded.read_text())
     sizes = batch_size or BATCH_SIZES
-    cells = {size: _replay(data, method, size, rounds, slow_reading / 1000) for size in sizes}
+    cells = {size: replay(data, method, size, rounds, slow_reading / 1000) for size in sizes}
     kinds = list(next(iter(cells.values())))
-    table = [[str(n), *(f"{c[k]:.3f}" for k in kinds), f"{geometric_mean(c.values()):.3f}"]
-             for n, c in cells.items()]  # fmt: skip
-    print(f"`{command_line('benchmarks.control_replay')}`, tokens/s over those of plain decoding\n")
+    table = [
+        [
+            str(size),
+            *(f"{found[kind]:.3f}" for kind in kinds),
+            f"{geometric_mean(found.values()):.3f}",
+        ]
+        for size, found in cells.items()
+    ]
+    print(f"{command_line('benchmarks.control_replay')}, tokens/s over those of plain decoding\n")
     print(markdown_table(["batch", *kinds, "mean"], table))
 
 
@@ -96,17 +106,17 @@ def main(
 
 
 def _texts(llm: LLM, path: Path, most: int, seed: int) -> dict[str, list[Any]]:
-    """Prompts and what the target makes of them, by kind; all kinds at once are one more."""
+    """Prompts with the target's outputs, by kind; one more kind mixes all of them."""
     everything = read_prompts(path)
     sample = stratified(everything, len(everything), seed)
-    limit = prompt_limit(llm, most, TOKENS)
+    limit = prompt_limit(llm.max_model_len, most, TOKENS)
     found = dict[str, list[Any]]()
     for kind in [*dict.fromkeys(prompt.kind for prompt in sample), HOT, RANDOM]:
         chosen = [prompt for prompt in sample if kind in (HOT, prompt.kind)]
         ids = [
-            random_ids(llm, row, min(limit, 128))
+            random_ids(llm, row, min(limit, RANDOM_TOKENS))
             if kind == RANDOM
-            else encode(llm, chosen[row % len(chosen)], limit)
+            else encode(llm, chosen[row % len(chosen)].text, limit)
             for row in range(TEXTS)
         ]
         hot = 1.5 if kind in (HOT, RANDOM) else 0.0
@@ -122,8 +132,8 @@ def _texts(llm: LLM, path: Path, most: int, seed: int) -> dict[str, list[Any]]:
 
 
 def _passes(llm: LLM, rows: int, seconds: float, seed: int) -> list[list[float]]:
-    """Cycles over all numbers of drafted nodes, in random order: seconds of each."""
-    target, dice = llm._target, random.Random(seed)
+    """Seconds of passes in cycles, each of which has every number of drafted nodes once."""
+    target, dice = llm.engine.target, random.Random(seed)
     keys = [-(10**9) - row for row in range(rows)]
     for key in keys:
         target.add(key)
@@ -146,12 +156,12 @@ def _passes(llm: LLM, rows: int, seconds: float, seed: int) -> list[list[float]]
 
 
 class _Machine:
-    """Tells what passes take at the present moment, and lets time go by.
+    """The recorded machine: how long passes take at the present moment.
 
     Args:
-        cycles: recorded.
-        start: where to begin, as a share of them.
-        slower: seconds by which passes are slower in every other three seconds.
+        cycles: the recording (see `_passes`).
+        start: the first moment, as a share of the recording.
+        slower: seconds added to every pass in every other three seconds.
     """
 
     def __init__(self, cycles: Sequence[Sequence[float]], start: float, slower: float) -> None:
@@ -162,7 +172,7 @@ class _Machine:
         self.now = start * float(self._ends[-1])
 
     def passes(self, drafted: int) -> tuple[float, float]:
-        """Seconds of a pass with so many drafted nodes, and of one without any."""
+        """Seconds of a pass with so many drafted nodes, and of a plain one."""
         at = int(np.searchsorted(self._ends, self.now % self._ends[-1], side="right"))
         cycle = self._seconds[min(at, len(self._seconds) - 1)]
         beyond = max(0, drafted - DRAFTED[-1]) * (cycle[-1] - cycle[-2]) / 32
@@ -170,7 +180,7 @@ class _Machine:
 
 
 class _Replayed(Request):
-    """A request whose tokens are known beforehand."""
+    """A request whose output is known in advance."""
 
     def __init__(self, prompt: Sequence[int], truth: Sequence[int]) -> None:
         super().__init__(prompt, SamplingParams(), vocab_size=2**17, max_model_len=2**17)
@@ -181,10 +191,10 @@ class _Replayed(Request):
         return len(self.truth) - len(self.output_ids)
 
 
-def _replay(
+def replay(
     data: Mapping[str, Any], method: str, batch: int, rounds: int, slower: float
 ) -> dict[str, float]:
-    """Tokens/s over plain ones, by kind of text."""
+    """Tokens/s over those of plain decoding, by kind of text; geometric means over rounds."""
     ratios: dict[str, list[float]] = {kind: [] for kind in data["texts"]}
     for number in range(rounds):
         config = SpeculativeConfig(method=method)
@@ -196,12 +206,13 @@ def _replay(
         for place, (kind, texts) in enumerate(data["texts"].items()):
             start = (0.13 * place + 0.37 * number) % 1
             machine = _Machine(data["passes"][str(batch)], start, slower)
+            drafter.forget()  # `suffix` would remember texts of the warm-up and of other kinds
             ratios[kind].append(_Run(controller, drafter, machine, batch).ratio(texts))
     return {kind: geometric_mean(found) for kind, found in ratios.items()}
 
 
 def _measured(passes: Mapping[str, Any], first: int) -> CostCurve:
-    """As a target measures it when it is loaded: medians of five rounds."""
+    """The cost curve as a target measures it: medians of five rounds."""
     points = dict[tuple[int, int], float]()
     for rows in (1, 4, 16):
         cycles = passes[str(rows)][first : first + 5]
@@ -213,7 +224,7 @@ def _measured(passes: Mapping[str, Any], first: int) -> CostCurve:
 
 @dataclass
 class _Run:
-    """So many requests in flight, until there are no more texts."""
+    """One kind of text at one batch size, until its texts are used up."""
 
     controller: Controller
     drafter: Drafter
@@ -221,9 +232,11 @@ class _Run:
     batch: int
 
     def ratio(self, texts: Sequence[Any]) -> float:
-        """Tokens/s over those of plain passes at the same moments."""
+        """Tokens/s, over those of plain passes at the same moments."""
         waiting = [_Replayed(prompt, truth) for prompt, truth in texts]
-        for number, request in enumerate(waiting[: self.batch], 1):  # as if they had begun so
+        for number, request in enumerate(
+            waiting[: self.batch], 1
+        ):  # so that they do not end at once
             request.truth = request.truth[: -(-TOKENS * number // self.batch)]
         running, ours, plain = list[_Replayed](), 0.0, 0.0
         while len(running) + len(waiting) >= self.batch:
@@ -246,7 +259,7 @@ class _Run:
         self.controller.release(request)
 
     def _step(self, batch: Sequence[_Replayed]) -> tuple[float, float]:
-        """Seconds of the step, and of a plain pass at this moment."""
+        """Take one step; its seconds, and those of a plain pass at this moment."""
         rows, times = len(batch), StepTimes(0.0, 0.0, 0.0)
         _forget_cache()
         clock = [time.perf_counter()]
@@ -270,7 +283,7 @@ class _Run:
 
 
 def _accept(request: _Replayed, draft: Draft) -> Outcome:
-    """The tokens of the draft that are those of the text, and one more."""
+    """Accept the drafted tokens that the recorded text has, and add one more token."""
     tree, path = draft.tree, [0]
     truth = request.truth[len(request.output_ids) :]
     for token in truth[:-1]:
@@ -283,7 +296,7 @@ def _accept(request: _Replayed, draft: Draft) -> Outcome:
     accepted = Accepted(kept, truth[len(kept)], rejected, "rejected" if rejected else "")
     logits = torch.empty(len(tree), 0)
     distributions = TreeDistributions(logits, tree, request.sampler, ())
-    return Outcome(request, draft, accepted, (), logits, distributions)
+    return Outcome(request, draft, accepted, (), PassOutput(logits), distributions)
 
 
 _CACHE = np.zeros(CACHE_BYTES // 8)

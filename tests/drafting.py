@@ -108,7 +108,7 @@ class RandomTrees(Scripted):
 
 
 class Reader(Drafter):
-    """Keeps the hidden states that it is shown, and holds that none is missing or shown twice over.
+    """Collects the hidden states that it is shown, and checks that none is missing.
 
     Args:
         inner: drafts; None drafts nothing.

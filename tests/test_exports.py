@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import foretoken
+from foretoken import errors
 
 
 @pytest.mark.parametrize("name", foretoken.__all__)
@@ -17,6 +18,10 @@ def test_every_public_name_can_be_had_and_is_documented(name: str) -> None:
     if isinstance(value, type):
         assert value.__doc__
         assert value.__module__.startswith("foretoken.")
+
+
+def test_every_error_a_user_may_catch_is_public() -> None:
+    assert set(errors.__all__) <= set(foretoken.__all__)
 
 
 def test_dir_lists_them() -> None:

@@ -1,4 +1,4 @@
-"""The wheel is complete: it works outside the checkout, with its C++ sources and its entry point."""
+"""The wheel is complete: it works outside the checkout, C++ sources and entry point included."""
 
 from __future__ import annotations
 

@@ -208,10 +208,9 @@ def test_the_user_sees_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_request_asks_its_own_controller() -> None:
-    """Which goes by its own requests, and knows how many rows the pass has."""
     speculation = Speculation(strategy_of(Faulty(), Fixed(2)))
     requests = [request_of([1]) for _ in range(4)]
-    table = BatchTable(8, BatchTable.Options(lengths={1: 7, 3: 6, 4: 5}))
+    table = BatchTable(8, BatchTable.Options(lengths={1: 7, 2: 5}))
     speculation.assign(requests[1], strategy_of(Faulty(), Fixed(4)))
     shared = strategy_of(Faulty(), table)
     for request in requests[2:]:
@@ -221,7 +220,7 @@ def test_each_request_asks_its_own_controller() -> None:
         return [draft.tree.num_drafted for draft in speculation.draft(requests[:count])]
 
     assert lengths(4) == [2, 4, 5, 5]
-    assert lengths(3) == [2, 4, 6]
+    assert lengths(3) == [2, 4, 7]
     for request in requests:
         speculation.release(request)
     assert lengths(4) == [2] * 4
@@ -357,3 +356,22 @@ def test_a_pass_is_noted_once_for_all_controllers_with_one_curve() -> None:
     outcomes = [outcome_of(request, (), 0) for request in requests]
     speculation.observe(outcomes, StepTimes(0.0, 0.5, 0.0))
     assert seen == [("shared", 4), ("own", 4)]
+
+
+class Misdrafting(Drafter):
+    """Drafts what no target may be shown."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = tokens
+
+    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
+        return [Draft.deterministic(chain([r.root, *self._tokens])) for r in batch]
+
+
+@pytest.mark.parametrize("tokens", [[VOCAB_SIZE], [-1], [3, 10**9]], ids=str)
+def test_a_draft_outside_the_vocabulary_never_reaches_the_target(tokens: list[int]) -> None:
+    llm = LLM(tiny_model(), speculative_config={"method": Misdrafting(tokens)})
+    expected = LLM(tiny_model()).generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=6))
+    (output,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=6))
+    assert output.token_ids == expected[0].token_ids
+    assert "vocabulary" in str(output.metrics.drafter_failure)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         ForetokenError,
         ModelError,
         PromptError,
+        RequestError,
     )
     from foretoken.llm import LLM
     from foretoken.outputs import (
@@ -50,6 +51,7 @@ _MODULES = {
         "ForetokenError",
         "ModelError",
         "PromptError",
+        "RequestError",
     ],
     "foretoken.llm": ["LLM"],
     "foretoken.engine.llm_engine": ["LLMEngine"],
@@ -77,6 +79,7 @@ __all__ = [
     "ModelError",
     "Origin",
     "PromptError",
+    "RequestError",
     "RequestOutput",
     "SamplingParams",
     "SpeculativeConfig",

@@ -8,7 +8,8 @@
     └── RequestError        a request ended with an error while it ran
 
 All are `ValueError`s: the caller passed something that has to change. Our own mistakes are
-`AssertionError`s and are never caught. The message is one line: what is wrong, and what to do.
+`AssertionError`s: one in a request's own data ends that request, any other is never caught. The
+message is one line: what is wrong, and what to do.
 """
 
 from __future__ import annotations

@@ -105,7 +105,6 @@ class LLM:
         self.speculative_config = SpeculativeConfig.parse(speculative_config)
         loaded = LoadedModel.of(model, tokenizer, dtype, device)
         self.model_path, self.tokenizer = loaded.path, loaded.tokenizer
-        self.eos_token_ids = loaded.eos_token_ids
         options = EngineOptions(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -116,6 +115,7 @@ class LLM:
             runtime=runtime,
         )
         self.engine = LLMEngine(loaded, self.speculative_config, options)
+        self.eos_token_ids = loaded.eos_token_ids  # of a model that the engine has not refused
 
     @property
     def max_model_len(self) -> int:
@@ -169,9 +169,9 @@ class LLM:
         Args:
             prompts: a prompt or a sequence of prompts (strings, token id lists, conversations).
             sampling_params: one for all, or one per prompt; None takes the defaults.
-            speculative_config: how to guess, one for all or one per prompt; None as the `LLM` does.
-                The acceptance rule is the `LLM`'s. What a configuration needs is made at its first
-                use and kept.
+            speculative_config: how to speculate, one for all or one per prompt; None as the `LLM`
+                does. Without `acceptance` its rule is the `LLM`'s. What a configuration needs is
+                loaded at its first use and kept.
             trace: compute p of every drafted token for the trace, also where no rule looked.
 
         Returns:
@@ -181,6 +181,7 @@ class LLM:
             PromptError: a prompt is empty, too long, or has ids outside the vocabulary.
             ConfigError: parameters do not fit the model or the number of prompts.
             CompatibilityError: a drafter does not fit the model or the rule.
+            RequestError: a request ended with an error while it ran; `outputs` has all results.
         """
         listed = as_list(prompts)
         params = one_each("sampling_params", listed, sampling_params)
@@ -208,6 +209,10 @@ class LLM:
             sampling_params: as in `generate`; n must be 1.
             speculative_config: as in `generate`.
             trace: as in `generate`.
+
+        Raises:
+            ConfigError: n is not 1; and as in `generate`.
+            RequestError: the request ended with an error while it ran.
         """
         if sampling_params is not None and sampling_params.n != 1:
             raise ConfigError(f"n: a stream has one output, got {sampling_params.n}.")

@@ -148,8 +148,7 @@ class Speculation:
             return [Draft.empty(request.root) for request in requests]
         try:
             drafts = drafter.propose(requests, budgets)
-            if len(drafts) != len(requests):
-                raise ValueError(f"{len(drafts)} drafts for {len(requests)} requests")
+            _check(drafts, requests)
             return drafts
         except NOT_FAULTS:
             raise
@@ -290,6 +289,18 @@ class Plain:
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> float:
         """See `Speculation.observe_plain`."""
         return self.speculation.observe_plain(outcomes, times)
+
+
+def _check(drafts: Sequence[Draft], requests: Sequence[Request]) -> None:
+    """Refuse what would make a pass fail, or read outside of the embedding."""
+    if len(drafts) != len(requests):
+        raise ValueError(f"{len(drafts)} drafts for {len(requests)} requests")
+    for draft, request in zip(drafts, requests, strict=True):
+        tokens, vocab_size = draft.tree.tokens, request.sampler.vocab_size
+        if tokens[0] != request.root:
+            raise ValueError(f"the draft's root is token {tokens[0]}, not {request.root}")
+        if not 0 <= min(tokens) <= max(tokens) < vocab_size:
+            raise ValueError(f"the draft has token ids outside the vocabulary of {vocab_size}")
 
 
 def _in_one_line(error: Exception) -> str:

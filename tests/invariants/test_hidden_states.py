@@ -494,7 +494,7 @@ def test_a_reader_behind_the_first_drafter_of_a_horizontal_cascade() -> None:
 def test_layers_that_the_model_does_not_have(float32: Kind, layer: int) -> None:
     """Refused at construction (invariant 5), inside other drafters, too."""
     reader = Reader(None, (0, layer))
-    configs = [
+    configs: list[dict[str, Any]] = [
         {"method": reader},
         {"method": "ensemble", "drafters": [{"method": "ngram"}, {"method": reader}]},
         {"method": "cascade", "model": float32.model(seed=1), "drafter": {"method": reader}},

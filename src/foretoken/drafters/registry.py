@@ -190,7 +190,7 @@ METHODS: dict[str, DrafterSpec] = {
         SwitchOptions,
         lambda parts: Switch(_several(parts), parts.options),
         5,
-        summary="per request the drafter that served it best lately",
+        summary="for each request the drafter with the best recent goodput",
     ),
     "horizontal_cascade": DrafterSpec(
         HorizontalOptions,
@@ -246,7 +246,7 @@ METHODS: dict[str, DrafterSpec] = {
         RecycleOptions,
         lambda parts: RecycleDrafter(parts.options),
         16,
-        summary="the target's own runners-up: what was probable after the last tokens before",
+        summary="tokens that the target found probable after the same context before",
     ),
     "suffix": DrafterSpec(
         SuffixOptions,
@@ -276,7 +276,7 @@ METHODS: dict[str, DrafterSpec] = {
         NoOptions,
         lambda parts: RandomDrafter(coupled=parts.coupled),
         1,
-        summary="uniform over the vocabulary: what a drafter has to beat",
+        summary="uniform over the vocabulary: the baseline that every drafter must beat",
     ),
 }
 

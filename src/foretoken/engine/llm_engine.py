@@ -37,6 +37,10 @@ from foretoken.speculation import Speculation, Strategy
 __all__ = ["EngineOptions", "Job", "LLMEngine"]
 
 
+MOST_IDS = 100_000
+"""Ids of requests that are remembered after their end."""
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """What `LLM` says about memory, batches and runtimes; see its arguments."""
@@ -158,7 +162,7 @@ class LLMEngine:
         self._reporting = Lock()
         self._jobs: dict[str, Job] = {}  # added by hand, with something left to report
         self._collected: list[StreamChunk] = []  # of these jobs, for the next `step` to return
-        self._known_ids: set[str] = set()
+        self._known_ids: dict[str, None] = {}  # in order of arrival, the last ones
         self._next_id = count()
 
     # By hand
@@ -198,7 +202,7 @@ class LLMEngine:
                 raise ConfigError(f"request_id: '{request_id}' is taken by another request.")
             names.append(self._free_id() if request_id is None else request_id)
             job.request_id = names[0]
-            self._known_ids.add(names[0])
+            self._remember(names[0])
             self._jobs[names[0]] = job
             self._queue([job])
 
@@ -232,7 +236,7 @@ class LLMEngine:
         Those that have ended already stay as they are.
 
         Raises:
-            ConfigError: no request ever had this id.
+            ConfigError: no request has this id, or had it lately.
         """
         for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
             if request_id not in self._known_ids:
@@ -345,6 +349,14 @@ class LLMEngine:
     def _step(self) -> None:
         if self._scheduler.busy:
             self._scheduler.step()
+
+    def _remember(self, request_id: str) -> None:
+        """Note an id, so that nobody else takes it; forget the oldest that is not in use."""
+        self._known_ids[request_id] = None
+        if len(self._known_ids) > MOST_IDS:
+            oldest = next((known for known in self._known_ids if known not in self._jobs), None)
+            if oldest is not None:
+                del self._known_ids[oldest]
 
     def _free_id(self) -> str:
         return next(name for name in map(str, self._next_id) if name not in self._known_ids)

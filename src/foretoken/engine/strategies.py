@@ -32,6 +32,10 @@ Speculative: TypeAlias = SpeculativeConfig | Mapping[str, Any] | None
 """How one request speculates; None takes the `LLM`'s own way."""
 
 
+MOST_STRATEGIES = 64
+"""Strategies of requests that are kept: an older one is built anew if it is asked for again."""
+
+
 class StrategyFactory:
     """Builds the strategies of one target, each configuration's once.
 
@@ -83,6 +87,7 @@ class StrategyFactory:
             if known == config:
                 return strategy
         self._built.append((config, self.build(config)))
+        del self._built[:-MOST_STRATEGIES]
         return self._built[-1][1]
 
     def drafters(self) -> list[Drafter]:

@@ -218,7 +218,7 @@ def index_texts(texts: Iterable[Sequence[int]], vocab_size: int) -> Datastore:
 def _joined(texts: Iterable[Iterable[NDArray[np.int64]]], vocab_size: int) -> Integers:
     """All texts, which come in pieces, as one array [N] with a separator after each text."""
     if not 0 < vocab_size <= MAX_VOCAB:
-        raise ForetokenError(f"a vocabulary of {vocab_size} tokens: it can have 1 to {MAX_VOCAB}.")
+        raise ForetokenError(f"a vocabulary of {vocab_size} tokens: it must have 1 to {MAX_VOCAB}.")
     dtype = np.uint16 if vocab_size <= np.iinfo(np.uint16).max else np.int32
     joined: list[Any] = []
     for text in texts:

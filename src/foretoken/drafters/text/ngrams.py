@@ -216,7 +216,7 @@ class _Counter:
     def __init__(self, vocab_size: int) -> None:
         if not 0 < vocab_size <= MAX_VOCAB:
             raise ForetokenError(
-                f"a vocabulary of {vocab_size} tokens: 1 to {MAX_VOCAB} can be counted."
+                f"a vocabulary of {vocab_size} tokens: it must have 1 to {MAX_VOCAB}."
             )
         self._vocab_size = vocab_size
         self._unigrams = np.zeros(vocab_size, dtype=np.int64)
