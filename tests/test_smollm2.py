@@ -72,7 +72,17 @@ def reference(smollm2_float32: PreTrainedModel, prompts: list[list[int]]) -> lis
     return [tuple(reference_greedy(smollm2_float32, prompt, TOKENS)) for prompt in prompts]
 
 
-@pytest.mark.parametrize("method", ["none", *SPECULATIVE])
+QUICK = ("none", "draft_model", "suffix", "early_exit", "ensemble")
+"""One of each kind: `test_greedy.py` has all of them on tiny models."""
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(method, marks=[] if method in QUICK else pytest.mark.slow)
+        for method in ("none", *SPECULATIVE)
+    ],
+)
 def test_float32_equals_transformers(
     smollm2_float32: PreTrainedModel,
     smollm2_tokenizer: PreTrainedTokenizerBase,

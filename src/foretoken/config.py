@@ -19,7 +19,7 @@ from foretoken.control.cost_model import CostModel
 from foretoken.core.acceptance import AcceptanceRule, rule_class
 from foretoken.core.config import Config
 from foretoken.drafters.base import Drafter, DrafterOptions
-from foretoken.drafters.registry import METHODS, DrafterSpec, drafter_spec, spec_of
+from foretoken.drafters.registry import DrafterSpec, drafter_spec, spec_of
 from foretoken.errors import ConfigError
 
 __all__ = ["SpeculativeConfig"]
@@ -154,9 +154,9 @@ class SpeculativeConfig(Config):
     @property
     def _steady(self) -> bool:
         """Whether the method, or one it combines, wants drafts of one size."""
-        inner = getattr(self.options, "drafters", ())
-        specs = [METHODS.get(str(fields.get("method"))) for fields in inner]
-        return any(spec is not None and spec.steady for spec in (self.drafter_spec, *specs))
+        inner = [fields.get("method") for fields in getattr(self.options, "drafters", ())]
+        specs = [drafter_spec(name) for name in inner if isinstance(name, str)]
+        return any(spec.steady for spec in (self.drafter_spec, *specs))
 
     @property
     def controller_options(self) -> Config:

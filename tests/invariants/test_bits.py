@@ -59,7 +59,13 @@ def plain(model: PreTrainedModel) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("method", ON_CHAINS)
-@pytest.mark.parametrize("gamma", range(1, 17))
+@pytest.mark.parametrize(
+    "gamma",
+    [
+        pytest.param(gamma, marks=[] if gamma in (1, 2, 3, 4, 5, 8, 16) else pytest.mark.slow)
+        for gamma in range(1, 17)
+    ],
+)
 def test_any_drafter_any_draft_length(
     model: PreTrainedModel, plain: dict[str, list[Any]], method: str, gamma: int
 ) -> None:

@@ -41,6 +41,16 @@ CASES = [
     if fits(method, rule) and method not in WITH_TOKENIZER
 ]
 """Methods that know tokens by their text would need more than this vocabulary."""
+SAMPLING = {"draft_model", "ngram_table", "corpus_ngram", "random", "cascade", "early_exit"}
+COMBINED = {"ensemble", "switch", "horizontal_cascade", "lookahead"}
+QUICK = {
+    "coupled": {"none", "draft_model", "recycle"},
+    "rejection": {*SAMPLING, *COMBINED, "ngram"},
+    "block": {"draft_model", "ngram_table", "cascade", "ngram"},
+}
+"""Cases that differ in what they run. Under `coupled` outputs are those of `none` to the bit
+(`test_bits.py`), and one-hot drafts take one path through a rule, whoever proposed them: the other
+cases are for `make test-slow`."""
 ALARM = 1e-6
 
 
@@ -89,7 +99,13 @@ def sample(llm: LLM, temperature: float) -> Counter[tuple[int, ...]]:
     return Counter(output.token_ids[:LENGTH] for output in outputs)
 
 
-@pytest.mark.parametrize(("method", "rule", "temperature"), CASES)
+@pytest.mark.parametrize(
+    ("method", "rule", "temperature"),
+    [
+        pytest.param(*case, marks=[] if case[0] in QUICK[case[1]] else pytest.mark.slow)
+        for case in CASES
+    ],
+)
 def test_output_distribution(
     model: PreTrainedModel, method: str, rule: str, temperature: float
 ) -> None:

@@ -151,10 +151,9 @@ def _method(text: str, draft_model: str | None, quantization: str | None) -> Con
 def _complete(fields: dict[str, Any], draft_model: str | None) -> None:
     """Add the draft model where the method takes one, and check the configuration."""
     from foretoken.config import SpeculativeConfig
-    from foretoken.drafters.registry import METHODS
+    from foretoken.drafters.registry import drafter_spec
 
-    known = METHODS.get(fields["method"])
-    if known is not None and known.takes_model and draft_model is not None:
+    if draft_model is not None and drafter_spec(fields["method"]).takes_model:
         fields.setdefault("model", draft_model)
     SpeculativeConfig.parse(fields)
 
