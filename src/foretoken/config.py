@@ -38,10 +38,11 @@ class SpeculativeConfig(Config):
         acceptance: a rule's name, a dict of its name (`rule`) and its options, or an
             `AcceptanceRule`.
         controller: how much to draft from step to step: a controller's name, or a dict of its
-            name (`rule`) and its options. None takes `cost_model` where the very tokens do not
-            depend on it (rule `coupled`), so that speculation that does not pay is not done, and
-            `fixed` elsewhere: what is timed must not choose what is sampled. Methods whose next
-            guesses come out of their last draft (`lookahead`, `pad`) keep `fixed`, too.
+            name (`rule`) and its options. The default is `cost_model` where the
+            output does not depend on draft lengths (rule `coupled`): it does not speculate where
+            that does not pay. Elsewhere the default is `fixed`, because `cost_model` reads the
+            clock and the clock must not change the output. Methods whose next guesses come from
+            their last draft (`lookahead`, `pad`) also default to `fixed`.
 
     Every method's own fields (`prompt_lookup_max`, `draft_temperature`, ...) may be given
     alongside; they are validated by the method's options class and kept in `options`.
@@ -154,9 +155,7 @@ class SpeculativeConfig(Config):
     @property
     def _steady(self) -> bool:
         """Whether the method, or one it combines, wants drafts of one size."""
-        inner = [fields.get("method") for fields in getattr(self.options, "drafters", ())]
-        specs = [drafter_spec(name) for name in inner if isinstance(name, str)]
-        return any(spec.steady for spec in (self.drafter_spec, *specs))
+        return _is_steady(self.drafter_spec, dict(self.options))
 
     @property
     def controller_options(self) -> Config:
@@ -195,3 +194,10 @@ def _name(field: str, value: str | Mapping[str, Any]) -> str:
 
 def _fields(value: str | dict[str, Any] | None) -> dict[str, Any]:
     return {k: v for k, v in value.items() if k != "rule"} if isinstance(value, dict) else {}
+
+
+def _is_steady(spec: DrafterSpec, options: Mapping[str, Any]) -> bool:
+    """Whether a method, or one that it combines at any depth, wants drafts of one size."""
+    inner = options.get("drafters") or ()
+    named = [fields for fields in inner if isinstance(fields.get("method"), str)]
+    return spec.steady or any(_is_steady(drafter_spec(f["method"]), f) for f in named)

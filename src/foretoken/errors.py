@@ -24,6 +24,7 @@ __all__ = [
     "ModelError",
     "PromptError",
     "RequestError",
+    "in_one_line",
 ]
 
 
@@ -57,3 +58,9 @@ class RequestError(ForetokenError):
     def __init__(self, message: str, outputs: Sequence[Any] = ()) -> None:
         super().__init__(message)
         self.outputs = outputs
+
+
+def in_one_line(error: BaseException) -> str:
+    """An error of any kind as one line: its class, and the first line of what it says."""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

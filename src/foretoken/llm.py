@@ -66,13 +66,9 @@ class LLM:
     Attributes:
         tokenizer: the tokenizer, or None.
         model_path: the (converted) Hugging Face folder, or None for a loaded model.
-        bit_exact: whether, on this machine and in this dtype, the bits of a position do not depend
-            on how many are computed with it (invariant 7); spot-checked at construction. On the
-            native runtime that includes trees. Where it is False a controller that is not named is
-            `fixed`: what goes by the clock must not show in the output.
-        engine: the same by hand: requests that are added, stepped and aborted one by one.
-        vocabulary_overlap: how many tokens a draft model shares with the target, and how it drafts
-            for it; None without a draft model or without the tokenizers. Of several the last.
+        speculative_config: the default way to speculate.
+        eos_token_ids: end-of-sequence tokens.
+        engine: the `LLMEngine`: requests that are added, stepped and aborted one by one.
 
     Raises:
         ModelError: the model cannot be found or read.
@@ -115,7 +111,7 @@ class LLM:
             runtime=runtime,
         )
         self.engine = LLMEngine(loaded, self.speculative_config, options)
-        self.eos_token_ids = loaded.eos_token_ids  # of a model that the engine has not refused
+        self.eos_token_ids = loaded.eos_token_ids
 
     @property
     def max_model_len(self) -> int:
@@ -143,7 +139,12 @@ class LLM:
 
     @property
     def bit_exact(self) -> bool:
-        """Whether invariant 7 was found to hold for this model on this machine."""
+        """Whether a position's bits do not depend on how many are computed with it (invariant 7).
+
+        Spot-checked at construction, for this model, dtype and machine; on the native runtime trees
+        are included. Where it is False the default controller is `fixed`, because one that reads
+        the clock would show in the output.
+        """
         return self.engine.target.bit_exact
 
     @property

@@ -17,7 +17,7 @@ from foretoken.core.noise import Noise, fresh_seed
 from foretoken.core.params import SamplingParams
 from foretoken.core.sampler import Sampler, TreeDistributions
 from foretoken.core.tree import Draft
-from foretoken.errors import ForetokenError
+from foretoken.errors import ForetokenError, in_one_line
 from foretoken.outputs import CompletionOutput, Metrics, StreamedToken, TokenLogprobs
 from foretoken.trace import StepTrace, Trace
 
@@ -265,10 +265,10 @@ class Request:
         """What went wrong, in one line; None if nothing did."""
         if self.failure is None:
             return None
-        reason = str(self.failure).splitlines()
-        if isinstance(self.failure, ForetokenError) and reason:
-            return reason[0]
-        return f"{type(self.failure).__name__}: {reason[0] if reason else 'no message'}"
+        line = in_one_line(self.failure)
+        if isinstance(self.failure, ForetokenError):  # written for users, without its class
+            return line.removeprefix(f"{type(self.failure).__name__}: ")
+        return line
 
     def output(self) -> CompletionOutput:
         """The output as far as it has come."""

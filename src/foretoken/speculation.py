@@ -19,14 +19,11 @@ from foretoken.core.acceptance.base import AcceptanceRule
 from foretoken.core.tree import Draft
 from foretoken.decode import Outcome, StepTimes
 from foretoken.drafters.base import Drafter, layers_of
-from foretoken.errors import CompatibilityError
+from foretoken.errors import CompatibilityError, in_one_line
 from foretoken.request import Request
 from foretoken.runtime.slab_buffers import SlabFull
 
 __all__ = ["Speculation", "Strategy"]
-
-NOT_FAULTS = (AssertionError, SlabFull)
-"""Our own mistakes must come to light; and where drafting fills the slab, the engine makes room."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,8 @@ class Strategy:
         name, drafter = self.rule.name, type(self.drafter).__name__
         if not self.rule.takes_trees:
             raise CompatibilityError(
-                f"acceptance rule '{name}' takes chains only, and {drafter} proposes trees."
+                f"acceptance rule '{name}' takes chains only, and {drafter} proposes "
+                "trees: choose another rule, or let it draft chains."
             )
         if self.rule.needs_independent_siblings and not self.drafter.independent_siblings:
             raise CompatibilityError(
@@ -82,6 +80,7 @@ class Speculation:
         self._assigned: dict[int, Strategy] = {}
         self._failed: set[int] = set()  # keys of requests whose drafter was given up
         self._seconds: dict[int, float] = {}  # of proposing in this step, by id of the strategy
+        self._rows = 0  # requests of this step
 
     def assign(self, request: Request, strategy: Strategy) -> None:
         """Let this strategy serve the request until it is released."""
@@ -110,35 +109,23 @@ class Speculation:
     def draft(self, batch: Sequence[Request]) -> list[Draft]:
         """See `decode.Speculates`: each strategy drafts for its requests together."""
         self._seconds.clear()
+        self._rows = len(batch)
         parts = self._parts(batch)
-        if len(parts) == 1:
-            return self._draft(parts[0], len(batch))
-        drafts: dict[int, Draft] = {}
+        if len(parts) == 1 and len(parts[0].requests) == len(batch):
+            return self._draft(parts[0])
+        drafts = {request.key: Draft.empty(request.root) for request in batch}
         for part in parts:
-            made = self._draft(part, len(batch))
+            made = self._draft(part)
             drafts.update((r.key, draft) for r, draft in zip(part.requests, made, strict=True))
         return [drafts[request.key] for request in batch]
 
-    def _draft(self, part: _Part, rows: int) -> list[Draft]:
+    def _draft(self, part: _Part) -> list[Draft]:
         strategy, requests = part.strategy, part.requests
-        budgets = strategy.controller.budgets(requests, rows)
+        budgets = strategy.controller.budgets(requests, self._rows)
         began = time.perf_counter()
-        drafts = self._propose_to_healthy(strategy.drafter, requests, budgets)
+        drafts = self._propose(strategy.drafter, requests, budgets)
         self._seconds[id(strategy)] = time.perf_counter() - began
-        return strategy.controller.trim(requests, drafts, rows)
-
-    def _propose_to_healthy(
-        self, drafter: Drafter, requests: list[Request], budgets: Sequence[Budget]
-    ) -> list[Draft]:
-        """Drafts for requests whose drafter has not failed; empty ones for the others."""
-        if not self._failed:
-            return self._propose(drafter, requests, budgets)
-        drafts = {request.key: Draft.empty(request.root) for request in requests}
-        pairs = [p for p in zip(requests, budgets, strict=True) if p[0].key not in self._failed]
-        if pairs:
-            made = self._propose(drafter, [r for r, _ in pairs], [budget for _, budget in pairs])
-            drafts.update((r.key, draft) for (r, _), draft in zip(pairs, made, strict=True))
-        return [drafts[request.key] for request in requests]
+        return strategy.controller.trim(requests, drafts, self._rows)
 
     def _propose(
         self, drafter: Drafter, requests: Sequence[Request], budgets: Sequence[Budget]
@@ -148,9 +135,9 @@ class Speculation:
             return [Draft.empty(request.root) for request in requests]
         try:
             drafts = drafter.propose(requests, budgets)
-            _check(drafts, requests)
+            _check(drafter, drafts, requests)
             return drafts
-        except NOT_FAULTS:
+        except (AssertionError, SlabFull):  # where drafts fill the slab the scheduler makes room
             raise
         except Exception as error:
             if len(requests) == 1:
@@ -180,7 +167,12 @@ class Speculation:
     def _observe_costs(
         self, parts: Sequence[_Part], outcomes: Sequence[Outcome], seconds: float
     ) -> None:
-        """Show the pass to the cost curves that controllers choose by, once each."""
+        """Show the pass to the cost curves that controllers choose by, once each.
+
+        If a request failed after the pass, its nodes are unknown, and the pass is left out.
+        """
+        if len(outcomes) != self._rows:
+            return
         controllers = [part.strategy.controller for part in parts]
         curves = {id(c.costs): c.costs for c in controllers if c.needs_costs}
         positions = sum(len(outcome.draft.tree) for outcome in outcomes)
@@ -188,18 +180,14 @@ class Speculation:
             curve.observe(positions, seconds, len(outcomes))
 
     def _show(self, drafter: Drafter, outcomes: Sequence[Outcome], times: StepTimes) -> None:
-        """The drafter sees what came of its requests, but for those it failed for.
+        """The drafter sees what came of its requests.
 
         After a failure one by one: it may then see an outcome twice, and learn badly.
         """
-        if self._failed:
-            outcomes = [o for o in outcomes if o.request.key not in self._failed]
-        if not outcomes:
-            return
         try:
             drafter.observe(outcomes, times)
             return
-        except NOT_FAULTS:
+        except AssertionError:
             raise
         except Exception as error:
             if len(outcomes) == 1:
@@ -212,7 +200,7 @@ class Speculation:
 
     def hidden_layers(self, batch: Sequence[Request]) -> tuple[int, ...]:
         """See `decode.Speculates`: ascending; empty if no drafter asks."""
-        return layers_of([self.strategy(request).drafter for request in batch])
+        return layers_of([part.strategy.drafter for part in self._parts(batch)])
 
     def observe_prefill(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
         """Show a request's drafter the hidden states of prompt tokens (see `Drafter`)."""
@@ -221,7 +209,7 @@ class Speculation:
             return
         try:
             drafter.observe_prefill(request, start, hidden)
-        except NOT_FAULTS:
+        except AssertionError:
             raise
         except Exception as error:
             self._give_up(drafter, request, error)
@@ -233,21 +221,24 @@ class Speculation:
         return Plain(self)
 
     def observe_plain(self, outcomes: Sequence[Outcome], times: StepTimes) -> float:
-        """After a step without drafts: drafters see it; it is no measure for controllers."""
+        """After a step without drafts: for drafters that need all hidden states, nobody else."""
         began = time.perf_counter()
         by_key = {outcome.request.key: outcome for outcome in outcomes}
         for part in self._parts([outcome.request for outcome in outcomes]):
-            self._show(part.strategy.drafter, [by_key[r.key] for r in part.requests], times)
+            if part.strategy.drafter.hidden_layers:
+                self._show(part.strategy.drafter, [by_key[r.key] for r in part.requests], times)
         return time.perf_counter() - began
 
     # Inside
 
     def _parts(self, batch: Sequence[Request]) -> list[_Part]:
-        """The requests of each strategy, in order."""
-        if not self._assigned:
+        """The requests of each strategy whose drafter has not failed, in order."""
+        if not self._assigned and not self._failed:
             return [_Part(self.default, list(batch))] if batch else []
         parts: dict[int, _Part] = {}
         for request in batch:
+            if request.key in self._failed:
+                continue
             strategy = self.strategy(request)
             parts.setdefault(id(strategy), _Part(strategy, [])).requests.append(request)
         return list(parts.values())
@@ -255,7 +246,7 @@ class Speculation:
     def _give_up(self, drafter: Drafter, request: Request, error: Exception) -> None:
         """No more drafts for this request."""
         self._failed.add(request.key)
-        request.metrics.drafter_failure = _in_one_line(error)
+        request.metrics.drafter_failure = in_one_line(error)
         self._release_drafter(drafter, request)
 
     def _release_drafter(self, drafter: Drafter, request: Request) -> None:
@@ -265,7 +256,7 @@ class Speculation:
             raise
         except Exception as error:
             if request.metrics.drafter_failure is None:
-                request.metrics.drafter_failure = _in_one_line(error)
+                request.metrics.drafter_failure = in_one_line(error)
 
 
 @dataclass(frozen=True)
@@ -291,18 +282,15 @@ class Plain:
         return self.speculation.observe_plain(outcomes, times)
 
 
-def _check(drafts: Sequence[Draft], requests: Sequence[Request]) -> None:
-    """Refuse what would make a pass fail, or read outside of the embedding."""
+def _check(drafter: Drafter, drafts: Sequence[Draft], requests: Sequence[Request]) -> None:
+    """Refuse what would make a pass or the rule fail, or read outside of the embedding."""
     if len(drafts) != len(requests):
         raise ValueError(f"{len(drafts)} drafts for {len(requests)} requests")
     for draft, request in zip(drafts, requests, strict=True):
         tokens, vocab_size = draft.tree.tokens, request.sampler.vocab_size
         if tokens[0] != request.root:
             raise ValueError(f"the draft's root is token {tokens[0]}, not {request.root}")
+        if not drafter.drafts_trees and not draft.tree.is_chain:
+            raise ValueError("the draft is a tree, and the drafter's `drafts_trees` is False")
         if not 0 <= min(tokens) <= max(tokens) < vocab_size:
             raise ValueError(f"the draft has token ids outside the vocabulary of {vocab_size}")
-
-
-def _in_one_line(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

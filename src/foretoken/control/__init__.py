@@ -30,7 +30,7 @@ def controller_class(name: str, *, looks_up: bool = False) -> type[Controller]:
 
     Args:
         name: of the controller.
-        looks_up: whether it is for a drafter that looks its guesses up, and for `decode.step`.
+        looks_up: whether the drafter looks its tokens up (`Drafter.looks_up`).
 
     Raises:
         ConfigError: no controller has this name.

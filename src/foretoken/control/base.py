@@ -58,7 +58,7 @@ class Controller(ABC):
         costs: what a pass costs by number of positions; shared by the controllers of a target that
             declare `needs_costs`, and measured for them at first.
         levels: nodes at each level of a full draft, as far as they are known beforehand, of a
-            drafter that makes branches; None for chains.
+            drafter of trees; None for chains.
     """
 
     class Options(Config):
@@ -95,10 +95,10 @@ class Controller(ABC):
         """
 
     def trim(self, batch: Sequence[Request], drafts: Sequence[Draft], rows: int) -> list[Draft]:
-        """What is verified of the drafts; most controllers have said beforehand how much they want.
+        """The part of the drafts that is verified; most controllers limit drafts by `budgets` only.
 
-        Only of tokens that are certain, or under a rule to which q is nothing, may any be cut: what
-        was drawn and is dropped for its value would change the distribution (invariant 2).
+        Only deterministic tokens may be cut, unless the rule does not read q: dropping a sampled
+        token for its value would change the output's distribution (invariant 2).
         """
         return list(drafts)
 

@@ -41,6 +41,6 @@ class BatchTable(Controller):
         """See `Controller.budgets`."""
         assert isinstance(self.options, self.Options)
         lengths = self.options.lengths
-        entry = max(size for size in lengths if size <= max(1, len(batch)))
+        entry = max(size for size in lengths if size <= max(1, rows))
         length = min(lengths[entry], self.num_speculative_tokens)
         return [within(request, length) for request in batch]

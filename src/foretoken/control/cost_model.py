@@ -16,11 +16,12 @@ The nodes of a step go where they are worth most: level j of request r adds d p_
 levels are taken in the order of expected tokens per node, as many as give the batch most expected
 tokens per second. Where that is none the step is a plain one.
 
-What is never done is never measured. A request that has drafted nothing for `probe_every` steps
-drafts one level, so that a text that turns predictable is noticed; a new one does so sooner if that
-is cheap. And about one percent of the time goes into steps without drafts, so that the cost of a
-plain pass stays known. The first draft of a request includes reading its text. As long as no draft
-without that was timed, the next step drafts for the same requests again, and for no new ones.
+Costs and acceptance rates go stale if nothing is drafted. So a request that has drafted nothing
+for `probe_every` steps drafts one level, so that a text that turns predictable is noticed; a new
+one does so sooner if that is cheap. And about one percent of the time goes into steps without
+drafts, so that the cost of a plain pass stays known. The first draft of a request includes reading
+its text. As long as no draft without that was timed, the next step drafts for the same requests
+again, and for no new ones.
 """
 
 from __future__ import annotations

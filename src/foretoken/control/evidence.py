@@ -1,7 +1,4 @@
-"""How often drafted tokens are right: estimates that follow the text.
-
-Counts decay, so that estimates follow the text.
-"""
+"""How often drafted tokens are accepted. Counts decay, so that estimates follow the text."""
 
 from __future__ import annotations
 
@@ -59,11 +56,11 @@ _BY_MATCH: list[float] = [0.0, *(1 - 0.8 / length**0.7 for length in range(1, LO
 _LATER_RANKS: list[float] = [0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01]
 _BY_RANK = [odds for first in (0.4, 0.5, 0.6) for odds in (first, *_LATER_RANKS)]
 _AT_FIRST: list[float] = [*_BY_MATCH, *_BY_RANK]
-"""By features, where nothing is known: 0.2 after a match of one token, 0.9 after sixteen."""
+"""Acceptance by feature before anything was observed: 0.2 after a match of 1 token, 0.9 of 16."""
 
 
 def by_match(length: int, drafted: int) -> tuple[int, ...]:
-    """Grounds of a chain of `drafted` tokens that was found by a match of the last `length` tokens.
+    """Feature bins of a chain of `drafted` tokens found by a match of the last `length` tokens.
 
     Each of its tokens makes the match longer by one.
     """
@@ -72,12 +69,12 @@ def by_match(length: int, drafted: int) -> tuple[int, ...]:
 
 
 def by_rank(rank: int, context: int = 1) -> int:
-    """Grounds of the token that was the `rank`-th probable, from 0, after `context` tokens."""
+    """Feature bin of the `rank`-th most probable token (from 0) after `context` tokens."""
     return LONGEST_MATCH + 1 + NUM_RANKS * (context - 1) + rank
 
 
 def at_first(features: int) -> float:
-    """How likely a token of these features is right where nothing is known."""
+    """Acceptance probability of a token with this feature before anything was observed."""
     return _AT_FIRST[features]
 
 

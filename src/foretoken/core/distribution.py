@@ -53,7 +53,9 @@ class Distribution:
             return Distribution(probs)
         if math.isnan(minimum):
             raise RequestError(
-                "the logits are not numbers: the model or the sampling parameters overflow."
+                "the logits are not numbers, because the model or the sampling parameters "
+                "overflow: lower logit_bias and penalties; if you set none, use float32 or "
+                "bfloat16."
             )
         (support,) = probs.nonzero(as_tuple=True)  # [S]
         return Distribution(probs[support], support)

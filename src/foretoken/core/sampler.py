@@ -180,7 +180,8 @@ def check_finite(logit: Tensor) -> None:
     if not math.isfinite(logit):
         raise RequestError(
             f"the largest logit is {float(logit)}: the model, or the sampling "
-            "parameters (logit_bias, penalties, masks), leave no token that can be drawn."
+            "parameters (logit_bias, penalties, masks), leave no token that can be drawn: lower "
+            "them; if you set none, the model overflows in this dtype: use float32 or bfloat16."
         )
 
 

@@ -182,6 +182,8 @@ class Cascade(Drafter):
             agreed = common_prefix(cached, inner.token_ids[:-1])
             if inner.token_ids[: len(before.token_ids)] != before.token_ids:
                 self._drafter.rewind(inner)
+                if self._drafter.hidden_layers:  # it is shown all of them anew
+                    agreed = 0
         self._inner[request.key] = inner
         self._model.rollback(inner.key, agreed)
         layers = self._drafter.hidden_layers

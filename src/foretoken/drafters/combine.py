@@ -255,9 +255,10 @@ class Switch(_Several):
         """Record the step's goodput for the drafter in use, and show it the outcome."""
         seconds = times.draft + times.verify + times.accept
         for outcome in outcomes:
-            choice = self._choices[outcome.request.key]
+            choice = self._choice(outcome.request)
             if choice.drafting:
                 choice.arms[choice.current].add(len(outcome.accepted.path) + 1, seconds)
+            choice.drafting = False  # until the next draft: a plain step is nobody's merit
             for index, drafter in enumerate(self._drafters):
                 if index == choice.current or drafter.hidden_layers:
                     drafter.observe([outcome], times)

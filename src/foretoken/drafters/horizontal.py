@@ -67,7 +67,7 @@ class _Chain:
         """The budget of the next drafter, for at most `max_tokens` tokens."""
         left = self.budget.chain - len(self.tokens)
         length = 0 if self.stopped else min(left, max_tokens)
-        min_path_prob = self.budget.min_path_prob / self.path_prob
+        min_path_prob = self.budget.min_path_prob / self.path_prob if self.path_prob else 0.0
         return replace(self.budget, nodes=length, depth=length, min_path_prob=min_path_prob)
 
     def add(self, draft: Draft) -> None:

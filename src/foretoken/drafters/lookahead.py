@@ -166,7 +166,9 @@ class LookaheadDrafter(Drafter):
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
         """Read a new row of the window, and new n-grams, from the target's output."""
         for outcome in outcomes:
-            window = self._windows[outcome.request.key]
+            window = self._windows.get(outcome.request.key)
+            if window is None:  # it has not drafted for this request
+                continue
             guesses: list[int] = []
             for path, column in window.columns():
                 node = _find(outcome.draft.tree, path)

@@ -47,7 +47,7 @@ from foretoken.drafters.vocabulary import DraftModel, Vocabularies
 from foretoken.errors import ConfigError
 from foretoken.runtime.target import Target
 
-__all__ = ["METHODS", "DrafterParts", "DrafterSpec", "drafter_spec"]
+__all__ = ["METHODS", "DrafterParts", "DrafterSpec", "drafter_spec", "spec_of"]
 
 
 @dataclass(frozen=True)

@@ -241,9 +241,11 @@ class LLMEngine:
         for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
             if request_id not in self._known_ids:
                 raise ConfigError(f"request_id: no request has the id {request_id!r}.")
-            job = self._jobs.pop(request_id, None)
-            if job is not None:
-                self.end([job])
+            with Uninterrupted():  # a job that is not reported any more must not run on
+                with self._reporting:
+                    job = self._jobs.pop(request_id, None)
+                if job is not None:
+                    self.end([job])
 
     def reset_drafter_memory(self) -> None:
         """See `LLM.reset_drafter_memory`."""

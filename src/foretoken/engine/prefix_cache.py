@@ -91,11 +91,15 @@ class PrefixCache:
             The number of tokens found, n, and layer id -> [n, E].
 
         Raises:
-            SlabFull: the row cannot hold them; it may have some of them.
+            SlabFull: the row cannot hold them; it is empty.
         """
         found = self._find(tokens, layers)
-        for known in found:
-            self._target.append(key, self._entries[known].kv)
+        try:
+            for known in found:
+                self._target.append(key, self._entries[known].kv)
+        except BaseException:
+            self._target.rollback(key, 0)
+            raise
         self._touch(found)
         hidden = {
             layer: torch.cat([self._entries[known].hidden[layer] for known in found])

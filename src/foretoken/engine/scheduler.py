@@ -147,10 +147,14 @@ class Scheduler:
                 return
             try:
                 left -= self._prefill_some(request, left)
-            except (SlabFull, MemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                self._make_room(error)
+            except AssertionError:
+                raise
+            except Exception as error:
+                if is_out_of_memory(error):
+                    self._make_room(error)
+                else:  # a pass of this request alone
+                    request.fail(error)
+                    self._leave(request)
 
     def _prefill_some(self, request: Request, limit: int) -> int:
         """Tokens computed, at most `limit`."""
@@ -168,7 +172,6 @@ class Scheduler:
 
     def _restore(self, request: Request, layers: tuple[int, ...]) -> None:
         """Begin with what is known of the prompt, the last token excepted."""
-        self._hidden.pop(request.key, None)  # of the row it had before it was preempted
         if self._prefixes is None:
             return
         wanted = request.prompt_ids[: len(request.token_ids) - 1]
@@ -193,6 +196,8 @@ class Scheduler:
         layers = chunks[0] if chunks else ()
         hidden = {layer: torch.cat([chunk[layer] for chunk in chunks]) for layer in layers}
         stop = min(self._target.cached(request.key), len(request.prompt_ids))
+        if any(len(states) < stop for states in hidden.values()):
+            hidden = {}  # the drafter failed on the way
         self._prefixes.store(request.key, request.prompt_ids[:stop], hidden)
 
     # Steps
@@ -205,11 +210,15 @@ class Scheduler:
         while batch := [r for r in self._running if not self._missing(r)]:
             try:
                 return step(self._target, self._speculation, batch)
-            except SlabFull as error:
+            except (SlabFull, MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
                 self._drop_copies(error)  # the next drafts may find room
             try:
                 return step(self._target, self._speculation.plain(), batch)
-            except SlabFull as error:
+            except (SlabFull, MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
                 self._make_room(error)
         return []
 
@@ -238,6 +247,7 @@ class Scheduler:
         """Take the request's row; its drafter keeps its state, as the tokens stay what they are."""
         self._running.remove(request)
         self._target.remove(request.key)
+        self._hidden.pop(request.key, None)
         self._waiting.appendleft(request)
         request.metrics.preemptions += 1
 

@@ -79,10 +79,12 @@ class StrategyFactory:
         self._load: Callable[[Any], DraftModel] = self._load_draft_model
 
     def strategy(self, given: Speculative) -> Strategy | None:
-        """The strategy of a request's configuration, built at its first use; None for None."""
+        """The strategy of a configuration, built at its first use; None for the `LLM`'s own."""
         if given is None:
             return None
         config = SpeculativeConfig.parse(given)
+        if config == self.config:
+            return None
         for known, strategy in self._built:
             if known == config:
                 return strategy

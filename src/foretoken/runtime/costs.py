@@ -147,7 +147,7 @@ class CostCurve:
         return float(np.interp(positions, self._nodes, self._seconds))
 
     def drafting(self, positions: NDArray[np.float64], rows: int) -> NDArray[np.float64]:
-        """[N] the same for many numbers of nodes at once."""
+        """Expected seconds [N] for many numbers of nodes [N] at once."""
         curve = np.interp(positions, self._nodes, self._seconds)
         curve *= np.maximum(positions / self._nodes[-1], 1.0)
         plain, _ = self._parts(rows, rows)

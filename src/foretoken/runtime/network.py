@@ -17,7 +17,7 @@ from torch import Tensor
 from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.kv_slab import KVSlab
 
-__all__ = ["KV_ONLY", "LOGITS", "Need", "Network", "PassOutput"]
+__all__ = ["LOGITS", "Need", "Network", "PassOutput"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,6 @@ class Need:
 
 
 LOGITS = Need()
-KV_ONLY = Need(logits=False)
 
 
 @dataclass(frozen=True)

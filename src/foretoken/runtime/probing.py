@@ -20,7 +20,8 @@ from foretoken.runtime.network import Network, PassOutput
 __all__ = ["PROBE_KEY", "probe"]
 
 PROBE_KEY = -1
-"""Row of construction-time measurements, and the keys below it; requests have keys from 0."""
+"""Key of the row that construction-time checks use; profiling uses smaller ones. Requests have
+keys from 0."""
 
 TOLERANCE = {True: 1e-3, False: 0.25}
 """Mean error over the logits' spread, in float32 and in 16 bits: rounding stays below, ignoring a

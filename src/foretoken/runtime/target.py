@@ -136,7 +136,7 @@ class Target(Rows):
         """
         computed = num_computed or [0] * len(trees)
         output, starts = self._forward(keys, trees, computed, need)
-        if self.device.type == "cuda":  # whoever times verification means all of it
+        if self.device.type == "cuda":  # so that timing verification times the pass
             torch.cuda.synchronize(self.device)
         return [
             output.rows(slice(starts[key], starts[key] + len(tree) - skipped))

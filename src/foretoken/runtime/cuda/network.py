@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from foretoken.errors import CompatibilityError, ForetokenError
+from foretoken.errors import CompatibilityError, ForetokenError, in_one_line
 from foretoken.runtime.cuda.buckets import Bucket, Buckets
 from foretoken.runtime.cuda.graphs import Capture
 from foretoken.runtime.cuda.inputs import StaticInputs
@@ -53,7 +53,7 @@ class CudaNetwork:
             leaves it as it is.
         buckets: the sizes of graphs.
         required: whether a capture that fails is an error; else passes run as they are from then
-            on, and steps with them.
+            on.
 
     Attributes:
         capture: as given; None once a capture has failed.
@@ -140,8 +140,8 @@ class CudaNetwork:
     def attempt(self, prepare: Callable[[], T]) -> T | None:
         """What `prepare` makes by capturing; None if that fails and need not succeed.
 
-        Whatever has been captured is then given up with its memory: passes and steps are to run
-        one way or the other.
+        Whatever has been captured is then given up with its memory: from then on all passes run
+        as they are.
 
         Raises:
             CompatibilityError: it fails, and graphs were asked for.
@@ -151,7 +151,7 @@ class CudaNetwork:
         except (AssertionError, ForetokenError):  # our own mistakes; what the module refuses itself
             raise
         except Exception as error:
-            self.failure = _in_one_line(error)
+            self.failure = in_one_line(error)
             if self._required:
                 raise CompatibilityError(
                     f"runtime: {self.name} needs passes that can be captured in CUDA graphs, and "
@@ -204,7 +204,8 @@ class CudaNetwork:
             found = self.inner.forward(inputs.as_pass(), slab, need)
             return (found.scores, *(found.hidden[layer] for layer in need.hidden))  # [B N, ...]
 
-        compute = self.compiled(compute)
+        if not need.hidden:  # whose hooks cannot be traced
+            compute = self.compiled(compute)
         logits, *hidden = compute()
         outputs = (self.output(logits), *(torch.zeros_like(states) for states in hidden))
 
@@ -230,8 +231,3 @@ class CudaNetwork:
         options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "isolate_recompiles": True}
         faster: Callable[[], T] = torch.compile(function, backend=self._compiler, **options)
         return faster
-
-
-def _in_one_line(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__
