@@ -40,7 +40,7 @@ def test_it_is_near_the_best_rate_of_all_lengths_of_two_requests() -> None:
     for accepted in (4, 3, 4, 4, 2) * 8:
         for request, passed in zip(batch, (accepted, accepted // 2), strict=True):
             learn(model, [outcome(request, [1] * 4, passed)], 0, model.costs(5))
-    model._costs.add(0.0005, 1, caught_up=True)
+    model._drafting_costs.add(0.0005, 1, caught_up=True)
     model._drafted_steps = 0
     alphas = [model.odds(request)[0] for request in batch]
     drafts = [model._of(request).guesses() for request in batch]
@@ -185,5 +185,5 @@ def test_the_first_measurement_is_not_spoilt_by_newcomers() -> None:
         outcomes = [outcome(r, [1] * n, n) for r, n in zip(batch, lengths, strict=True)]
         learn(model, outcomes, seconds, 0.011)
     assert seen == [[4], [4, 0], [4, 4], [4, 4]]
-    assert not model._costs.bound
-    assert model._costs.level == pytest.approx(0.001)
+    assert not model._drafting_costs.bound
+    assert model._drafting_costs.level == pytest.approx(0.001)

@@ -1,4 +1,4 @@
-"""Controllers: how much to draft. One a file; this registry is what knows them by name."""
+"""Controllers decide how much to draft. Each has a file; this registry maps names to them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ CONTROLLERS: dict[str, type[Controller]] = {
 
 
 FOR_LOOKUPS: dict[str, type[Controller]] = {LookupModel.name: LookupModel}
-"""Those which do better where guesses are looked up (`Drafter.looks_up`)."""
+"""Replacements, by name, for drafters that look their tokens up (`Drafter.looks_up`)."""
 
 
 def controller_class(name: str, *, looks_up: bool = False) -> type[Controller]:
     """The controller of this name.
 
     Args:
-        name: of the controller.
+        name: the controller's name.
         looks_up: whether the drafter looks its tokens up (`Drafter.looks_up`).
 
     Raises:

@@ -1,8 +1,9 @@
-"""The seam between the loop and the controllers: how much to draft, and when to stop.
+"""The interface of controllers, which decide how much to draft and when to stop.
 
-A controller gives every request a budget before a step and learns from its outcome. It changes how
-much is drafted and never the distribution of the output. Under the rule `coupled`, where bits do
-not depend on the number of nodes, the output is the same under all controllers.
+A controller gives every request a budget before a step and learns from the step's outcome. It
+changes how much is drafted and never the distribution of the output. Under the rule `coupled` all
+controllers give the same output, provided that bits do not depend on the number of nodes
+(invariant 7).
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ class Budget:
     """Limits of one draft.
 
     Args:
-        nodes: most drafted nodes.
-        depth: deepest drafted node; a chain has as many nodes as its depth.
-        min_token_prob: draft nothing below a token that the drafter gave less probability. The
-            token itself stays: by the drafting invariant no node is dropped for its value.
-        min_path_prob: the same for the product of probabilities along the path.
+        nodes: largest number of drafted nodes.
+        depth: largest depth of a drafted node; a chain of n tokens has depth n.
+        min_token_prob: draft nothing below a token to which the drafter gave a smaller probability.
+            The token itself stays: no node is dropped for its value (invariant 2).
+        min_path_prob: the same for the product of the probabilities along the path.
     """
 
     nodes: int
@@ -40,25 +41,25 @@ class Budget:
 
     @property
     def chain(self) -> int:
-        """Longest chain that fits."""
+        """Length of the longest chain that fits."""
         return max(0, min(self.nodes, self.depth))
 
     def stops_below(self, token_prob: float, path_prob: float) -> bool:
-        """Whether nothing should be drafted below a token of these probabilities."""
+        """Whether to draft nothing below a token with these probabilities."""
         return token_prob < self.min_token_prob or path_prob < self.min_path_prob
 
 
 class Controller(ABC):
-    """Decides before each step, learns after it.
+    """Decides before each step how much to draft, and learns from the outcome.
 
     Args:
-        num_speculative_tokens: the draft length the user asked for; what it means to a controller
-            is its own business (a constant, a start, a limit).
+        num_speculative_tokens: the draft length the user asked for. A controller may take it as a
+            constant, a start or a limit.
         options: the controller's own options.
-        costs: what a pass costs by number of positions; shared by the controllers of a target that
-            declare `needs_costs`, and measured for them at first.
-        levels: nodes at each level of a full draft, as far as they are known beforehand, of a
-            drafter of trees; None for chains.
+        costs: the cost of a pass by its number of positions. All controllers of a target share it.
+            It is measured before the first controller that declares `needs_costs` runs.
+        levels: number of nodes at each level of a full draft, as far as known beforehand, if the
+            drafter drafts trees; None for chains.
     """
 
     class Options(Config):
@@ -83,43 +84,43 @@ class Controller(ABC):
         self.setup()
 
     def setup(self) -> None:  # noqa: B027
-        """Make the controller's own state; some have none."""
+        """Create the controller's own state; the default has none."""
 
     @abstractmethod
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
         """One budget per request, never deeper than the request may still use.
 
         Args:
-            batch: the requests that are this controller's.
-            rows: of the whole step: these requests, and those of other controllers.
+            batch: this controller's requests.
+            rows: number of requests in the whole step, those of other controllers included.
         """
 
     def trim(self, batch: Sequence[Request], drafts: Sequence[Draft], rows: int) -> list[Draft]:
-        """The part of the drafts that is verified; most controllers limit drafts by `budgets` only.
+        """Cut drafts before they are verified; the default keeps them whole.
 
-        Only deterministic tokens may be cut, unless the rule does not read q: dropping a sampled
-        token for its value would change the output's distribution (invariant 2).
+        Unless the rule ignores q, only deterministic tokens may be cut. Dropping a sampled token
+        for its value would change the output's distribution (invariant 2).
         """
         return list(drafts)
 
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:  # noqa: B027
-        """Learn from what the step brought; some learn nothing.
+        """Learn from the step's outcomes; the default learns nothing.
 
-        What the pass took is in `costs` by now: who runs the step tells the curve.
+        The pass's duration is already in `costs`: `Speculation` reports it to the curve.
 
         Args:
-            outcomes: of this controller's requests.
-            draft_seconds: what their drafter took to propose, and to learn from the outcomes.
+            outcomes: those of this controller's requests.
+            draft_seconds: time their drafter took to propose and to learn from the outcomes.
         """
 
     def release(self, request: Request) -> None:  # noqa: B027
-        """Forget a request that has ended; some keep nothing."""
+        """Forget a request that has ended; the default keeps nothing."""
 
 
 def within(request: Request, length: int) -> Budget:
     """A budget of `length` tokens, cut where the output must end.
 
-    A path of depth d yields d + 1 tokens, so that it need not be deeper than one less than may
-    still be generated.
+    A path of depth d yields d + 1 tokens. So the depth is at most one less than the number of
+    tokens that the request may still generate.
     """
     return Budget(length, max(0, min(length, request.remaining - 1)))

@@ -1,7 +1,7 @@
 """`batch`: a table of draft lengths by batch size.
 
-The more requests share a pass, the less idle arithmetic there is to verify guesses with; serving
-systems therefore shorten or stop drafting as the batch grows.
+The more requests share a pass, the less idle compute is left for verifying drafts. Serving systems
+therefore shorten drafts, or stop drafting, as the batch grows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["BatchTable"]
 
 
 class BatchTable(Controller):
-    """The entry of the largest batch size that is not above the present one."""
+    """Takes the table's entry for the largest batch size that is not above the current one."""
 
     class Options(Config):
         """Options of `batch`: draft length by batch size; 1 must have an entry."""

@@ -1,9 +1,9 @@
-"""`confidence`: stop drafting below a token that the drafter itself was not sure of.
+"""`confidence`: stop drafting below a token to which the drafter gave a low probability.
 
-The threshold on q (of the token, or of the path down to it) is each request's own and adapts: a
-draft that was turned down raises it, one that was accepted whole lowers it (Transformers'
-`assistant_confidence_threshold`; EAGLE-2 and Kangaroo stop on the like). Drafters without any
-probability of their own, such as `ngram`, are never stopped.
+Each request has its own threshold on q, of the token or of the path down to it. A draft with a
+rejected token raises the threshold, and one that was accepted whole lowers it (Transformers'
+`assistant_confidence_threshold`). EAGLE-2 and Kangaroo use similar criteria. Drafters without
+probabilities of their own, such as `ngram`, are never stopped.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ LOWEST, HIGHEST = 0.01, 0.95
 
 
 class Confidence(Controller):
-    """Drafts up to `num_speculative_tokens`, fewer where the drafter hesitates."""
+    """Drafts up to `num_speculative_tokens`, fewer where q falls under the threshold."""
 
     class Options(Config):
         """Options of `confidence`.
 
         Args:
-            threshold: where every request starts.
+            threshold: every request's initial threshold.
             of: compare the probability of the `token` or the product along the `path`.
-            step: how much an outcome moves the threshold; 0 keeps it.
+            step: how much an outcome moves the threshold; 0 keeps it fixed.
         """
 
         threshold: Annotated[float, Ge(0), Le(1)] = 0.4

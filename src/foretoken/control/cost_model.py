@@ -1,27 +1,29 @@
-"""`cost_model`: draft where it buys most expected tokens per second, or nothing; the default.
+"""`cost_model`: draft as much as maximizes expected tokens per second; the default controller.
 
 Drafters that look tokens up draft first and are cut afterwards: see `lookup_model.py`.
 
-Leviathan et al., theorem 3.8, with refinements: the cost of a pass is a measured curve and not a
-constant; the acceptance rate alpha is each request's own running estimate, and so is d, how often
-its drafter has a guess at all. A request that may draft to depth l yields
+The model is that of Leviathan et al., theorem 3.8, with refinements. The cost of a pass is a
+measured curve and not a constant. Each request has its own running estimate of the acceptance rate
+alpha, and of d, the probability that its drafter has a draft at all. A request that may draft to
+depth l yields
 
     1 + d (E(l) - 1) tokens,   E(l) = 1 + p_1 + p_1 p_2 + ... + p_1 ... p_l
 
 for 1 + d n(l) nodes and l levels of drafting. A chain has n(l) = l nodes and passes each level with
-alpha, which is equation 1. A tree's nodes n(l) are learnt from its drafter's drafts, and each level
-has its own p_j: that one of its nodes is accepted, given that one above it was.
+probability alpha, which gives equation 1. For a tree, n(l) is learnt from the drafter's drafts, and
+each level has its own p_j: the probability that one of its nodes is accepted, given that one of the
+level above was.
 
-The nodes of a step go where they are worth most: level j of request r adds d p_1 ... p_j tokens, so
-levels are taken in the order of expected tokens per node, as many as give the batch most expected
-tokens per second. Where that is none the step is a plain one.
+The nodes of a step go where they add most. Level j of request r adds d p_1 ... p_j expected tokens.
+Levels are taken in descending order of expected tokens per node, as many as maximize the batch's
+expected tokens per second. If no draft raises that rate, the step is a plain one.
 
-Costs and acceptance rates go stale if nothing is drafted. So a request that has drafted nothing
-for `probe_every` steps drafts one level, so that a text that turns predictable is noticed; a new
-one does so sooner if that is cheap. And about one percent of the time goes into steps without
-drafts, so that the cost of a plain pass stays known. The first draft of a request includes reading
-its text. As long as no draft without that was timed, the next step drafts for the same requests
-again, and for no new ones.
+Estimates of costs and acceptance rates go stale while nothing is drafted. So a request that has
+drafted nothing for `probe_every` steps drafts one level, which notices a text that has become
+predictable. A new request does so sooner if that is cheap. About one percent of the time goes into
+steps without drafts, so that the cost of a plain pass stays up to date. The first draft of a
+request includes reading its text. Until a draft without that was timed, the next step drafts for
+the same requests again, and for no new ones.
 """
 
 from __future__ import annotations
@@ -42,44 +44,46 @@ from foretoken.request import Request
 __all__ = ["CostModel", "smoothed"]
 
 _MEMORY_OF_ONE, _MEMORY_OF_ALL = 0.9, 0.98
-"""Weight of the past after each draft, in the estimates of one request and of all."""
+"""Weight of the past after each draft, in the estimates of one request and of all requests."""
 
 _PRICE, _SOONEST = 0.01, 8
-"""Share of the time that plain steps, and first drafts, may cost; and steps between them at least.
-"""
+"""Share of the time that plain steps and first drafts may cost; least number of steps between."""
 
 _LEAST_NODES = 0.01
-"""A level adds at least this many nodes, whatever noisy averages say."""
+"""A level is taken to add at least this many nodes, even if noisy averages say less."""
 
 _UNKNOWN = 0.5
-"""Acceptance rate where nothing is known: enough to try drafts."""
+"""Acceptance rate before anything was observed: high enough to try drafts."""
 
 
 def smoothed(known: float, seconds: float) -> float:
-    """A running mean with one more measurement, cut where it is far above the mean: a hiccup."""
+    """A running mean with one more measurement.
+
+    A measurement counts as at most twice the mean, since it may be an outlier.
+    """
     return known + 0.1 * (min(seconds, 2 * known) - known)
 
 
 class _History:
-    """What came of the drafts of one request, or of all.
+    """Outcomes of the drafts of one request, or of all requests.
 
     Args:
         memory: weight of the past after each draft.
-        levels: of the deepest draft.
-        branches: whether drafts are trees, whose levels are estimated one by one; the levels of a
-            chain share one alpha.
+        levels: number of levels of the deepest draft.
+        branches: whether drafts are trees. Each level of a tree has its own estimate; the levels of
+            a chain share one alpha.
 
     Attributes:
-        depth: what the request may draft in the present step.
-        caught_up: whether it could draft in the step before as well.
-        tried: whether it has drafted.
-        plain_steps: since it could last draft.
+        depth: how deep the request may draft in the current step.
+        caught_up: whether it could draft in the previous step as well.
+        tried: whether it has ever drafted.
+        plain_steps: number of steps since it could last draft.
     """
 
     def __init__(self, memory: float, levels: int, *, branches: bool) -> None:
         self._levels = levels
         self._branches = branches
-        # A draft tells something of each level of a tree once, but of alpha once a token.
+        # A draft counts once for each level of a tree, but once per token for alpha.
         memory_of_odds = memory**0.5 if branches else memory
         self._passed = [Frequency(memory_of_odds, 2.0) for _ in range(levels if branches else 1)]
         self._guesses = Frequency(memory, 2.0)
@@ -88,16 +92,16 @@ class _History:
 
     @property
     def just_started(self) -> bool:
-        """Between steps: whether the last draft included catching up with the text."""
+        """Whether the last draft included reading the text; to be asked between steps."""
         return self.depth > 0 and not self.caught_up
 
     def allow(self, depth: int, *, wanted: bool) -> None:
-        """Note what the request may draft in the present step."""
+        """Record how deep the request may draft in the current step."""
         self.plain_steps = 0 if wanted else self.plain_steps + 1
         self.caught_up, self.depth = self.depth > 0, depth
 
     def add(self, outcome: Outcome, asked: int) -> None:
-        """Learn from one draft, which might have had `asked` levels."""
+        """Learn from one draft, which could have had `asked` levels."""
         drafted, passed = outcome.draft.tree.num_drafted, len(outcome.accepted.path)
         self._guesses.add(drafted > 0, not drafted)
         if not drafted:
@@ -107,17 +111,17 @@ class _History:
             self._passed[0].add(passed, len(outcome.accepted.rejected))
             return
         for level, frequency in enumerate(self._passed):
-            reached = level <= passed and level < asked  # else it is forgotten a little
+            reached = level <= passed and level < asked  # else its counts only decay
             frequency.add(reached and level < passed, reached and level == passed)
 
     def guesses(self, prior: float = 1.0) -> float:
-        """How likely the drafter has a guess."""
+        """Probability that the drafter has a draft."""
         return self._guesses.given(prior)
 
     def odds(self, prior: Sequence[float] = ()) -> list[float]:
-        """Per level how likely it is passed, given that the one above was.
+        """Per level the probability that it is passed, given that the one above was.
 
-        A level that nothing is known of is taken to be as good as the one above.
+        A level without observations is taken to be as likely as the one above.
         """
         if not self._branches:
             return [self._passed[0].given(prior[0] if prior else _UNKNOWN)] * self._levels
@@ -129,12 +133,12 @@ class _History:
 
 
 class _DraftingCosts:
-    """Seconds of drafting besides the target's pass.
+    """Seconds of drafting, without the target's pass.
 
     Attributes:
-        level: of one level; of drafts that included catching up only an upper bound.
-        start: of a step in which a request was caught up with.
-        bound: whether `level` is such a bound.
+        level: seconds of one level; an upper bound while all timed drafts included reading texts.
+        start: seconds of a step in which a request's text was read; None before the first one.
+        bound: whether `level` is only an upper bound.
     """
 
     def __init__(self) -> None:
@@ -142,7 +146,7 @@ class _DraftingCosts:
         self.start: float | None = None
 
     def add(self, seconds: float, depth: int, *, caught_up: bool) -> None:
-        """One more step that drafted so deep."""
+        """Learn from one more step, which drafted to this depth."""
         each = seconds / max(1, depth)
         if not caught_up:
             self.start = smoothed(self.start or seconds, seconds)
@@ -155,10 +159,10 @@ class _DraftingCosts:
 
 
 class CostModel(Controller):
-    """Depths from 0 to `num_speculative_tokens`, or to the deepest level of a tree."""
+    """Drafts to a depth from 0 to `num_speculative_tokens`, or to a tree's deepest level."""
 
     class Options(Config):
-        """Options of `cost_model`: after how many steps without drafts a request tries again."""
+        """Options of `cost_model`: steps without drafts after which a request tries again."""
 
         probe_every: Annotated[int, Ge(2)] = 64
 
@@ -175,9 +179,9 @@ class CostModel(Controller):
         self._nodes = [float(nodes) for nodes in accumulate(sizes)]  # of a draft, by depth
         self._requests: dict[int, _History] = {}
         self._overall = self._new(_MEMORY_OF_ALL)
-        self._costs = _DraftingCosts()
-        self._gain = 1.0  # of the last plan's drafts, over none
-        self._drafted_steps = 0  # since the last one without drafts
+        self._drafting_costs = _DraftingCosts()
+        self._gain = 1.0  # tokens per second of the last plan, relative to no drafts
+        self._drafted_steps = 0  # since the last step without drafts
 
     def _new(self, memory: float) -> _History:
         return _History(memory, len(self._nodes), branches=self._branches)
@@ -195,7 +199,7 @@ class CostModel(Controller):
         known = [self._of(request) for request in batch]
         depths = [0] * len(batch)
         if self._nodes and self.costs and not self._plain_step_is_due():
-            measuring = self._costs.bound and any(one.just_started for one in known)
+            measuring = self._drafting_costs.bound and any(one.just_started for one in known)
             depths = self._probing(known, self._best_depths(known, rows, measuring), rows)
             if measuring:
                 depths = [
@@ -204,7 +208,7 @@ class CostModel(Controller):
         return [self._budget(*each) for each in zip(batch, known, depths, strict=True)]
 
     def _plain_step_is_due(self) -> bool:
-        """Whether a plain step costs at most a percent of what was gained since the last one."""
+        """Whether a plain step costs at most a percent of what drafts gained since the last one."""
         steps = self._drafted_steps
         return steps >= _SOONEST and _PRICE * steps >= self._gain - 1
 
@@ -216,26 +220,26 @@ class CostModel(Controller):
         return budget
 
     def _best_depths(self, batch: Sequence[_History], rows: int, measuring: bool) -> list[int]:
-        """The first levels in order of worth, up to where the rate is highest.
+        """Depths per request: levels in order of worth, up to where the rate is highest.
 
         Args:
             batch: the requests.
-            rows: of the whole step.
-            measuring: whether to ignore what is only an upper bound of drafting's cost.
+            rows: number of requests in the whole step.
+            measuring: whether to ignore drafting's cost, of which only an upper bound is known.
         """
         levels = len(self._nodes)
         nodes = np.maximum(np.diff(self._nodes, prepend=0.0), _LEAST_NODES)  # [L]
         prior, guesses = self._overall.odds(), self._overall.guesses()
         share = np.array([known.guesses(guesses) for known in batch])[:, None]  # [R, 1]
         passed = np.cumprod([known.odds(prior) for known in batch], axis=1)  # [R, L]
-        # A level is of no use without those above it: it is worth no more than they are.
+        # A level needs those above it, so it is worth no more than they are.
         worth = np.minimum.accumulate(passed / nodes, axis=1)
         order = np.argsort(-worth, axis=None, kind="stable")  # [R x L]
         tokens = rows + np.cumsum((share * passed).ravel()[order])
         positions = rows + np.cumsum((share * nodes).ravel()[order])
         row, level = np.divmod(order, levels)
-        likely = np.maximum.accumulate(share[row, 0])  # that any of them has a guess, or more
-        each = 0.0 if measuring else self._costs.level
+        likely = np.maximum.accumulate(share[row, 0])  # lower bound of P(any has a draft)
+        each = 0.0 if measuring else self._drafting_costs.level
         drafting = each * likely * np.maximum.accumulate(level + 1)
         rates = tokens / (drafting + self.costs.drafting(positions, rows))
         best = int(rates.argmax())
@@ -246,12 +250,13 @@ class CostModel(Controller):
         return depths
 
     def _probing(self, batch: Sequence[_History], depths: Sequence[int], rows: int) -> list[int]:
-        """These depths, and one level now and then for requests that do not draft."""
+        """These depths, plus one level now and then for requests that do not draft."""
         plain, nodes = self.costs(rows, rows), len(batch) * self._nodes[0]
-        # One that never drafted tries as soon as that costs a percent, if there is experience.
+        # A request that never drafted tries once a first draft, if its cost is known, costs at most
+        # a percent of the steps so far.
         first = self._probe_every
-        if self._costs.start is not None:
-            price = (self._costs.start + self.costs(rows + nodes, rows)) / plain - 1
+        if self._drafting_costs.start is not None:
+            price = (self._drafting_costs.start + self.costs(rows + nodes, rows)) / plain - 1
             first = min(first, round(max(_SOONEST, price / _PRICE)))
         return [
             depth or int(known.plain_steps + 1 >= (self._probe_every if known.tried else first))
@@ -259,13 +264,13 @@ class CostModel(Controller):
         ]
 
     def odds(self, request: Request) -> list[float]:
-        """Per level how likely a draft passes it, given that it passed the one above."""
+        """Per level the probability that a draft passes it, given that it passed the one above."""
         return self._of(request).odds(self._overall.odds())
 
     # After a step
 
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
-        """Learn the odds, the sizes of drafts, and what drafting costs."""
+        """Learn the odds, the sizes of drafts, and the cost of drafting."""
         deepest, asked, caught_up = 0, False, True
         for outcome in outcomes:
             tree, known = outcome.draft.tree, self._of(outcome.request)
@@ -281,8 +286,8 @@ class CostModel(Controller):
             deepest = max(deepest, depth)
         self._drafted_steps = self._drafted_steps + 1 if deepest else 0
         if asked:
-            self._costs.add(draft_seconds, deepest, caught_up=caught_up)
+            self._drafting_costs.add(draft_seconds, deepest, caught_up=caught_up)
 
     def release(self, request: Request) -> None:
-        """Forget the request; what it taught about all stays."""
+        """Forget the request; the estimates over all requests stay."""
         self._requests.pop(request.key, None)

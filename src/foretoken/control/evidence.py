@@ -1,4 +1,4 @@
-"""How often drafted tokens are accepted. Counts decay, so that estimates follow the text."""
+"""Estimates how often drafted tokens are accepted. Counts decay, so estimates follow the text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Frequency:
 
     Args:
         memory: weight of the past after each new count.
-        prior_weight: how many counts the prior is worth.
+        prior_weight: weight of the prior, in counts.
     """
 
     __slots__ = ("_memory", "_prior_weight", "_yes", "count")
@@ -34,35 +34,35 @@ class Frequency:
         self._yes = self.count = 0.0
 
     def add(self, yes: float, no: float = 0.0) -> None:
-        """Count so many more cases of each."""
+        """Count this many more cases in which it happened, and in which it did not."""
         self._yes = self._memory * self._yes + yes
         self.count = self._memory * self.count + yes + no
 
     def given(self, prior: float) -> float:
-        """The estimate, if the frequency was thought to be `prior` before anything was counted."""
+        """The estimate, if `prior` was expected before anything was counted."""
         weight = self._prior_weight
         return (self._yes + weight * prior) / (self.count + weight)
 
 
-# How a lookup found a token says how likely the token is right: `Draft.features`
+# Features (`Draft.features`) say how a lookup found a token, and so how likely it is right
 
 LONGEST_MATCH = 16
 """Longer matches count as this long."""
 
 LONGEST_CONTEXT, NUM_RANKS = 3, 8
-"""Of tokens that were probable after a context: its length, and how many of them."""
+"""For tokens that often follow a context: the longest context, and ranks per context."""
 
 _BY_MATCH: list[float] = [0.0, *(1 - 0.8 / length**0.7 for length in range(1, LONGEST_MATCH + 1))]
 _LATER_RANKS: list[float] = [0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01]
 _BY_RANK = [odds for first in (0.4, 0.5, 0.6) for odds in (first, *_LATER_RANKS)]
 _AT_FIRST: list[float] = [*_BY_MATCH, *_BY_RANK]
-"""Acceptance by feature before anything was observed: 0.2 after a match of 1 token, 0.9 of 16."""
+"""Prior acceptance probability by feature: 0.2 after a match of 1 token, 0.9 after one of 16."""
 
 
 def by_match(length: int, drafted: int) -> tuple[int, ...]:
     """Feature bins of a chain of `drafted` tokens found by a match of the last `length` tokens.
 
-    Each of its tokens makes the match longer by one.
+    Each drafted token makes the match one token longer.
     """
     apart = max(0, min(drafted, LONGEST_MATCH - length))
     return (*range(length, length + apart), *(LONGEST_MATCH,) * (drafted - apart))
@@ -74,12 +74,12 @@ def by_rank(rank: int, context: int = 1) -> int:
 
 
 def at_first(features: int) -> float:
-    """Acceptance probability of a token with this feature before anything was observed."""
+    """Prior acceptance probability of a token with this feature."""
     return _AT_FIRST[features]
 
 
 def path_odds(guess: Draft, odds: Callable[[int], float]) -> list[float]:
-    """Of each drafted node: how likely it and all nodes above it are right."""
+    """For each drafted node the probability that it and all nodes above it are right."""
     path = [1.0]
     for parent, features in zip(guess.tree.parents[1:], guess.features, strict=True):
         path.append(path[parent] * odds(features))
@@ -87,11 +87,11 @@ def path_odds(guess: Draft, odds: Callable[[int], float]) -> list[float]:
 
 
 _MEMORY, _PRIOR_WEIGHT = 0.97, 1.5
-"""Weight of the past after each token, and of what is known at first, in tokens."""
+"""Weight of the past after each token, and weight of the prior in tokens."""
 
 
 class GuessOdds:
-    """How likely a looked-up token is right if its predecessor is, by its feature."""
+    """Probability that a looked-up token is right if its predecessor is, by its feature."""
 
     def __init__(self) -> None:
         self._odds = list(_AT_FIRST)
@@ -102,7 +102,7 @@ class GuessOdds:
         return self._odds[features]
 
     def add(self, features: int, *, right: bool) -> None:
-        """One more token whose predecessors were right."""
+        """Count one more token whose predecessors were right."""
         seen = self._seen[features]
         seen.add(right, not right)
         self._odds[features] = seen.given(_AT_FIRST[features])

@@ -1,6 +1,6 @@
-"""`heuristic`: longer after a draft that was accepted whole, shorter after any other.
+"""`heuristic`: longer drafts after one that was accepted whole, shorter ones after any other.
 
-Transformers' schedule for assistant models: plus 2, minus 1, never below 1.
+This is Transformers' schedule for assistant models: plus 2, minus 1, never below 1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Heuristic(Controller):
     """Starts every request at `num_speculative_tokens`."""
 
     class Options(Config):
-        """Options of `heuristic`: the longest draft it grows to, and its strides."""
+        """Options of `heuristic`: longest draft, and the steps to grow and shrink by."""
 
         max_length: Annotated[int, Ge(1), Le(256)] = 20
         grow: Annotated[int, Ge(0)] = 2

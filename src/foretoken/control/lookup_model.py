@@ -1,16 +1,18 @@
-"""`cost_model` for drafters that look tokens up: look first, then cut the drafts to what pays.
+"""`cost_model` for drafters that look tokens up: look up first, then cut the drafts.
 
-A lookup takes little time, and how it found a token says how likely that one is right. So the
-drafter proposes all it has, and `trim` keeps what buys most expected tokens per second. Tokens that
-were looked up are certain (q is one-hot), so that any function of the text may choose among them.
+A lookup takes little time, and how it found a token tells how likely that token is right. So the
+drafter proposes all tokens it finds, and `trim` keeps those that maximize expected tokens per
+second. Looked-up tokens are deterministic (q is one-hot), so any function of the text may choose
+among them.
 
-How likely a token is right is estimated by its features (`Draft.features`). The next tokens of the
-text show which guesses were right, also those that were cut: there is no need to draft anything in
-order to learn.
+The probability that a token is right is estimated by its features (`Draft.features`). The tokens
+generated next show which proposals were right, also those that were cut. So nothing has to be
+drafted just to learn.
 
-All requests' tokens compete in the order of their probability of being accepted. The step verifies
-as many as give the batch most expected tokens per second: the choice of gamma in Leviathan et al.,
-section 3.5, made anew in every step. Where that is none the step is a plain one.
+The tokens of all requests compete in the order of their probability of being accepted. The step
+verifies as many as maximize the batch's expected tokens per second. This is the choice of gamma in
+Leviathan et al., section 3.5, made anew in every step. If no draft raises that rate, the step is a
+plain one.
 """
 
 from __future__ import annotations
@@ -36,19 +38,19 @@ _POLLING = 0.001
 """Share of the time that may go into polling requests whose lookups do not pay."""
 
 _FIRST_GAIN = 0.1
-"""What a request's lookups are taken to save before any were made: worth trying."""
+"""Assumed gain of a request's lookups before any were made: high enough to try them."""
 
 _NOTHING = Budget(0, 0)
 
 
 @dataclass
 class _Known:
-    """What is known of one request.
+    """State of one request.
 
     Attributes:
-        gain: what a lookup saves, on average: a share of a pass without drafts.
-        guess: what the present step's lookup found, before it was cut.
-        new: whether the drafter was never asked, and has to read the prompt first.
+        gain: average saving of a lookup, as a share of a pass without drafts.
+        guess: the draft of the current step's lookup, before it was cut.
+        new: whether the drafter was never asked, so that it has to read the prompt first.
     """
 
     gain: float
@@ -75,12 +77,12 @@ class LookupModel(Controller):
         self._gain = _FIRST_GAIN  # of new requests' lookups
         self._lookup_seconds = 0.0  # of one request's lookup; 0 while unknown
         self._step = 0
-        self._next_poll = 0.0  # the step in which all requests are asked
-        self._asked: list[tuple[int, _Known]] = []  # in the present step: row of the batch
+        self._next_poll = 0.0  # the next step that asks for all requests
+        self._asked: list[tuple[int, _Known]] = []  # in the current step, by batch row
         self._asked_keys: list[int] = []  # of the same requests
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
-        """See `Controller.budgets`: all that a request may use, where lookups pay, else nothing."""
+        """See `Controller.budgets`: the full length where lookups pay, else nothing."""
         self._asked, self._asked_keys = [], []
         budgets = [_NOTHING] * len(batch)
         if not self.costs:  # a pass has to be timed first
@@ -99,7 +101,7 @@ class LookupModel(Controller):
         return budgets
 
     def trim(self, batch: Sequence[Request], drafts: Sequence[Draft], rows: int) -> list[Draft]:
-        """See `Controller.trim`: the likeliest tokens of all guesses, as many as pay."""
+        """See `Controller.trim`: keeps the most probable tokens of all drafts, as many as pay."""
         trimmed = list(drafts)
         likely: list[tuple[float, int, int]] = []  # probability, row, node
         for row, known in self._asked:
@@ -122,7 +124,7 @@ class LookupModel(Controller):
         return trimmed
 
     def _how_many(self, odds: Sequence[float], rows: int) -> tuple[int, float]:
-        """How many of the likeliest tokens give most expected tokens per second; what each costs.
+        """How many of the most probable tokens maximize expected tokens per second; cost of each.
 
         The cost is in passes without drafts.
         """
@@ -135,7 +137,7 @@ class LookupModel(Controller):
         return best, float(passes[best] - 1) / max(1, best)
 
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
-        """Learn which guesses were right, and what lookups cost, learning from them included."""
+        """Learn which proposals were right, and the cost of lookups including this learning."""
         if not self._asked:
             return
         began = time.perf_counter()
@@ -149,7 +151,7 @@ class LookupModel(Controller):
             self._lookup_seconds = smoothed(self._lookup_seconds or seconds, seconds)
 
     def _learn(self, known: _Known, outcome: Outcome) -> None:
-        """Follow the guess as far as the tokens that came agree with it."""
+        """Follow the proposal as far as the generated tokens agree with it."""
         guess, known.guess, known.new = known.guess, None, False
         if guess is None or not guess.features:
             return
@@ -166,5 +168,5 @@ class LookupModel(Controller):
                 return
 
     def release(self, request: Request) -> None:
-        """Forget the request; what its guesses taught stays."""
+        """Forget the request; what was learnt from its drafts stays."""
         self._requests.pop(request.key, None)

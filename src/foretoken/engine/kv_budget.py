@@ -1,7 +1,7 @@
 """`kv_cache_memory`: one amount of memory for the KV of the target and of its draft models.
 
-A draft model's rows are those of the target's requests, a little longer. So every model gets as
-many positions, and of the bytes the share that this takes.
+A draft model has the rows of the target's requests, with slightly more tokens each. So every model
+gets the same number of positions, and its share of the bytes follows from that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["KVBudget"]
 
 
 class KVBudget:
-    """Limits the models that it is told of.
+    """Limits the KV memory of the models added to it.
 
     Args:
         num_bytes: for all of them together; None is no limit.

@@ -6,8 +6,8 @@
         for chunk in engine.step():
             print(chunk.request_id, chunk.text, chunk.finished)
 
-It owns the model, the strategies and the scheduler; `LLM` is a face of it. Any number of threads
-may use one engine: they take turns, and whoever runs a step advances everybody's requests.
+It owns the model, the strategies and the scheduler; `LLM` is a thin layer over it. Any number of
+threads may use one engine: they take turns, and a step advances the requests of all threads.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class EngineOptions:
 
 
 class LLMEngine:
-    """Continuous batching by hand; made by `LLM`, as `LLM.engine`.
+    """Continuous batching with explicit steps; `LLM` makes it, as `LLM.engine`.
 
     Args:
         loaded: the model and its tokenizer.
@@ -176,12 +176,12 @@ class LLMEngine:
         return bool(self._jobs or self._collected)
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
-        """Give these requests up, wherever they are: they free their place and are not reported.
+        """End these requests, waiting or running: their memory is freed, and nothing is reported.
 
         Those that have ended already stay as they are.
 
         Raises:
-            ConfigError: no request has this id, or had it lately.
+            ConfigError: no request has this id, and none had it recently.
         """
         for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
             if request_id not in self._known_ids:
@@ -298,7 +298,7 @@ class LLMEngine:
             self._scheduler.step()
 
     def _remember(self, request_id: str) -> None:
-        """Note an id, so that nobody else takes it; forget the oldest that is not in use."""
+        """Record an id as taken; if there are too many, forget the oldest that is not in use."""
         self._known_ids[request_id] = None
         if len(self._known_ids) > MOST_IDS:
             oldest = next((known for known in self._known_ids if known not in self._jobs), None)

@@ -1,10 +1,10 @@
 """The prefix cache: KV of the beginnings of earlier prompts, so that it is computed once.
 
-A prompt is cut into blocks of `BLOCK` tokens. A block is known by its tokens and the block before
-it, as the KV of a token depends on everything before it: a chain of blocks is a prefix. (vLLM's
-automatic prefix caching; Kwon et al., "Efficient Memory Management for Large Language Model Serving
-with PagedAttention", section 4.4.) What is kept are copies; the least recently used go first. Their
-bits are those that would be computed (invariant 7).
+A prompt is cut into blocks of `BLOCK` tokens. A block is identified by its tokens and the block
+before it, as the KV of a token depends on everything before it: a chain of blocks is a prefix.
+(vLLM's automatic prefix caching; Kwon et al., "Efficient Memory Management for Large Language Model
+Serving with PagedAttention", section 4.4.) The cache holds copies and evicts the least recently
+used first. Their bits are those of newly computed KV (invariant 7).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NO_BLOCK = -1
 
 @dataclass(frozen=True)
 class _Entry:
-    """A block: its number, its KV, and the hidden states that somebody has asked for."""
+    """A block: its number, its KV, and the hidden states that drafters asked for."""
 
     number: int
     kv: KVBlock
@@ -80,12 +80,12 @@ class PrefixCache:
     def restore(
         self, key: int, tokens: Sequence[int], layers: tuple[int, ...] = ()
     ) -> tuple[int, Mapping[int, Tensor]]:
-        """Give an empty row the KV of the longest prefix that is known.
+        """Give an empty row the KV of the longest cached prefix.
 
         Args:
             key: the row.
-            tokens: what its KV is wanted of.
-            layers: whose hidden states are wanted, too: a block without them is not known.
+            tokens: the prompt to look up.
+            layers: whose hidden states are needed, too; a block without them counts as missing.
 
         Returns:
             The number of tokens found, n, and layer id -> [n, E].

@@ -94,10 +94,10 @@ def token_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> list
 
 
 def check_prompt(ids: Sequence[int], target: Target) -> None:
-    """Refuse what the target cannot continue.
+    """Refuse a prompt that the target cannot continue.
 
     Raises:
-        PromptError: no tokens, too many of them, or such as the target does not have.
+        PromptError: no tokens, too many of them, or tokens outside the vocabulary.
     """
     if not ids:
         raise PromptError("the prompt is empty: give at least one token to continue.")

@@ -8,7 +8,7 @@ full the youngest request gives up its row, waits first in line, and is computed
 preemption by recomputation). None of this is visible in the output: by invariant 7 the bits do not
 depend on chunks, neighbours or rows.
 
-`LLMEngine` is the face of this. It makes the requests and refuses wrong ones.
+`LLMEngine` makes the requests, refuses invalid ones, and calls the scheduler.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self._running.remove(request)
-        if request.failure is not None:  # its numbers may be the reason
+        if request.failure is not None:  # its KV may hold NaN
             self._target.wipe(request.key)
         self._target.remove(request.key)
         self._hidden.pop(request.key, None)
@@ -171,7 +171,7 @@ class Scheduler:
         return len(tokens)
 
     def _restore(self, request: Request, layers: tuple[int, ...]) -> None:
-        """Begin with what is known of the prompt, the last token excepted."""
+        """Begin with the longest cached prefix of the prompt, without its last token."""
         if self._prefixes is None:
             return
         wanted = request.prompt_ids[: len(request.token_ids) - 1]
@@ -205,7 +205,7 @@ class Scheduler:
     def _decode(self) -> list[Outcome]:
         """Advance the requests that have their prompt, in spite of a slab that fills up.
 
-        Drafts take positions, too: before anyone is preempted for them they are left out.
+        Drafts take positions, too. So a step without drafts is tried before any preemption.
         """
         while batch := [r for r in self._running if not self._missing(r)]:
             try:
@@ -225,9 +225,9 @@ class Scheduler:
     # Memory
 
     def _make_room(self, error: Exception) -> None:
-        """Drop copies that may be computed again, else preempt the youngest request.
+        """Drop the prefix cache, else preempt the youngest request.
 
-        The last one has all the memory there is: if that is too little it ends with an error.
+        A lone request already has all the memory. If that is too little, it ends with an error.
         """
         if self._drop_copies(error):
             return

@@ -1,8 +1,8 @@
-"""Who may touch the engine: one thread at a time, and no Ctrl-C in the middle of a change.
+"""One thread at a time uses the engine, and Ctrl-C does not interrupt a change.
 
-Threads take turns in the order in which they ask, so that nobody waits for more than the steps of
-those before him. A SIGINT that arrives during a turn is delivered at its end: whatever a step
-changes is changed whole. A process that was forked after loading is refused, since threads of the
+Threads take turns in the order in which they ask, so a thread waits only for the turns of
+those before it. A SIGINT that arrives during a turn is delivered at its end, so that no change is
+left half done. A process that was forked after loading is refused, since threads of the
 native runtime and of PyTorch do not survive a fork.
 """
 
@@ -96,7 +96,7 @@ class Turns:
             while not self._wait(unless, uninterrupted):
                 if unless():
                     return
-                uninterrupted.deliver()  # a handler that does not raise wants us to go on
+                uninterrupted.deliver()  # if the handler does not raise, go on waiting
             try:
                 act()
             finally:

@@ -1,1 +1,1 @@
-"""How a forward pass is made fast without changing what it computes."""
+"""Runs forward passes fast, without changing what they compute."""

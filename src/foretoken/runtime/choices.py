@@ -1,4 +1,4 @@
-"""What users may choose, in a file that needs no PyTorch: help pages are to be quick."""
+"""Values that users may choose. This file needs no PyTorch, so that help pages are quick."""
 
 from __future__ import annotations
 

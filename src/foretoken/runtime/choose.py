@@ -25,7 +25,7 @@ _STATIC_POSITIONS = 2048
 def network_for(
     model: PreTrainedModel, quantization: str | None = None, runtime: str = "auto"
 ) -> Network:
-    """The fastest network that computes what the model does; the model is left as it is.
+    """The fastest network for a model; the model itself is not changed.
 
     Args:
         model: the Transformers module.

@@ -1,16 +1,16 @@
 """What a pass of the target costs, by its rows and nodes: measured once, then followed.
 
-Leviathan et al. take the cost of verification for a constant. On a real machine it is flat only as
-long as reading the weights takes longer than computing with them. A pass over r rows and n nodes is
-taken to cost
+Leviathan et al. assume that verification has a constant cost. On a real machine this holds only
+while reading the weights takes longer than computing with them. A pass over r rows and n nodes is
+modelled to cost
 
     a (f(r) + row (r - 1)) + b (f(n) - f(r)) seconds,
 
-where f is the curve of a single row. The first term is the pass without drafts, with the contexts
-that further rows attend to; the second one is what verifying drafts adds. a and b change apart from
-each other: on a machine with other tenants reading weights may take twice as long from one second
-to the next while computing does not. They take a random walk, and a Kalman filter follows it:
-errors are attributed to what is less certain.
+where f is the curve of a single row, and `row` the cost of a further row's context. The first term
+is the pass without drafts; the second one is what verifying drafts adds. a and b change
+independently: on a shared machine, reading weights may take twice as long from one second to the
+next while computing does not. Both are modelled as a random walk that a Kalman filter tracks, so
+that an error is attributed to the less certain coefficient.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _DRIFT, _NOISE = 0.01, 0.04
 """Standard deviations: of a coefficient's change from pass to pass, of one measurement. Shares."""
 
 _MOST_DOUBT = 0.5
-"""What was not measured for long gets no more uncertain than this: a share of it."""
+"""Largest relative standard deviation that a coefficient reaches while it is not measured."""
 
 _MOST_ERROR = 3.0
 """Errors are cut at so many standard deviations: one slow pass may be a hiccup."""
 
 _DOUBT_MEASURED, _DOUBT_GUESSED = 0.5, 1.0
-"""Of b in the beginning, if the curve was measured or not."""
+"""Relative standard deviation of b at the start, for a measured curve and for a guessed one."""
 
 _LEAST = 0.05
 """Coefficients do not fall below this: from zero none could recover."""
@@ -45,8 +45,8 @@ _ROW = 0.02
 """What a further row's context costs where that was not measured, in passes over one node."""
 
 _GUESS = {nodes: 1.0 + 1.5 * (nodes - 1) / 63 for nodes in (1, 2, 4, 8, 16, 32, 64)}
-"""Passes over one node, by nodes, where nothing was measured. Rather too cheap than too dear: what
-is thought too dear is never tried, and so never measured."""
+"""Passes over one node, by nodes, where nothing was measured. It errs on
+the low side: a draft that seems too expensive is never tried, and so never measured."""
 
 _SHORTEST = 1e-9
 """Seconds: clocks may stand still, and costs are divided by."""
@@ -88,12 +88,12 @@ class CostCurve:
         self._seconds = [points[self._nodes[0]]]
         slope = _LEAST_SLOPE * self._seconds[0] / self._nodes[0]
         for before, nodes in zip(self._nodes, self._nodes[1:], strict=False):
-            # A longer pass that was faster was lucky, or the shorter one was not.
+            # Noise may make a larger pass look faster than a smaller one.
             least = self._seconds[-1] + slope * (nodes - before)
             self._seconds.append(max(points[nodes], least))
 
     def start_from(self, other: CostCurve) -> None:
-        """Go on as a measured curve, in place: whoever shares this one sees it."""
+        """Become a measured curve, in place, for everything that shares this one."""
         self.__dict__.update(other.__dict__)
         self.measured = True
 
@@ -116,7 +116,7 @@ class CostCurve:
         most = _MOST_ERROR * (aa * x * x + 2 * ab * x * y + bb * y * y + noise) ** 0.5
         error = min(max(seconds - expected, -most), most)
         before, self._cut = self._cut, seconds - expected - error
-        if before * self._cut > 0:  # twice to the same side: no hiccup, but another machine
+        if before * self._cut > 0:  # twice in the same direction: no outlier but a change
             aa, bb = _doubled(aa, self._a), _doubled(bb, self._b)
         shared_a, shared_b = aa * x + ab * y, ab * x + bb * y
         variance = shared_a * x + shared_b * y + noise

@@ -108,7 +108,7 @@ def linear_layer(
 
 
 def check_quantization(quantization: str | None, device: torch.device) -> None:
-    """Refuse what there is not.
+    """Refuse a quantization that is unknown or does not run on this device.
 
     Raises:
         ConfigError: no such quantization, or none on this device.

@@ -1,4 +1,4 @@
-"""What a pass is given: the nodes of several rows, and what each of them sees.
+"""The inputs of a pass: the nodes of several rows, and the slots that each node sees.
 
 Networks want this in different forms. Native code takes the numbers as they are; PyTorch's
 operations take tensors, which are made when they are asked for. Rows may have different numbers of

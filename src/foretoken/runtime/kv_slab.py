@@ -6,7 +6,7 @@ committed length is overwritten by the next pass. Rows in use are always the fir
 pass over all of them is a view and never a copy.
 
 A row may also carry state that is written once and never rolled back, such as the keys and values
-of an encoder-decoder's cross-attention. It moves, forks, counts and goes with its row.
+of an encoder-decoder's cross-attention. It moves, is copied and is freed with its row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Llama family in as few operations as it takes: Llama, Mistral, Qwen2, Qwen3.
+"""The Llama family in few PyTorch operations: Llama, Mistral, Qwen2, Qwen3.
 
 Half of a small model's pass on a CPU is Python and small kernels. Here query, key and value come
 from one product, as do gate and up; rotary angles are looked up; and what a Transformers module
@@ -33,7 +33,7 @@ Linear: TypeAlias = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class _Layer:
-    """One decoder layer: the fields of `LayerWeights`, and what of it computes.
+    """One decoder layer: the fields of `LayerWeights`, and which sublayers run.
 
     Args:
         index: place of its KV in the slab.

@@ -100,7 +100,7 @@ class ModuleNetwork:
 
 
 class _HiddenStates:
-    """Notes what enters layers of a module while it runs; hooks nothing if nobody asks.
+    """Records the inputs of layers while a module runs; without layers it installs no hooks.
 
     Args:
         model: the module.

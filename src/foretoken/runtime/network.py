@@ -1,4 +1,4 @@
-"""The seam between a target and whatever computes a pass.
+"""The interface between a target and the code that computes its passes.
 
 A network is given the nodes of a pass and the KV slab. It writes the new KV there and returns a
 `PassOutput`. On a CPU there are three: `native/`, the Llama family in C++; `lean.py`, the same in
@@ -22,7 +22,7 @@ __all__ = ["LOGITS", "Need", "Network", "PassOutput"]
 
 @dataclass(frozen=True)
 class Need:
-    """What a pass returns besides writing the KV; what nobody needs is not computed.
+    """What a pass returns besides writing the KV; other outputs are not computed.
 
     Args:
         logits: whether logits are needed.
@@ -77,7 +77,7 @@ class Network(Protocol):
 
     @property
     def name(self) -> str:
-        """What users are told is running."""
+        """The runtime's name as shown to users."""
         ...
 
     @property
@@ -96,7 +96,7 @@ class Network(Protocol):
         ...
 
     def forward(self, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:
-        """One pass; the slab has been told what comes (`KVSlab.begin`).
+        """Run one pass; `KVSlab.begin` has prepared the slab for it.
 
         Args:
             inputs: the T nodes, their mask in the network's dtype.

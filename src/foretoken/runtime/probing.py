@@ -1,6 +1,6 @@
 """Checks a model's behaviour when its target is constructed (invariant 5).
 
-A small tree is scored and compared with the model's own forward pass, and logits of one position
+A small tree is verified and compared with the model's own forward pass, and logits of one position
 are compared bit by bit for several numbers of nodes (invariant 7).
 """
 
@@ -32,7 +32,7 @@ QUANTIZATION_TOLERANCE = 0.8
 
 
 class Probed(Protocol):
-    """What is needed of a target."""
+    """The part of `Target` that the checks use."""
 
     network: Network
     vocab_size: int
@@ -53,7 +53,7 @@ class Probed(Protocol):
         ...
 
     def verify(self, keys: Sequence[int], trees: Sequence[TokenTree]) -> list[PassOutput]:
-        """Score trees."""
+        """See `Target.verify`."""
         ...
 
 
@@ -64,23 +64,24 @@ def probe(target: Probed, model: PreTrainedModel, *, quantized: bool) -> bool:
     Args:
         target: under construction.
         model: its module.
-        quantized: whether other weights than the module's run, which have to agree with themselves.
+        quantized: whether the target runs quantized weights; trees are then compared with its own
+            chains.
 
     Returns:
         Whether logits had the same bits for every number of nodes tried.
 
     Raises:
-        CompatibilityError: a branch of a tree is not scored like the same tokens in a row.
+        CompatibilityError: a branch of a tree does not get the logits of the same tokens in a row.
     """
     name = type(model).__name__
     stride = max(1, target.vocab_size // 7)
     a, b, c, d, e = (i * stride % target.vocab_size for i in range(5))
     tree = TokenTree((b, c, d, e), (-1, 0, 0, 2))  # a b c  and  a b d e
     try:
-        tree_logits = _score(target, [a], tree)
+        tree_logits = _logits(target, [a], tree)
         inputs = torch.tensor([[a, b, d, e]], device=target.device)
         own = model(input_ids=inputs).logits[0, 1:]
-        in_a_row = _score(target, [a], chain([b, d, e]))
+        in_a_row = _logits(target, [a], chain([b, d, e]))
     except (RuntimeError, TypeError, IndexError, AttributeError) as error:
         raise CompatibilityError(
             f"{name} cannot be run with a 4-D mask, position ids and an external KV cache: "
@@ -103,7 +104,7 @@ def probe(target: Probed, model: PreTrainedModel, *, quantized: bool) -> bool:
     return _same_bits(target, ([a, b, c, d, e] * 4)[: target.max_model_len])
 
 
-def _score(target: Probed, context: Sequence[int], tree: TokenTree) -> Tensor:
+def _logits(target: Probed, context: Sequence[int], tree: TokenTree) -> Tensor:
     """[n+1, V] of a tree after a context, in a row of its own."""
     target.add(PROBE_KEY)
     try:
@@ -116,9 +117,9 @@ def _score(target: Probed, context: Sequence[int], tree: TokenTree) -> Tensor:
 def _same_bits(target: Probed, tokens: Sequence[int]) -> bool:
     if len(tokens) < 4:
         return False  # nothing to compare
-    wide = _score(target, tokens[:2], chain(tokens[2:]))
-    narrow = _score(target, tokens[:2], chain(tokens[2:3]))
-    middle = _score(target, tokens[:3], chain(tokens[3:9]))
+    wide = _logits(target, tokens[:2], chain(tokens[2:]))
+    narrow = _logits(target, tokens[:2], chain(tokens[2:3]))
+    middle = _logits(target, tokens[:3], chain(tokens[3:9]))
     return torch.equal(wide[:1], narrow) and torch.equal(wide[1 : 1 + len(middle)], middle)
 
 

@@ -1,4 +1,4 @@
-"""The rows of a KV slab under their callers' keys: they join, fork and leave between passes."""
+"""The rows of a KV slab by their callers' keys; they are added, forked and removed."""
 
 from __future__ import annotations
 

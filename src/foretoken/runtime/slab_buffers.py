@@ -17,11 +17,11 @@ __all__ = ["OverBudget", "SlabBuffers", "SlabFull", "is_out_of_memory", "whole_b
 
 
 class SlabFull(Exception):  # noqa: N818 - the engine makes room and tries again
-    """The slab cannot grow. Nothing has been written, and what it holds is as it was."""
+    """The slab cannot grow. Nothing was written, and its contents are unchanged."""
 
 
 class OverBudget(SlabFull):
-    """It cannot because of its `limit`, whatever memory there is."""
+    """The slab cannot grow because of its `limit`, even if there is memory."""
 
 
 class SlabBuffers:

@@ -1,8 +1,8 @@
 """Target: one causal LM with its KV slab, verifying trees of many rows in one pass.
 
-The loop knows it as prefill, verify, commit, rollback. A draft model is a second `Target`: what
-differs is who calls it. This file does not know about sampling, acceptance or drafting. `rows.py`
-has the rows, `probing.py` the check of a model's behaviour, `profiling.py` what passes cost.
+The decoding loop uses prefill, verify, commit and rollback. A draft model is a second `Target`;
+only its caller differs. This file does not know about sampling, acceptance or drafting. `rows.py`
+manages the rows, `probing.py` checks the model, `profiling.py` measures what passes cost.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PREFILL_CHUNK = 256
 
 
 class Target(Rows):
-    """A model that scores token trees.
+    """A model that verifies token trees.
 
     Args:
         model: a loaded causal LM; it is left as it is and may be used elsewhere.
@@ -72,7 +72,7 @@ class Target(Rows):
     def with_network(self, network: Network) -> Target:
         """This target's rows and KV under another network over the same layers.
 
-        What it writes stays uncommitted, to be overwritten by the next pass of this target.
+        The KV it writes stays uncommitted; the next pass of this target overwrites it.
         """
         other = copy.copy(self)
         other.network = network

@@ -36,7 +36,7 @@ class DenseLinear:
 
 
 class DeviceDecoder(LeanDecoder):
-    """The lean decoder without a look at the host.
+    """The lean decoder without transfers to the host.
 
     Args:
         model: see `LeanDecoder`.

@@ -22,7 +22,7 @@ class Capture(Protocol):
     """Makes a function of no arguments, which reads and writes fixed buffers, cheap to call."""
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
-        """What has the function's effect on the contents its buffers have at the time of the call.
+        """A replay of the function, on the contents its buffers have when the replay is called.
 
         The function is called a few times first, so that its buffers should have contents for
         which it leaves nothing behind.

@@ -121,7 +121,7 @@ def device_pass(tokens: Tensor, positions: Tensor, mask: Tensor) -> PassInputs:
     rows, nodes = tokens.shape
     unknown = [RowNodes(0)] * rows
     inputs = PassInputs(unknown, 0, nodes, mask.shape[3], mask.dtype, tokens.device)
-    # Kept where the properties keep what they have made.
+    # Fills the caches of the cached properties.
     vars(inputs).update(tokens=tokens, positions=positions, mask=mask, used=None)
     return inputs
 

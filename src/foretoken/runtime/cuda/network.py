@@ -1,12 +1,12 @@
-"""`CudaNetwork`: one graph per bucket over a static slab; what fits no bucket runs as it is.
+"""`CudaNetwork`: one graph per bucket over a static slab; other passes run without a graph.
 
-Small passes on a GPU take as long as the host needs to launch their kernels, and speculation makes
-passes of a few nodes its business. A captured pass is launched at once. Prompts, and passes of more
+A small pass on a GPU takes as long as the host needs to launch its kernels, and speculative
+decoding makes many small passes. A captured pass is launched at once. Prompts, and passes of more
 than `Buckets.most_places` nodes, keep the device busy anyway.
 
-Not every module can be captured: one that looks at the device in the middle of a pass, as some
-routing among experts does, cannot, and memory may be short. A network that was chosen for the user
-then runs its passes as they are from that time on; one that was asked for says what happened.
+A capture may fail: some modules read from the device in the middle of a pass, as some expert
+routing does, or memory may be short. If the runtime is "auto", passes then run without graphs from
+that time on. If the user asked for graphs, the failure is an error.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CudaNetwork:
     """A network behind graphs (see `Network`); its slab is a `StaticSlab`.
 
     Args:
-        inner: computes a pass, without a look at the host.
+        inner: computes a pass, without transfers to the host.
         device: where it does.
         capture: makes graphs; None runs every pass as it is.
         compiler: a backend of `torch.compile` for what is captured, such as "inductor"; None
@@ -82,7 +82,7 @@ class CudaNetwork:
         self._buckets = Buckets() if buckets is None else buckets
         self._graphs: dict[tuple[Bucket, tuple[int, ...]], _Graph] = {}
         self._owner: tuple[StaticSlab, int] | None = None
-        self._output: Tensor | None = None  # [most places, V], of whichever graph ran last
+        self._output: Tensor | None = None  # [most places, V], of the graph that ran last
 
     @property
     def name(self) -> str:
@@ -138,10 +138,9 @@ class CudaNetwork:
         return PassOutput(self._output.index_select(0, places), hidden=hidden)
 
     def attempt(self, prepare: Callable[[], T]) -> T | None:
-        """What `prepare` makes by capturing; None if that fails and need not succeed.
+        """Call `prepare`, which captures; its result, or None if it fails and may fail.
 
-        Whatever has been captured is then given up with its memory: from then on all passes run
-        as they are.
+        After a failure all graphs are dropped with their memory, and all passes run without graphs.
 
         Raises:
             CompatibilityError: it fails, and graphs were asked for.
@@ -173,8 +172,8 @@ class CudaNetwork:
         if self.capture is None or not slab.allocated:
             return None
         rows, nodes = inputs.first + len(inputs.rows), inputs.nodes
-        known = max(row.start - length for row, length in zip(inputs.rows, lengths, strict=True))
-        needed = Bucket(rows, nodes, known + nodes, inputs.span)
+        skipped = max(row.start - length for row, length in zip(inputs.rows, lengths, strict=True))
+        needed = Bucket(rows, nodes, skipped + nodes, inputs.span)
         return self._buckets.fit(needed, replace(needed, rows=slab.rows, span=slab.positions))
 
     def _graph(
@@ -217,7 +216,7 @@ class CudaNetwork:
         return _Graph(inputs, states, self.capture.capture(run))
 
     def output(self, logits: Tensor) -> Tensor:
-        """[B N, V] for logits like these: of one buffer, for whichever graph runs last."""
+        """[B N, V] for logits like these: a part of the one buffer that all graphs share."""
         if self._output is None:
             self._output = logits.new_zeros(self._buckets.most_places, logits.shape[1])
         assert len(logits) <= len(self._output)

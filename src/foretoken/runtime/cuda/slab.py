@@ -2,7 +2,7 @@
 
 A graph reads and writes the addresses it was captured with. Capacity is therefore taken in advance
 and doubled where it does not suffice; `version` then changes, and graphs captured before are
-dropped. What a pass writes and where is told by tensors on the device. Every row has one position
+dropped. Tensors on the device say where a pass writes. Every row has one position
 more than its capacity, behind all that attention reads: padding writes there.
 """
 

@@ -40,7 +40,7 @@ class CDecoder(Structure):
         ("norm", c_void_p),
         ("embedding", c_void_p),
         ("num_layers", c_int32),
-        ("hidden", c_int32),
+        ("hidden_size", c_int32),
         ("heads", c_int32),
         ("key_heads", c_int32),
         ("width", c_int32),

@@ -1,9 +1,10 @@
 // Attention of a few queries over the KV slab.
 //
-// A query sees a prefix of its row's slots, and behind it, in a token tree, some slots more: its
-// ancestors and itself. What it sees is numbered in order of position. Every score is one dot product, and the weighted
-// sum of values runs over these numbers in ascending order, so a node of a tree gets the bits that the same
-// tokens would get in a chain, and chains get those of plain decoding (invariant 7).
+// A query sees a prefix of its row's slots. In a token tree it also sees some slots behind the
+// prefix: its ancestors and itself. The slots that it sees have ranks in order of position. Every
+// score is one dot product, and the weighted sum of values runs over the ranks in ascending order.
+// So a node of a tree gets the bits that the same tokens would get in a chain, and a chain gets
+// those of plain decoding (invariant 7).
 
 #pragma once
 
@@ -13,7 +14,7 @@
 
 namespace foretoken {
 
-constexpr int QUERIES = 24;  // at most, in one task: keys and values are read once for all of them
+constexpr int QUERIES = 24;  // of one task at most; keys and values are read once for all of them
 
 // What one node sees: slots 0 to prefix - 1, then those of the tail.
 struct Sight {
@@ -111,7 +112,7 @@ struct Attention {
         const uint32_t* rows[LANES];
         int last_rank = sight.count() - 1;
         for (int i = 0; i < LANES; i++) {
-            int at = rank + i < last_rank ? rank + i : last_rank;  // beyond the end nobody looks
+            int at = rank + i < last_rank ? rank + i : last_rank;  // scores beyond the end are ignored
             rows[i] = (const uint32_t*)(keys + (long)sight.slot(at) * D);
         }
         u32x16 columns[WORDS];
@@ -142,7 +143,7 @@ struct Attention {
         return sum(total);
     }
 
-    // Of as many queries as fit, from `first` on; returns how many.
+    // Sum values for as many queries as fit into registers, from `first` on; returns how many.
     int sum_values(int first, int shared, float (*out)[D]) {
         int left = count - first;
         if (AT_ONCE >= 6 && left >= 6) return sum_values<6>(first, shared, out);

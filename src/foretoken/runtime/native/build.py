@@ -1,8 +1,8 @@
 """Compiles the C++ sources for this processor, once, and loads them.
 
-The library is kept in the cache folder under a name made of everything that went into it, so that
-another processor or compiler, or a newer source, gets a library of its own. Where there is no
-compiler nothing is lost but speed: the caller runs PyTorch's operations instead.
+The library is stored in the cache folder. Its name is a hash of sources, flags, compiler and
+processor, so that a change of any of them gets a library of its own. Without a compiler only speed
+is lost: the caller runs PyTorch's operations instead.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FLAGS = (
     *(("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()),
     "-ffp-contract=off",  # the same rounding wherever an expression is inlined (invariant 7)
     "-fno-strict-aliasing",  # numbers are read in pairs and fours
-    "-fopenmp",  # of g++: PyTorch has loaded its library already, so that both share the threads
+    "-fopenmp",  # PyTorch has loaded g++'s OpenMP library already: both share its threads
     "-fPIC",
     "-shared",
 )
@@ -40,17 +40,17 @@ _TIMEOUT = 300.0
 
 
 class NativeLibraryError(Exception):
-    """The library cannot be had here; the message says why."""
+    """The library is not available here; the message says why."""
 
 
 def library(*flags: str) -> ctypes.CDLL:
     """The compiled library.
 
     Args:
-        *flags: given to the compiler beside the usual ones.
+        *flags: further flags for the compiler.
 
     Raises:
-        NativeLibraryError: no compiler, or it failed.
+        NativeLibraryError: there is no compiler, or it failed.
     """
     made = _library(*flags)
     if isinstance(made, NativeLibraryError):
@@ -60,7 +60,7 @@ def library(*flags: str) -> ctypes.CDLL:
 
 @cache
 def _library(*flags: str) -> ctypes.CDLL | NativeLibraryError:
-    """What there is, or why there is none: a compiler that fails is not asked again."""
+    """The library, or why there is none: a compiler that failed is not called again."""
     if os.name != "posix" or platform.machine() not in ("x86_64", "aarch64", "arm64"):
         return NativeLibraryError(f"not written for {platform.system()} on {platform.machine()}")
     try:
@@ -72,7 +72,7 @@ def _library(*flags: str) -> ctypes.CDLL | NativeLibraryError:
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    """Load what this user, and nobody else, may have written: it is going to be run."""
+    """Load a library that only this user can have written, because its code will run."""
     for place in (path.parent, path):
         state = place.stat()
         if state.st_uid != os.getuid() or state.st_mode & 0o022:
@@ -105,7 +105,7 @@ def _key(compiler: str, flags: tuple[str, ...]) -> str:
 
 
 def _processor() -> str:
-    """What `-march=native` depends on."""
+    """The properties of the processor that `-march=native` depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -115,7 +115,7 @@ def _processor() -> str:
 
 
 def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
-    """Into a file aside, which then takes its name: whoever sees it sees all of it."""
+    """Compile into a temporary file and rename it, so that no process sees half of it."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
         _run([compiler, *_FLAGS, *flags, str(_SOURCES / "decoder.cpp"), "-o", str(made)])

@@ -1,8 +1,8 @@
 // A pass of a decoder of the Llama family: tokens in, logits out, keys and values into the slab.
 //
-// The same computation as lean.py, which says what it is; here it is one parallel region for all
-// layers, whose threads meet at a barrier after each part of a layer. Between linear layers numbers
-// stay in float32. Called through ctypes (`decoder.py`): the structures below are known there.
+// The computation is that of lean.py, the readable version. Here one parallel region covers all
+// layers, and its threads meet at a barrier after each part of a layer. Numbers stay in float32
+// between linear layers. decoder.py calls this through ctypes.
 
 #include <omp.h>
 
@@ -15,7 +15,7 @@ namespace foretoken {
 
 inline size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-constexpr int MOST_HIDDEN = 16384;
+constexpr int MOST_HIDDEN_SIZE = 16384;
 
 class Run {
 public:
@@ -29,7 +29,7 @@ public:
         barrier_.expect(threads);
     }
 
-    // Bytes of workspace; the buffers lie one behind the other from `base` on.
+    // Lay out the buffers one behind the other from `base` on; returns their size in bytes.
     size_t layout(uint8_t* base) {
         size_t used = 0, nodes = p_.nodes;
         auto take = [&](size_t bytes) {
@@ -38,9 +38,9 @@ public:
             return at;
         };
         Format format = d_.layers[0].qkv.format;
-        stream_ = (float*)take(nodes * d_.hidden * sizeof(float));
+        stream_ = (float*)take(nodes * d_.hidden_size * sizeof(float));
         qkv_ = (float*)take(nodes * heads() * d_.width * sizeof(float));
-        hidden_ = take(nodes * row_bytes(format, d_.hidden));
+        normed_ = take(nodes * row_bytes(format, d_.hidden_size));
         mixed_ = take(nodes * row_bytes(format, d_.heads * d_.width));
         inner_ = take(nodes * row_bytes(format, d_.intermediate));
         stride_ = (p_.most_seen + LANES - 1) / LANES * LANES;
@@ -64,14 +64,14 @@ public:
         long vocabulary = d_.head.outputs;
         Best* best = best_ + (long)id * p_.nodes;
         for (int node = 0; node < p_.nodes; node++) best[node] = Best{};
-        multiply<1>(d_.head, hidden_, p_.nodes, id, threads_, [&](long node, long panel, const float* sums) {
+        multiply<1>(d_.head, normed_, p_.nodes, id, threads_, [&](long node, long panel, const float* sums) {
             long first = panel * PANEL, count = vocabulary - first < PANEL ? vocabulary - first : PANEL;
             std::memcpy(p_.logits + node * vocabulary + first, sums, count * sizeof(float));
             best[node].add(sums, first, vocabulary);
         });
     }
 
-    // When all threads are done: each has seen a part of the vocabulary.
+    // The argmax of each node, when all threads are done: each has seen a part of the vocabulary.
     void choose() {
         for (int node = 0; node < p_.nodes; node++) {
             Best best{};
@@ -81,7 +81,7 @@ public:
     }
 
 private:
-    // The largest logits seen so far, one in each lane, and whose they are.
+    // The largest logits seen so far, one in each lane, and their tokens.
     struct Best {
         f32x16 logits = splat(-std::numeric_limits<float>::infinity());
         i32x16 tokens = splat(std::numeric_limits<int32_t>::max());
@@ -103,7 +103,7 @@ private:
             tokens = better ? other.tokens : tokens;
         }
 
-        // 0 where no logit is a number.
+        // 0 if no logit is above -infinity, as when all are NaN.
         int64_t token() const {
             int best = 0;
             for (int i = 1; i < LANES; i++)
@@ -120,20 +120,20 @@ private:
     }
 
     void embed(int node) {
-        float* to = stream_ + (long)node * d_.hidden;
-        const uint8_t* from = d_.embedding + p_.tokens[node] * d_.hidden * (d_.is_bf16 ? 2 : 4);
-        for (int i = 0; i < d_.hidden; i += LANES)
+        float* to = stream_ + (long)node * d_.hidden_size;
+        const uint8_t* from = d_.embedding + p_.tokens[node] * d_.hidden_size * (d_.is_bf16 ? 2 : 4);
+        for (int i = 0; i < d_.hidden_size; i += LANES)
             store(to + i, d_.is_bf16 ? widen((const bf16*)from + i) : load<f32x16>((const float*)from + i));
     }
 
-    // The stream entering a layer, for whoever asked. The threads have met since it was written, and
-    // meet again before it is written next, so that no barrier is needed.
+    // Copy the residual stream entering a layer, if the caller asked for it. The threads have met since
+    // it was written, and meet again before it is written next, so that no barrier is needed.
     void keep_hidden(int layer, int id) {
         if (!p_.hidden || p_.hidden_slots[layer] < 0) return;
         share(p_.nodes, id, [&](int node) {
-            const float* from = stream_ + (long)node * d_.hidden;
-            long place = ((long)p_.hidden_slots[layer] * p_.nodes + node) * d_.hidden;
-            for (int i = 0; i < d_.hidden; i += LANES) {
+            const float* from = stream_ + (long)node * d_.hidden_size;
+            long place = ((long)p_.hidden_slots[layer] * p_.nodes + node) * d_.hidden_size;
+            for (int i = 0; i < d_.hidden_size; i += LANES) {
                 if (d_.is_bf16) Bf16Cache::write(from + i, (bf16*)p_.hidden + place + i);
                 else FloatCache::write(from + i, (float*)p_.hidden + place + i);
             }
@@ -151,19 +151,19 @@ private:
             store(to + i, load<f32x16>(from + i) * scale * load<f32x16>(weight + i));
     }
 
-    // The stream, normalised, as inputs of a linear layer.
+    // Normalise the residual stream, as inputs of a linear layer.
     void normalise(const float* weight, Format format, int id) {
         share(p_.nodes, id, [&](int node) {
-            float normal[MOST_HIDDEN];
-            rms_norm(stream_ + (long)node * d_.hidden, weight, d_.epsilon, d_.hidden, normal);
-            encode(format, normal, hidden_ + node * row_bytes(format, d_.hidden), d_.hidden, 0, d_.hidden);
+            float normal[MOST_HIDDEN_SIZE];
+            rms_norm(stream_ + (long)node * d_.hidden_size, weight, d_.epsilon, d_.hidden_size, normal);
+            encode(format, normal, normed_ + node * row_bytes(format, d_.hidden_size), d_.hidden_size, 0, d_.hidden_size);
         });
         barrier_.wait();
     }
 
     void add_product(const Linear& layer, const uint8_t* inputs, int id) {
         multiply<1>(layer, inputs, p_.nodes, id, threads_, [&](long node, long panel, const float* sums) {
-            float* to = stream_ + node * d_.hidden + panel * PANEL;
+            float* to = stream_ + node * d_.hidden_size + panel * PANEL;
             for (int i = 0; i < PANEL; i += LANES) store(to + i, load<f32x16>(to + i) + load<f32x16>(sums + i));
         });
         barrier_.wait();
@@ -172,7 +172,7 @@ private:
     void mlp(const Layer& layer, int id) {
         Format format = layer.down.format;
         normalise(layer.mlp_norm, layer.gate_up.format, id);
-        multiply<2>(layer.gate_up, hidden_, p_.nodes, id, threads_, [&](long node, long pair, float* sums) {
+        multiply<2>(layer.gate_up, normed_, p_.nodes, id, threads_, [&](long node, long pair, float* sums) {
             for (int i = 0; i < PANEL; i += LANES) {
                 f32x16 gate = load<f32x16>(sums + i), up = load<f32x16>(sums + PANEL + i);
                 store(sums + i, gate / (1.0f + exp(-gate)) * up);
@@ -186,7 +186,7 @@ private:
     void attention(const Layer& layer, int id) {
         normalise(layer.attention_norm, layer.qkv.format, id);
         long size = heads() * d_.width;
-        multiply<1>(layer.qkv, hidden_, p_.nodes, id, threads_, [&](long node, long panel, const float* sums) {
+        multiply<1>(layer.qkv, normed_, p_.nodes, id, threads_, [&](long node, long panel, const float* sums) {
             std::memcpy(qkv_ + node * size + panel * PANEL, sums, PANEL * sizeof(float));
         });
         barrier_.wait();
@@ -198,7 +198,7 @@ private:
         add_product(layer.output, mixed_, id);
     }
 
-    // Norm and rotation of a query or key; keys and values go into the slab.
+    // Normalise and rotate a query or key; write keys and values into the slab.
     void finish_head(const Layer& layer, int node, int head) {
         float* x = qkv_ + ((long)node * heads() + head) * d_.width;
         int first_value = d_.heads + d_.key_heads;
@@ -241,7 +241,7 @@ private:
         }
     }
 
-    // Tasks of some adjacent nodes of a row and one key head, dealt out in turn.
+    // A task is some adjacent nodes of a row and one key head. Threads take tasks in turn.
     template <class Cache, int D>
     void attend(const Layer& layer, int id) {
         int group = d_.heads / d_.key_heads, most = QUERIES / group > 0 ? QUERIES / group : 1;
@@ -251,7 +251,7 @@ private:
             for (last = first + 1; last < p_.nodes && last < first + nodes && p_.rows[last] == p_.rows[first];) last++;
             for (int key_head = 0; key_head < d_.key_heads; key_head++)
                 if (task++ % threads_ == id)
-                    for (int head = 0; head < group; head += QUERIES)  // all of them, but for huge groups
+                    for (int head = 0; head < group; head += QUERIES)  // one round, except for huge groups
                         attend<Cache, D>(layer, id, first, last, key_head, key_head * group + head,
                                          group - head < QUERIES ? group - head : QUERIES);
         }
@@ -296,7 +296,7 @@ private:
     int threads_ = 1;
     float *stream_, *qkv_, *scores_;      // [T, E], [T, H + 2 G, D], [threads, QUERIES, stride_]
     Best* best_;                          // [threads, T]
-    uint8_t *hidden_, *mixed_, *inner_;   // inputs of linear layers: [T, E], [T, H D], [T, I]
+    uint8_t *normed_, *mixed_, *inner_;   // inputs of linear layers: [T, E], [T, H D], [T, I]
     long stride_;
 };
 
@@ -319,7 +319,7 @@ void foretoken_forward(const foretoken::Decoder* decoder, const foretoken::Pass*
     if (pass->need_logits) run.choose();
 }
 
-// Of the structures that the caller knows, too, and of the largest hidden size.
+// Sizes of the structures that arguments.py and pack.py repeat, and the largest hidden size.
 void foretoken_sizes(int32_t* sizes) {
     using namespace foretoken;
     sizes[0] = sizeof(Linear);
@@ -327,6 +327,6 @@ void foretoken_sizes(int32_t* sizes) {
     sizes[2] = sizeof(Decoder);
     sizes[3] = sizeof(Buffers);
     sizes[4] = sizeof(Pass);
-    sizes[5] = MOST_HIDDEN;
+    sizes[5] = MOST_HIDDEN_SIZE;
 }
 }

@@ -1,8 +1,8 @@
 """`NativeDecoder`: the Llama family through the C++ of this folder (see `Network`).
 
-Every kernel sums in one order whatever stands beside: invariant 7 holds for any number of nodes,
-rows and processes, down to a single node, and for trees, too. Logits are float32: in bfloat16 and
-int8 the numbers between the layers are not rounded as often as in PyTorch.
+Every kernel sums in one order, regardless of the other nodes. So invariant 7 holds for any number
+of nodes, rows and processes, down to a single node, and for trees, too. Logits are float32. In
+bfloat16 and int8, numbers between the layers are rounded less often than in PyTorch.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from foretoken.runtime.network import Need, PassOutput
 __all__ = ["NativeDecoder", "why_not_native"]
 
 _WIDTHS = (32, 64, 96, 128)
-_MOST_HIDDEN = 16384
-"""`Run::normalise` has room for so many numbers."""
+_MOST_HIDDEN_SIZE = 16384
+"""`MOST_HIDDEN_SIZE` of decoder.cpp: `Run::normalise` has room for this many numbers."""
 _ANGLES = 256
-"""Positions whose rotary angles are computed at once."""
+"""Number of positions whose rotary angles are computed at once."""
 
 _FORMATS = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16}
 _QUANTIZED = {"int8": Format.INT8, "int4": Format.INT4}
 
 
 def why_not_native(model: PreTrainedModel) -> str | None:
-    """Why the model cannot run natively here; None where it can."""
+    """Why the model cannot run natively here; None if it can."""
     if not is_llama(model):
         return "it is written for Llama, Mistral, Qwen2 and Qwen3 only"
     if model.device.type != "cpu" or model.dtype not in _FORMATS:
@@ -62,7 +62,7 @@ def why_not_native(model: PreTrainedModel) -> str | None:
 
 
 def _wrong_sizes(model: PreTrainedModel) -> str | None:
-    """What the kernels are not written for."""
+    """Which size the kernels do not support; None if they support all."""
     config: Any = model.config
     body: Any = model.model
     embedding, head = body.embed_tokens.weight, model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -72,8 +72,9 @@ def _wrong_sizes(model: PreTrainedModel) -> str | None:
         return f"heads are to be {', '.join(map(str, _WIDTHS))} wide, and these are {width}"
     if any(size % GROUP for size in sizes):
         return f"hidden sizes are to be multiples of {GROUP}, and these are {sizes}"
-    if config.hidden_size > _MOST_HIDDEN:
-        return f"the hidden size is to be at most {_MOST_HIDDEN}, and this is {config.hidden_size}"
+    if config.hidden_size > _MOST_HIDDEN_SIZE:
+        most = _MOST_HIDDEN_SIZE
+        return f"the hidden size is to be at most {most}, and this is {config.hidden_size}"
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
         return "some of its weights are not in the CPU's memory"
     if len(embedding) < len(head.weight):
@@ -85,8 +86,7 @@ class NativeDecoder:
     """A decoder-only model of the Llama family (see `Network`).
 
     Args:
-        model: for which `why_not_native` knows no reason; its weights are read, and not kept but
-            for the embedding.
+        model: one for which `why_not_native` is None. Its linear layers are copied in packed form.
         quantization: "int8", "int4" (the head in int8) or None.
         *flags: for the compiler (see `library`).
 
@@ -102,7 +102,7 @@ class NativeDecoder:
         self, model: PreTrainedModel, quantization: str | None = None, *flags: str
     ) -> None:
         self._library = _checked(library(*flags))
-        self._lock = Lock()  # of the workspace: it may be another thread's turn
+        self._lock = Lock()  # the workspace serves one thread at a time
         form = _FORMATS[model.dtype] if quantization is None else _QUANTIZED[quantization]
         weights = LlamaWeights(model)
         self._kept: list[Tensor | PackedWeights] = []
@@ -117,11 +117,11 @@ class NativeDecoder:
         self._buffers = (CBuffers * 0)()
         self._like = _empty(1, weights.key_heads, 1, weights.width, dtype=model.dtype)
         self._decoder = CDecoder(
-            # A head chooses among all tokens: in int4 it would lose more than the layers do.
+            # int4 would cost the head, which ranks all tokens, more accuracy than the layers.
             head=self._linear(weights.head, Format.INT8 if form is Format.INT4 else form),
             norm=self._float(weights.norm),
             embedding=self._keep(weights.embedding.to(model.dtype).contiguous()).data_ptr(),
-            hidden=weights.hidden_size,
+            hidden_size=weights.hidden_size,
             heads=weights.heads,
             key_heads=weights.key_heads,
             width=weights.width,
@@ -194,7 +194,8 @@ class NativeDecoder:
         nodes = NodeArrays(inputs)
         logits = _empty(len(nodes) if need.logits else 0, self._vocab_size)
         argmax = array("q", bytes(8 * len(logits)))
-        hidden = _empty(len(need.hidden), len(nodes), self._decoder.hidden, dtype=self._like.dtype)
+        shape = (len(need.hidden), len(nodes), self._decoder.hidden_size)
+        hidden = _empty(*shape, dtype=self._like.dtype)
         arguments = CPass(
             nodes=len(nodes),
             need_logits=need.logits,
@@ -214,7 +215,7 @@ class NativeDecoder:
         return PassOutput(logits, argmax, states) if need.logits else PassOutput(None, None, states)
 
     def _hidden_slots(self, layers: Sequence[int]) -> array[int]:
-        """Of each layer's input, and of the final norm's, which of the layers asked for it is."""
+        """Index of each layer's input, and of the final norm's, among `layers`; -1 if absent."""
         slots = array("i", [-1] * (self.num_layers + 1))
         for slot, layer in enumerate(layers):
             slots[layer] = slot
@@ -230,7 +231,7 @@ class NativeDecoder:
         self._library.foretoken_forward(byref(self._decoder), byref(arguments))
 
     def _buffers_of(self, slab: KVSlab) -> Array[CBuffers]:
-        """As `Pass` takes them, made anew when the slab has moved."""
+        """The slab's buffers as `Pass` takes them, made anew when the slab has moved."""
         if self._seen_addresses is not slab.addresses:
             slab.reserve([layer.index for layer in self._layers], self._like)
             addresses = self._seen_addresses = slab.addresses
@@ -238,9 +239,10 @@ class NativeDecoder:
         return self._buffers
 
     def _reach(self, positions: int) -> None:
-        """Rotary angles of at least so many positions.
+        """Compute the rotary angles of at least this many positions.
 
-        In pieces of one size: how PyTorch computes them may depend on their number (invariant 7).
+        They are computed in pieces of one size, because PyTorch's bits may depend on the number of
+        positions (invariant 7).
         """
         known, half = self._cos.shape
         pieces = [
@@ -253,15 +255,15 @@ class NativeDecoder:
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Memory for the C++, whatever PyTorch's default dtype and device are."""
+    """Memory for the C++ code, regardless of PyTorch's default dtype and device."""
     return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def _checked(loaded: CDLL) -> CDLL:
-    """The library, if its structures are those of this file."""
+    """The library, if its structures have the sizes of the Python ones."""
     loaded.foretoken_workspace.restype = c_size_t
     sizes = (c_int32 * 6)()
     loaded.foretoken_sizes(sizes)
     ours = [sizeof(each) for each in (CLinear, CLayer, CDecoder, CBuffers, CPass)]
-    assert list(sizes) == [*ours, _MOST_HIDDEN]
+    assert list(sizes) == [*ours, _MOST_HIDDEN_SIZE]
     return loaded

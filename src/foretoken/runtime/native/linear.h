@@ -2,8 +2,8 @@
 //
 // A weight [N, K] is cut into panels of 32 outputs, and a panel is stored in the order in which it
 // is read, front to back, once for up to ROWS input rows. Every output is one sum over k in
-// ascending order whatever the number of rows beside it: bits do not depend on the company (invariant 7),
-// without padding and down to a single row.
+// ascending order. So its bits do not depend on the other rows (invariant 7), without padding and
+// down to a single row.
 //
 //   format  weights of a panel                                                  input row
 //   F32     [K][32] float32                                                     float32
@@ -11,7 +11,7 @@
 //   INT8    [K/32] of ([8][32][4] uint8: w/d + 128; [32] half: d)               Bytes
 //   INT4    [K/32] of ([4][32][4] two nibbles: (w-m)/d; [32] half: d; half: m)  Bytes
 //
-// `Bytes` are int8 in groups of 32 with one scale each, rounded from the row as it comes.
+// `Bytes` are int8 in groups of 32 with one scale each, quantized from the input row at run time.
 
 #pragma once
 
@@ -24,7 +24,7 @@ constexpr int GROUP = 32;
 
 enum class Format : int32_t { F32, BF16, INT8, INT4 };
 
-// Layout known to the Python side.
+// `CLinear` in pack.py has the same layout.
 struct Linear {
     const uint8_t* weight;
     const float* bias;  // [outputs] or null
@@ -68,7 +68,7 @@ inline void quantize(const float* from, uint8_t* row, int inputs, int offset) {
     for (int i = 0; i < LANES; i++) total += both[i];
     int groups = inputs / GROUP, group = offset / GROUP;
     float* scales = (float*)(row + inputs);
-    // A model that made a NaN or an infinity is to show it: integers cannot.
+    // Integers cannot represent NaN or infinity, so the scale carries them to the output.
     float scale = largest / 127.0f + 0.0f * sum(low + high);
     scales[group] = scale;
     scales[groups + group] = scale * total;
@@ -91,14 +91,14 @@ inline void encode(Format format, const float* from, uint8_t* row, int inputs, i
 
 // Kernels: a panel times M rows, [M][PANEL] out.
 //
-// While they compute they fetch a panel that comes later: with several rows computing takes as long
-// as reading, and the processor does not look far enough ahead by itself to do both at once.
+// While a kernel computes, it prefetches a later panel. With several rows, computing takes as long
+// as reading, and the processor's own prefetching does not look far enough ahead to overlap both.
 
 class Prefetch {
 public:
     Prefetch(const uint8_t* from, size_t bytes) : from_(from), end_(from + bytes) {}
 
-    // How often `some` will be called.
+    // Spread the prefetch over this many calls of `some`.
     void split_into(int parts) { step_ = ((end_ - from_) / 64 + parts - 1) / parts * 64; }
 
     void some() {
@@ -118,7 +118,7 @@ inline void put(const f32x16 (&sums)[M][2], float* out) {
         for (int v = 0; v < 2; v++) store(out + m * PANEL + v * LANES, sums[m][v]);
 }
 
-// What 32 bits hold, and how products of them are added up.
+// The numbers in a 32-bit word, and how products of words are added up.
 struct FloatWords {
     static constexpr int PER_WORD = 1;
 

@@ -1,4 +1,4 @@
-"""Weights in the order in which the kernels read them (`linear.h`, whose words these are)."""
+"""Packs weights in the order in which the kernels read them; `linear.h` explains the terms."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PANEL = 32
 GROUP = 32
 
 _SMALLEST_SCALE = 6e-8
-"""The smallest number above zero in float16, in which scales are kept."""
+"""The smallest positive number in float16, the dtype of scales."""
 
 
 class Format(IntEnum):
-    """How a linear layer's weights are kept."""
+    """How a linear layer's weights are stored."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
@@ -63,20 +63,20 @@ class PackedWeights:
 
     @property
     def c(self) -> CLinear:
-        """As the kernels take it."""
+        """The structure that the kernels take."""
         bias = None if self.bias is None else self.bias.data_ptr()
         return CLinear(self.weight.data_ptr(), bias, self.format, self.inputs, self.outputs, 0)
 
 
 def pack(layer: LinearWeights, form: Format) -> PackedWeights:
-    """Pack a layer; a number of outputs that is no multiple of `PANEL` is filled up with zeros.
+    """Pack a layer; outputs are padded with zeros to a multiple of `PANEL`.
 
-    int8 is symmetric, int4 has a least value per group; both round to the nearest. These are the
-    forms of GGUF's Q8_0 and Q4_1: weights that come from such a file in float32 stay as they were.
+    int8 is symmetric, and int4 has a minimum per group. Both round to nearest. These are the
+    formats of GGUF's Q8_0 and Q4_1: weights loaded from such a file in float32 keep their values.
 
     Args:
-        layer: [N, K]; K even, and a multiple of `GROUP` for integers.
-        form: how.
+        layer: [N, K]; K even, and a multiple of `GROUP` for int8 and int4.
+        form: the format.
     """
     outputs, inputs = layer.weight.shape
     missing = -outputs % PANEL
@@ -96,7 +96,7 @@ def pack(layer: LinearWeights, form: Format) -> PackedWeights:
 
 
 def in_turns(gate_up: LinearWeights) -> LinearWeights:
-    """Outputs of gate and up in turns of `PANEL`, so that a thread has both of a product."""
+    """Interleave gate and up in panels, so that a thread has both factors of a product."""
 
     def turns(both: Tensor) -> Tensor:
         halves = both.view(2, -1, PANEL, *both.shape[1:])  # gate, up
@@ -125,7 +125,7 @@ def _int4(groups: Tensor) -> Tensor:
 
 
 def _as_float16(scales: Tensor) -> Tensor:
-    """As it is kept: what is rounded with it must know of its own rounding."""
+    """Scales as stored. Weights are divided by these, so that rounding a scale adds no error."""
     return scales.clamp(min=_SMALLEST_SCALE).half()
 
 

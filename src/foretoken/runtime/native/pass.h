@@ -1,4 +1,4 @@
-// What a pass is called with (`arguments.py` has the same structures), and where its threads meet.
+// The arguments of a pass (`arguments.py` has the same structures), and the barrier of its threads.
 
 #pragma once
 
@@ -21,7 +21,7 @@ struct Decoder {
     Linear head;
     const float* norm;
     const uint8_t* embedding;  // [V, E] in the model's dtype
-    int32_t num_layers, hidden, heads, key_heads, width, intermediate;
+    int32_t num_layers, hidden_size, heads, key_heads, width, intermediate;
     int32_t is_bf16;  // dtype of embedding and slab; float32 otherwise
     float epsilon, scaling;
     int32_t unused;
@@ -40,19 +40,19 @@ struct Pass {
     const int32_t* rows;         // [T] of the slab
     const int32_t* slots;        // [T] where a node's keys and values go
     const int32_t* prefixes;     // [T] slots seen from the row's beginning on
-    const int32_t* tail_starts;  // [T + 1] into tails
+    const int32_t* tail_starts;  // [T + 1] offsets into tails
     const int32_t* tails;        // slots seen behind the prefix
     const Buffers* buffers;      // of each layer
     const float *cos, *sin;      // [positions, D/2]
     float* logits;               // [T, V]
     int64_t* argmax;             // [T] the token of the largest logit, the first of equals
     uint8_t* hidden;             // [layers asked for, T, E] in the model's dtype, or null
-    const int32_t* hidden_slots; // [num_layers + 1] which of those a layer's input is, or -1
+    const int32_t* hidden_slots; // [num_layers + 1] index of a layer's input among those, or -1
     uint8_t* workspace;
 };
 
-// Threads meet here. They spin, as the parts of a layer take microseconds, but not for long on a
-// busy machine.
+// Where threads wait for each other. They spin, because the parts of a layer take microseconds, and
+// yield after a while, because the machine may be busy.
 class Barrier {
 public:
     void expect(int threads) { threads_ = threads; }

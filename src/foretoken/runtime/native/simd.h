@@ -1,8 +1,8 @@
 // Vectors of sixteen, and the few operations on them that the kernels need.
 //
-// Written with the compiler's portable vectors, so that the same source serves AVX-512, AVX2 and
-// NEON; AVX-512's instructions for dot products are used where they are. FORETOKEN_PORTABLE leaves
-// them out, which is how the tests reach the other half.
+// The code uses the compiler's portable vectors, so that one source serves AVX-512, AVX2 and NEON.
+// Instructions of AVX-512 are used where they are available. FORETOKEN_PORTABLE leaves them out, so
+// that the tests reach the portable code.
 
 #pragma once
 
@@ -57,14 +57,14 @@ inline f32x16 widen_half(const half* from) {
 #ifdef FORETOKEN_AVX512
     return (f32x16)_mm512_cvtph_ps((__m256i)load<u16x16>(from));
 #else
-    // Exponent and mantissa as those of a float that is too small by 2^112; subnormal ones, too.
+    // Read as a float, exponent and mantissa are too small by 2^112, also for subnormal numbers.
     u32x16 bits = __builtin_convertvector(load<u16x16>(from), u32x16);
     f32x16 magnitude = (f32x16)((bits & 0x7fff) << 13) * 0x1p112f;
     return (f32x16)((u32x16)magnitude | (bits & 0x8000) << 16);
 #endif
 }
 
-// To the nearest, ties to even; NaN stays NaN because a model that made one is to show it.
+// To the nearest, ties to even; NaN stays NaN, so that it reaches the logits.
 inline u16x16 narrow(f32x16 x) {
     u32x16 bits = (u32x16)x;
     u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -72,7 +72,7 @@ inline u16x16 narrow(f32x16 x) {
     return __builtin_convertvector(is_nan ? (bits >> 16) | 0x40 : rounded, u16x16);
 }
 
-// To the nearest integer, ties to even, of numbers below 2^22; of others some integer.
+// To the nearest integer, ties to even, of numbers below 2^22; others give an arbitrary integer.
 inline i32x16 nearest(f32x16 x) { return (i32x16)(x + 12582912.0f) - 0x4b400000; }
 
 inline void store_bytes(int8_t* to, i32x16 x) {
@@ -104,7 +104,7 @@ inline i32x16 dot4(i32x16 acc, u32x16 a, uint32_t b) {
 #endif
 }
 
-// Always in the same order, whatever the compiler.
+// Adds in the same order with every compiler.
 inline float sum(f32x16 x) {
     for (int width = LANES / 2; width > 0; width /= 2)
         for (int i = 0; i < width; i++) x[i] += x[i + width];
