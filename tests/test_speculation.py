@@ -210,7 +210,7 @@ def test_the_user_sees_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_request_asks_its_own_controller() -> None:
     speculation = Speculation(strategy_of(Faulty(), Fixed(2)))
     requests = [request_of([1]) for _ in range(4)]
-    table = BatchTable(8, BatchTable.Options(lengths={1: 7, 2: 5}))
+    table = BatchTable(8, BatchTable.Options(lengths={1: 7, 4: 5}))  # by all of the step's rows
     speculation.assign(requests[1], strategy_of(Faulty(), Fixed(4)))
     shared = strategy_of(Faulty(), table)
     for request in requests[2:]:
@@ -300,9 +300,11 @@ def test_each_controller_is_told_the_seconds_of_its_own_drafter(clock: Clock) ->
     scheduler.abort(requests)
 
 
-def test_a_step_without_drafts_is_shown_to_drafters_only() -> None:
-    """It was not the controller's decision, and says nothing about drafting."""
+@pytest.mark.parametrize("layers", [(), (1,)], ids=str)
+def test_a_step_without_drafts_is_for_readers_of_hidden_states(layers: tuple[int, ...]) -> None:
+    """It was not the controller's decision, and drafters were not asked."""
     controller, drafter = Watching(2), Faulty()
+    drafter.hidden_layers = layers
     speculation = Speculation(strategy_of(drafter, controller))
     request = request_of([1, 2])
     plain = speculation.plain()
@@ -310,7 +312,7 @@ def test_a_step_without_drafts_is_shown_to_drafters_only() -> None:
     assert draft.tree.num_drafted == 0
     plain.observe([outcome_of(request, (), 0)], StepTimes(0.0, 0.5, 0.0))
     assert controller.seconds is None
-    assert drafter.observed == [request.key]
+    assert drafter.observed == [request.key] * len(layers)
 
 
 def test_beside_a_dear_drafter_a_cheap_one_goes_on(clock: Clock) -> None:
@@ -354,8 +356,12 @@ def test_a_pass_is_noted_once_for_all_controllers_with_one_curve() -> None:
     for request, controller in zip(requests[1:], others, strict=True):
         speculation.assign(request, strategy_of(NoDrafter(), controller))
     outcomes = [outcome_of(request, (), 0) for request in requests]
+    speculation.draft(requests)
     speculation.observe(outcomes, StepTimes(0.0, 0.5, 0.0))
     assert seen == [("shared", 4), ("own", 4)]
+    speculation.draft(requests)
+    speculation.observe(outcomes[1:], StepTimes(0.0, 0.5, 0.0))  # one failed after the pass
+    assert len(seen) == 2
 
 
 class Misdrafting(Drafter):

@@ -24,7 +24,6 @@ __all__ = [
     "ModelError",
     "PromptError",
     "RequestError",
-    "in_one_line",
 ]
 
 

@@ -463,7 +463,7 @@ def test_an_error_that_is_not_about_memory_is_not_hidden(
         raise RuntimeError("something else")
 
     monkeypatch.setattr(llm.engine.target, "prefill", broken)
-    with pytest.raises(RuntimeError, match="something else"):
+    with pytest.raises(RequestError, match="RuntimeError: something else"):
         llm.generate([PROMPTS[0]], GREEDY)
     assert_empty(llm)
 

@@ -10,6 +10,7 @@ import torch
 
 from foretoken import LLM, CompatibilityError, SamplingParams
 from foretoken.core.tree import chain
+from foretoken.errors import in_one_line
 from foretoken.runtime.attention import KEY_BLOCK
 from foretoken.runtime.cuda import cuda_network, eager_network
 from foretoken.runtime.cuda.buckets import Bucket
@@ -73,7 +74,7 @@ def test_what_cannot_be_captured_runs_as_it_is(
     assert len(told) == 1
     network = ours.network
     assert isinstance(network, CudaNetwork)
-    assert network.failure == str(ERRORS[reason]).splitlines()[0]
+    assert network.failure == in_one_line(ERRORS[reason])
     assert network.name == network.inner.name == {"llama": "lean", "gpt2": "module"}[architecture]
     for part in (network, network.first_layers(1), network.without([0], [])):
         assert part.capture is None
