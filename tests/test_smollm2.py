@@ -72,7 +72,7 @@ def reference(smollm2_float32: PreTrainedModel, prompts: list[list[int]]) -> lis
     return [tuple(reference_greedy(smollm2_float32, prompt, TOKENS)) for prompt in prompts]
 
 
-QUICK = ("none", "draft_model", "suffix", "early_exit", "ensemble")
+QUICK = ("none", "ngram", "draft_model", "suffix", "early_exit", "ensemble")
 """One of each kind: `test_greedy.py` has all of them on tiny models."""
 
 
@@ -106,7 +106,13 @@ def plain(smollm2_bfloat16: PreTrainedModel, prompts: list[list[int]]) -> dict[s
     }
 
 
-@pytest.mark.parametrize("method", ON_CHAINS)
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(method, marks=[] if method in QUICK else pytest.mark.slow)
+        for method in ON_CHAINS
+    ],
+)
 def test_bfloat16_has_the_bits_of_none(
     smollm2_bfloat16: PreTrainedModel,
     smollm2_tokenizer: PreTrainedTokenizerBase,

@@ -41,12 +41,10 @@ CASES = [
     if fits(method, rule) and method not in WITH_TOKENIZER
 ]
 """Methods that know tokens by their text would need more than this vocabulary."""
-SAMPLING = {"draft_model", "ngram_table", "corpus_ngram", "random", "cascade", "early_exit"}
-COMBINED = {"ensemble", "switch", "horizontal_cascade", "lookahead"}
 QUICK = {
-    "coupled": {"none", "draft_model", "recycle"},
-    "rejection": {*SAMPLING, *COMBINED, "ngram"},
-    "block": {"draft_model", "ngram_table", "cascade", "ngram"},
+    "coupled": {"none"},
+    "rejection": {"draft_model", "ngram_table", "cascade", "ensemble", "ngram"},
+    "block": {"draft_model", "ngram"},
 }
 """Cases that differ in what they run. Under `coupled` outputs are those of `none` to the bit
 (`test_bits.py`), and one-hot drafts take one path through a rule, whoever proposed them: the other
