@@ -78,12 +78,11 @@ class LookupModel(Controller):
         self._lookup_seconds = 0.0  # of one request's lookup; 0 while unknown
         self._step = 0
         self._next_poll = 0.0  # the next step that asks for all requests
-        self._asked: list[tuple[int, _Known]] = []  # in the current step, by batch row
-        self._asked_keys: list[int] = []  # of the same requests
+        self._asked: dict[int, tuple[int, _Known]] = {}  # in the current step: key -> row of batch
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
         """See `Controller.budgets`: the full length where lookups pay, else nothing."""
-        self._asked, self._asked_keys = [], []
+        self._asked = {}
         budgets = [_NOTHING] * len(batch)
         if not self.costs:  # a pass has to be timed first
             return budgets
@@ -96,15 +95,14 @@ class LookupModel(Controller):
             known = self._requests.setdefault(request.key, _Known(self._gain))
             if poll or known.gain >= price:
                 budgets[row] = within(request, self.num_speculative_tokens)
-                self._asked.append((row, known))
-                self._asked_keys.append(request.key)
+                self._asked[request.key] = row, known
         return budgets
 
     def trim(self, batch: Sequence[Request], drafts: Sequence[Draft], rows: int) -> list[Draft]:
         """See `Controller.trim`: keeps the most probable tokens of all drafts, as many as pay."""
         trimmed = list(drafts)
         likely: list[tuple[float, int, int]] = []  # probability, row, node
-        for row, known in self._asked:
+        for row, known in self._asked.values():
             known.guess = guess = drafts[row]
             if guess.features:
                 paths = path_odds(guess, self._odds.of)
@@ -112,12 +110,12 @@ class LookupModel(Controller):
         # The sort is stable: no token comes before its parent.
         likely.sort(key=itemgetter(0), reverse=True)
         count, cost = self._how_many([p for p, _, _ in likely], rows)
-        gains = dict.fromkeys((row for row, _ in self._asked), 0.0)
+        gains = dict.fromkeys((row for row, _ in self._asked.values()), 0.0)
         nodes: dict[int, list[int]] = {row: [] for row in gains}
         for p, row, node in likely[:count]:
             nodes[row].append(node)
             gains[row] += p / rows - cost
-        for row, known in self._asked:
+        for row, known in self._asked.values():
             trimmed[row] = drafts[row].only(nodes[row])
             known.gain += 0.1 * (gains[row] - known.gain)
             self._gain += 0.05 * (gains[row] - self._gain)
@@ -141,11 +139,10 @@ class LookupModel(Controller):
         if not self._asked:
             return
         began = time.perf_counter()
-        asked = {key: self._requests[key] for key in self._asked_keys}
-        all_have_read = not any(known.new for known in asked.values())
+        all_have_read = not any(known.new for _, known in self._asked.values())
         for outcome in outcomes:
-            if known := asked.get(outcome.request.key):
-                self._learn(known, outcome)
+            if asked := self._asked.get(outcome.request.key):
+                self._learn(asked[1], outcome)
         seconds = (draft_seconds + time.perf_counter() - began) / len(self._asked)
         if all_have_read:
             self._lookup_seconds = smoothed(self._lookup_seconds or seconds, seconds)

@@ -214,8 +214,9 @@ class LLMEngine:
         def build() -> None:
             job.strategy = self.strategies.strategy(speculative_config)
 
-        # Building may load a model or time passes: nobody steps meanwhile.
-        self._turns.take(build)
+        if speculative_config is not None:
+            # Building may load a model or time passes: nobody steps meanwhile.
+            self._turns.take(build)
         return job
 
     def make_requests(
