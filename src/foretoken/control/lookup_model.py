@@ -167,3 +167,4 @@ class LookupModel(Controller):
     def release(self, request: Request) -> None:
         """Forget the request; what was learnt from its drafts stays."""
         self._requests.pop(request.key, None)
+        self._asked.pop(request.key, None)
