@@ -3,8 +3,8 @@
     python examples/chat_loop.py
     python examples/chat_loop.py --model path/to/a/chat/model --max-tokens 400
 
-An empty line or Ctrl-D ends it. `suffix` drafts from the conversation and from earlier answers. The
-KV of earlier turns comes from the prefix cache.
+An empty line or Ctrl-D ends the conversation. The method `suffix` drafts from the conversation and
+from earlier answers. The KV of earlier turns comes from the prefix cache.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     python examples/compare_methods.py
     python examples/compare_methods.py --methods none,ngram,suffix,recycle --max-tokens 200
 
-One model serves all methods, because each request may have its own. For numbers that you want to
-rely on, use `foretoken bench`: it takes turns, repeats, and gives intervals.
+The model is loaded once, because each request may have its own method. For numbers that you can
+rely on, use `foretoken bench`: the methods take turns, every prompt is repeated, and the results
+have intervals.
 """
 
 from __future__ import annotations

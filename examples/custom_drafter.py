@@ -1,9 +1,9 @@
-"""A drafter of your own: which token followed which, in everything that was generated so far.
+"""A drafter of your own: it remembers which token followed which in all generated text.
 
     python examples/custom_drafter.py
 
-It learns from every step and drafts a chain of the latest successors. docs/extending.md explains
-the parts, and how to give such a drafter a name.
+It learns from every step, and drafts for each token the one that followed it last. The page
+docs/extending.md explains the parts, and how to register such a drafter under a name.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from foretoken.request import Request
 
 
 class SuccessorDrafter(Drafter):
-    """Chains of certain tokens: q is one-hot."""
+    """Chains of tokens that were not sampled: q is one-hot."""
 
     def __init__(self) -> None:
         self._successor: dict[int, int] = {}
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """One chain per request, empty after a token that is new."""
+        """One chain per request; it ends at a token without a known successor."""
         drafts = []
         for request, budget in zip(batch, budgets, strict=True):
             drafted = islice(self._after(request.root), budget.chain)
@@ -40,7 +40,7 @@ class SuccessorDrafter(Drafter):
             yield token
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
-        """Remember what followed what in the tokens that were committed."""
+        """Remember the successor of every committed token."""
         for outcome in outcomes:
             new = outcome.request.token_ids[-len(outcome.committed) - 1 :]
             self._successor.update(pairwise(new))

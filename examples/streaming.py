@@ -1,9 +1,9 @@
-"""Two requests at once, streamed: `LLMEngine` by hand.
+"""Two requests at once, streamed with `LLMEngine`.
 
     python examples/streaming.py
 
-Both requests share every pass of the model. Each chunk has the tokens that one step committed; a
-step that accepts drafted tokens gives several. For a single request `LLM.stream` does the same.
+Both requests share every pass of the model. Each chunk has the tokens that one step committed. If
+the step accepted drafted tokens, there are several. For a single request, use `LLM.stream`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""JSON of a given schema: what the schema forces is drafted for free.
+"""JSON that follows a schema: the tokens that the schema forces are drafted at almost no cost.
 
     python examples/structured_output.py
     python examples/structured_output.py --text "Ada Lovelace, born 1815, of London"
 
-It needs `pip install 'foretoken[structured]'`. Tokens that the schema does not allow have
-probability 0, at every drafted position, so that the output has exactly the distribution of
-sampling under the schema.
+It needs `pip install 'foretoken[structured]'`. At every drafted position, tokens that the schema
+does not allow have probability 0. So the output has the same distribution as without drafts.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=int, default=100)
     options = parser.parse_args(arguments)
 
-    # `regex` drafts what the schema forces, `ngram` copies names out of the prompt.
+    # `regex` drafts what the schema forces, and `ngram` copies names from the prompt.
     drafters = [{"method": "regex"}, {"method": "ngram"}]
     llm = LLM(options.model, speculative_config={"method": "ensemble", "drafters": drafters})
     form = {"json": SCHEMA, "disable_any_whitespace": True}

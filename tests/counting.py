@@ -22,7 +22,9 @@ class Counting:
     def forward(self, inputs: PassInputs, *rest: Any, **named: Any) -> Any:
         """See `Network.forward`."""
         assert inputs.positions.shape == inputs.tokens.shape
-        self.positions.append(inputs.num_nodes)
+        counts = [len(row) for row in inputs.rows]
+        # Only the padding of a single row is computed.
+        self.positions.append(inputs.nodes if len(counts) == 1 else sum(counts))
         return self._network.forward(inputs, *rest, **named)
 
 

@@ -74,12 +74,14 @@ def reference(smollm2_float32: PreTrainedModel, prompts: list[list[int]]) -> lis
 
 QUICK = ("none", "ngram", "draft_model", "suffix", "early_exit", "ensemble")
 """One of each kind: `test_greedy.py` has all of them on tiny models."""
+QUICK_IN_FLOAT32 = ("none", "draft_model", "suffix")
+"""Passes in float32 take twice as long; in bfloat16 every kind is tested."""
 
 
 @pytest.mark.parametrize(
     "method",
     [
-        pytest.param(method, marks=[] if method in QUICK else pytest.mark.slow)
+        pytest.param(method, marks=[] if method in QUICK_IN_FLOAT32 else pytest.mark.slow)
         for method in ("none", *SPECULATIVE)
     ],
 )

@@ -1,4 +1,4 @@
-"""What the examples of speculative execution print: the speed, and the distribution kept."""
+"""Measures the speed of speculative execution, and shows that it keeps the distribution."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ DRAWS = 4000
 
 
 class Comparison:
-    """Calls made both ways one after the other, so that what else the machine does falls on both.
+    """Times calls with and without speculation.
+
+    Both kinds of call take turns, so that other work of the machine slows both down alike.
 
     Args:
         call: f, g and the guess.
@@ -28,7 +30,7 @@ class Comparison:
         self._kept: list[bool] = []
 
     def run(self, x: Any, noise: Noise) -> Result[Any]:
-        """One call, and what came of it."""
+        """Make one call without and one with speculation; returns the result of the latter."""
         began = time.perf_counter()
         self._call.in_turn(x, noise)
         between = time.perf_counter()
@@ -39,7 +41,7 @@ class Comparison:
         return result
 
     def show(self, alpha: float, f_seconds: float, g_seconds: float) -> None:
-        """What was measured beside what `expected_speedup` says of alpha and both times."""
+        """Print the measured speed-up, and the expected one for this alpha and these times."""
         in_turn, speculative = sum(self._in_turn), sum(self._speculative)
         expected = expected_speedup(alpha, f_seconds, g_seconds)
         print(f"f {f_seconds * 1e3:.1f} ms, g {g_seconds * 1e3:.1f} ms, {len(self._kept)} calls")
@@ -53,7 +55,10 @@ class Comparison:
 def show_distribution(
     p: Distribution, q: Distribution, call: Speculation[Any, Any], seed: int
 ) -> None:
-    """Frequencies of the choice against the distribution of f for one input, without waiting."""
+    """Print how often each y was chosen, beside the distribution that f gives for one input.
+
+    f and g do not wait here.
+    """
     quick = Speculation[None, int](lambda _: p, lambda y: y, lambda _: q, call.executor)
     drawn = [quick(None, Noise(seed).at(i)).choice for i in range(DRAWS)]
     print(f"\nchoice   distribution of f   chosen in {DRAWS}   the guess's distribution")

@@ -1,20 +1,22 @@
-"""Speculative execution outside language models: kinetic Monte Carlo, two computations at a time.
+"""Speculative execution outside language models: two computations of kinetic Monte Carlo at once.
 
     python examples/stochastic/kinetic_monte_carlo.py
     python examples/stochastic/kinetic_monte_carlo.py --hops 30
 
-An atom hops between the sites of a crystal. Its next site is drawn from rates of harmonic
-transition state theory (Vineyard, 1957): a prefactor from the vibrations at each saddle point,
-which takes an eigenvalue problem per neighbour, times a Boltzmann factor. That is f. Then the new
-site is relaxed and its vibrational free energy logged, another eigenvalue problem: g. Usually f
-must end before g can begin. Here g begins at once on a site guessed with one prefactor for all, as
-people assume when they cannot afford f, and the guess is kept or replaced so that the walk has
-exactly the distribution of f.
+An atom hops between the sites of a crystal.
 
-f and g gain only what they compute at the same time: without a second core that is free the same
-work takes as long as before, and guesses that are turned down make it longer. And they must let
-each other compute: `numpy.linalg.eigvalsh` holds the interpreter's lock while it works, PyTorch's
-releases it.
+- f computes the distribution of its next site by harmonic transition state theory (Vineyard, 1957).
+  The rate to each neighbour is a prefactor from the vibrations at the saddle point, times a
+  Boltzmann factor. Each prefactor takes an eigenvalue problem.
+- g relaxes the new site and logs its vibrational free energy, which is another eigenvalue problem.
+
+Usually f must end before g can begin. Here g begins at once, on a guessed site. The guess takes the
+same prefactor for all neighbours, as people do when f is too expensive. It is then kept or replaced
+in such a way that the walk has exactly the distribution of f.
+
+This gains time only if f and g compute at the same time. Without a second free core, the same work
+takes as long as before, and rejected guesses add to it. Also, neither may hold the interpreter's
+lock while it computes: `numpy.linalg.eigvalsh` holds it, PyTorch's function releases it.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ def log_frequencies(seed: list[int], modes: int) -> float:
 
 
 def boltzmann(site: int) -> np.ndarray:
-    """[4] log-rates to the neighbours with one prefactor for all."""
+    """[4] log-rates to the neighbours, with the same prefactor for all."""
     climbed: np.ndarray = ENERGIES[neighbours(site)] - ENERGIES[site]
     return -climbed / (2 * THERMAL_ENERGY)
 
@@ -71,7 +73,7 @@ def distribution_over(sites: list[int], log_rates: np.ndarray) -> Distribution:
 
 
 def f(site: int) -> Distribution:
-    """The distribution of the next site, prefactors computed."""
+    """The distribution of the next site, with computed prefactors."""
     saddles = [log_frequencies(sorted([site, to]), MODES_AT_SADDLE) for to in neighbours(site)]
     return distribution_over(neighbours(site), boltzmann(site) - np.array(saddles))
 

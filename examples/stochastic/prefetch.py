@@ -1,17 +1,19 @@
-"""Speculative execution outside language models: fetch before the policy has decided.
+"""Speculative execution outside language models: render a page before the policy has decided.
 
     python examples/stochastic/prefetch.py
     python examples/stochastic/prefetch.py --visitors 50
 
 A shop shows one of four pages. A policy service (f) answers with the probabilities of the pages for
-this visitor, one is drawn, and the page is rendered by another service (g). The probabilities are
-logged with the choice, because experiments are evaluated by dividing by them, so the page shown
-must have exactly that distribution: "render the likeliest one in advance and show it if there is
-nothing better" would distort the log. Here rendering starts at once on a page drawn from last
-week's probabilities (q), and is kept or replaced so that the distribution stays exact.
+this visitor. One page is drawn, and another service (g) renders it. The probabilities are logged
+with the choice, because the evaluation of experiments divides by them. So the page that is shown
+must have exactly that distribution. If the most probable page were rendered in advance and shown
+whenever nothing better is ready, the log would be wrong.
 
-Both services are stand-ins that wait as long as a network would; the waiting is real, and so is
-the measured speed-up.
+Here rendering starts at once, with a page drawn from last week's probabilities (q). The page is
+then kept or replaced in such a way that the distribution stays exact.
+
+Both services are stand-ins that only wait, as long as a network would. The waiting is real, and so
+is the measured speed-up.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ LAST_WEEK = np.array([0.4, 0.3, 0.2, 0.1])
 
 
 def policy(visitor: int) -> Distribution:
-    """Last week's probabilities, turned towards what this visitor likes."""
+    """Last week's probabilities, changed by what this visitor likes."""
     tastes = np.random.default_rng([SEED, visitor]).normal(0.0, 0.5, PAGES)
     weights = LAST_WEEK * np.exp(tastes)
     return Distribution(torch.from_numpy(weights / weights.sum()))

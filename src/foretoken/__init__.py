@@ -1,4 +1,4 @@
-"""Foretoken: speculative decoding for Hugging Face models; the same bits, sooner.
+"""Foretoken: speculative decoding for Hugging Face models. The same output, faster.
 
     from foretoken import LLM, SamplingParams
 

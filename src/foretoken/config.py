@@ -1,7 +1,7 @@
-"""`SpeculativeConfig`: how to guess and how to check, in one validated object.
+"""`SpeculativeConfig`: how to draft and what to accept, in one validated object.
 
-The options that belong to one drafter or one acceptance rule are declared beside that drafter or
-rule and found through the registries; this file knows none of them by name.
+Each drafter and each acceptance rule declares its own options in its own file. This file finds them
+through the registries and knows none of them by name.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = ["SpeculativeConfig"]
 
 
 class SpeculativeConfig(Config):
-    """How to guess and how to check.
+    """How to draft, how much, and what to accept.
 
     Args:
-        method: a name that `foretoken methods` lists, or a `Drafter`; with only `model` given,
-            `draft_model`.
+        method: a name that `foretoken methods` lists, or a `Drafter`. If only `model` is given, it
+            is `draft_model`; without both it is `none`.
         num_speculative_tokens: most tokens drafted per step (gamma); None takes the method's
             default.
         model: the draft model for methods that use one: a path, an alias or a loaded
@@ -38,14 +38,14 @@ class SpeculativeConfig(Config):
         acceptance: a rule's name, a dict of its name (`rule`) and its options, or an
             `AcceptanceRule`.
         controller: how much to draft from step to step: a controller's name, or a dict of its
-            name (`rule`) and its options. The default is `cost_model` where the
-            output does not depend on draft lengths (rule `coupled`): it does not speculate where
-            that does not pay. Elsewhere the default is `fixed`, because `cost_model` reads the
-            clock and the clock must not change the output. Methods whose next guesses come from
-            their last draft (`lookahead`, `pad`) also default to `fixed`.
+            name (`rule`) and its options. The default is `cost_model` where the output does not
+            depend on draft lengths (rule `coupled`). It drafts only where that pays. Elsewhere the
+            default is `fixed`, because `cost_model` reads the clock, and the clock must not change
+            the output. Methods that read their next draft from the pass over the last one
+            (`lookahead`, `pad`) also default to `fixed`.
 
-    Every method's own fields (`prompt_lookup_max`, `draft_temperature`, ...) may be given
-    alongside; they are validated by the method's options class and kept in `options`.
+    The method's own fields (`prompt_lookup_max`, `draft_temperature`, ...) are given in the same
+    way. The method's options class validates them, and `options` holds them.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow", arbitrary_types_allowed=True)
@@ -66,7 +66,7 @@ class SpeculativeConfig(Config):
 
     @classmethod
     def parse(cls, value: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig:
-        """From what `LLM(speculative_config=...)` takes; None means no speculation."""
+        """Convert what `LLM(speculative_config=...)` takes; None means no speculation."""
         if isinstance(value, SpeculativeConfig):
             return value
         if value is not None and not isinstance(value, Mapping):
@@ -102,7 +102,7 @@ class SpeculativeConfig(Config):
 
     @property
     def method_name(self) -> str:
-        """The method's name; of a `Drafter` its class's."""
+        """The method's name, or the class name of a `Drafter`."""
         return type(self.method).__name__ if isinstance(self.method, Drafter) else self.method
 
     @cached_property
@@ -121,7 +121,7 @@ class SpeculativeConfig(Config):
 
     @property
     def gamma(self) -> int:
-        """`num_speculative_tokens`, or what the method's options imply, or its default."""
+        """`num_speculative_tokens`, else what the method's options imply, else its default."""
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
         implied = self.options.default_num_speculative_tokens()
@@ -137,67 +137,67 @@ class SpeculativeConfig(Config):
         """The acceptance rule with its options, validated."""
         if isinstance(self.acceptance, AcceptanceRule):
             return self.acceptance
-        kind = rule_class(_name("acceptance", self.acceptance))
-        return kind(kind.Options(**_fields(self.acceptance)))
+        kind = rule_class(_name_in("acceptance", self.acceptance))
+        return kind(kind.Options(**_options_in(self.acceptance)))
 
     @property
     def controller_name(self) -> str:
-        """Name of the controller."""
+        """The controller's name under the configuration's own rule."""
         return self.controller_under(self.rule)
 
     def controller_under(self, rule: AcceptanceRule) -> str:
-        """The controller's name under an acceptance rule, which may be the `LLM`'s."""
+        """The controller's name under an acceptance rule; the default depends on the rule."""
         if self.controller is not None:
-            return _name("controller", self.controller)
-        free = rule.ignores_draft_lengths and not self._steady
-        return (CostModel if free and self.gamma else Fixed).name
+            return _name_in("controller", self.controller)
+        may_vary = rule.ignores_draft_lengths and not self._steady
+        return (CostModel if may_vary and self.gamma else Fixed).name
 
     @property
     def _steady(self) -> bool:
-        """Whether the method, or one it combines, wants drafts of one size."""
+        """Whether the method, or one that it combines, needs drafts of constant size."""
         return _is_steady(self.drafter_spec, dict(self.options))
 
     @property
     def controller_options(self) -> Config:
         """The controller's own options, validated."""
-        return controller_class(self.controller_name).Options(**_fields(self.controller))
+        return controller_class(self.controller_name).Options(**_options_in(self.controller))
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: every field as it takes effect; a loaded draft model by its class name."""
+        """All fields with their effective values, for JSON; loaded models become class names."""
         return {
             "method": self.method_name,
             "num_speculative_tokens": self.gamma,
-            "model": _plain(self.model),
+            "model": _for_json(self.model),
             "acceptance": {"rule": self.rule.name, **self.rule.options.model_dump()},
             "controller": {"rule": self.controller_name, **self.controller_options.model_dump()},
-            **_plain(self.options.model_dump(by_alias=True)),
+            **_for_json(self.options.model_dump(by_alias=True)),
         }
 
 
-def _plain(value: Any) -> Any:
-    """For JSON: loaded models by their class names, however deep they lie."""
+def _for_json(value: Any) -> Any:
+    """Convert a value for JSON; loaded models at any depth become class names."""
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _for_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_for_json(item) for item in value]
     if value is None or isinstance(value, str | int | float):
         return value
     return str(value) if isinstance(value, Path) else type(value).__name__
 
 
-def _name(field: str, value: str | Mapping[str, Any]) -> str:
+def _name_in(field: str, value: str | Mapping[str, Any]) -> str:
     name = value if isinstance(value, str) else value.get("rule")
     if not isinstance(name, str):
         raise ConfigError(f"{field} given as a dict needs its name under 'rule'.")
     return name
 
 
-def _fields(value: str | dict[str, Any] | None) -> dict[str, Any]:
+def _options_in(value: str | dict[str, Any] | None) -> dict[str, Any]:
     return {k: v for k, v in value.items() if k != "rule"} if isinstance(value, dict) else {}
 
 
 def _is_steady(spec: DrafterSpec, options: Mapping[str, Any]) -> bool:
-    """Whether a method, or one that it combines at any depth, wants drafts of one size."""
+    """Whether a method, or one that it combines at any depth, needs drafts of constant size."""
     inner = options.get("drafters") or ()
     named = [fields for fields in inner if isinstance(fields.get("method"), str)]
     return spec.steady or any(_is_steady(drafter_spec(f["method"]), f) for f in named)

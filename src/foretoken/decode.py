@@ -1,8 +1,8 @@
 """The loop: draft, verify, accept, roll back. Every method of this library goes through `step`.
 
-This file knows protocols only: `Verifier` is what the loop needs of a target (`runtime.target`),
-`Speculates` what it needs of the drafting side (`speculation`). A drafter may therefore run the
-loop itself, as `cascade` does.
+This file depends only on two protocols: `Verifier` is what the loop needs of a target
+(`runtime.target`), and `Speculates` is what it needs of the drafting side (`speculation`). A
+drafter may therefore run the loop itself, as `cascade` does.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ __all__ = ["Outcome", "Speculates", "StepTimes", "Verifier", "step"]
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of a step's parts, for the whole batch.
+    """Seconds that the parts of a step took, for the whole batch.
 
     Args:
-        draft: before the target's pass: controllers and drafters.
-        verify: the pass.
-        accept: p, acceptance, commit and text.
+        draft: controllers and drafters, before the target's pass.
+        verify: the target's pass.
+        accept: computing p, acceptance, commit and detokenization.
     """
 
     draft: float
@@ -43,15 +43,17 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one step did to one request: for drafters and controllers to learn from.
+    """The result of one step for one request. Drafters and controllers learn from it.
 
     Args:
-        request: whose tokens now include the committed ones.
-        draft: what was verified.
-        accepted: what the rule decided.
-        committed: the tokens that became part of the output.
-        output: of the target after every node of the draft's tree, valid until the next pass.
-        p: the target's distributions, computed where the rule looked; valid as long.
+        request: the request. Its tokens already include the committed ones.
+        draft: the verified draft.
+        accepted: the rule's decision.
+        committed: the tokens that became part of the output. A stop may have cut some off.
+        output: the target's output after every node of the draft's tree; valid until the next
+            pass.
+        p: the target's distributions, computed where the rule read them; valid until the next
+            pass.
     """
 
     request: Request
@@ -63,7 +65,7 @@ class Outcome:
 
     @property
     def hidden(self) -> Mapping[int, Tensor]:
-        """Layer id -> [1 + path, E] of the committed nodes: the root and the accepted path."""
+        """Layer id -> [1 + path, E] hidden states of the root and the accepted path."""
         nodes = [0, *self.accepted.path]
         return {layer: states[nodes] for layer, states in self.output.hidden.items()}
 
@@ -90,7 +92,7 @@ class Speculates(Protocol):
     """What the loop needs of the drafting side."""
 
     def draft(self, batch: Sequence[Request]) -> list[Draft]:
-        """A token tree per request; an empty one makes the step a plain one."""
+        """A token tree per request; without drafted nodes the step is plain decoding."""
         ...
 
     def rule(self, request: Request) -> AcceptanceRule:
@@ -98,11 +100,11 @@ class Speculates(Protocol):
         ...
 
     def hidden_layers(self, batch: Sequence[Request]) -> tuple[int, ...]:
-        """Layers whose hidden states the batch's drafters want to see."""
+        """Layers whose hidden states the batch's drafters need."""
         ...
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> float:
-        """Learn from a step; the seconds that drafters took for it."""
+        """Learn from a step; returns the seconds that drafters took for that."""
         ...
 
 
@@ -110,8 +112,8 @@ class Speculates(Protocol):
 def step(target: Verifier, speculation: Speculates, batch: Sequence[Request]) -> list[Outcome]:
     """Advance every request of the batch by at least one token, with one target pass.
 
-    A request whose own data makes its step fail (its distribution, its grammar, its text) ends with
-    `finish_reason` "error"; the others advance.
+    If a request's own data (its distribution, its grammar, its text) makes its step fail, the
+    request ends with `finish_reason` "error". The others advance.
 
     Args:
         target: holds the KV of every request: all tokens but the last (invariant 1).
@@ -131,7 +133,7 @@ def step(target: Verifier, speculation: Speculates, batch: Sequence[Request]) ->
     for request, draft, output in zip(batch, drafts, outputs, strict=True):
         try:
             outcomes.append(_advance(target, speculation.rule(request), request, draft, output))
-        except Exception as error:  # nobody else's fault: the others go on
+        except Exception as error:  # of this request alone: the others go on
             request.fail(error)
     times = StepTimes(drafted - began, verified - drafted, time.perf_counter() - verified)
     learning = speculation.observe(outcomes, times)
@@ -143,7 +145,7 @@ def step(target: Verifier, speculation: Speculates, batch: Sequence[Request]) ->
 def _advance(
     target: Verifier, rule: AcceptanceRule, request: Request, draft: Draft, output: PassOutput
 ) -> Outcome:
-    """Accept, commit the accepted path, and extend the request by it."""
+    """Accept, commit the accepted path, and append its tokens to the request."""
     p = TreeDistributions(
         output.scores, draft.tree, request.sampler, request.output_ids, output.argmax
     )

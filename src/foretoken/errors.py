@@ -7,9 +7,9 @@
     ├── ModelError          a model cannot be found, fetched, read or converted
     └── RequestError        a request ended with an error while it ran
 
-All are `ValueError`s: the caller passed something that has to change. Our own mistakes are
-`AssertionError`s: one in a request's own data ends that request, any other is never caught. The
-message is one line: what is wrong, and what to do.
+All are `ValueError`s: the caller passed something that has to change. Each message is one line. It
+says what is wrong and what to do. Our own mistakes are `AssertionError`s. One that is raised while
+a request's own data is processed ends that request. All others are never caught.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class ForetokenError(ValueError):
-    """Base of all errors a user can cause and mend."""
+    """Base of all errors that a user can cause and fix."""
 
 
 class ConfigError(ForetokenError):
@@ -36,22 +36,22 @@ class ConfigError(ForetokenError):
 
 
 class CompatibilityError(ForetokenError):
-    """Parts that cannot work together: refused at construction, before any work is done."""
+    """Two parts cannot work together. Raised at construction, before any work is done."""
 
 
 class PromptError(ForetokenError):
-    """A prompt that cannot be served: empty, longer than the context, ids out of range."""
+    """A prompt cannot be served: it is empty, too long, or has ids outside the vocabulary."""
 
 
 class ModelError(ForetokenError):
-    """A model that cannot be found, fetched, read or converted."""
+    """A model cannot be found, fetched, read or converted."""
 
 
 class RequestError(ForetokenError):
     """A request ended with `finish_reason` "error" while it ran; others are not affected.
 
     Attributes:
-        outputs: the outputs of all prompts of the call, as far as they came.
+        outputs: results of all prompts of the call, with the tokens generated so far.
     """
 
     def __init__(self, message: str, outputs: Sequence[Any] = ()) -> None:
@@ -60,6 +60,6 @@ class RequestError(ForetokenError):
 
 
 def in_one_line(error: BaseException) -> str:
-    """An error of any kind as one line: its class, and the first line of what it says."""
+    """Any error as one line: its class name and the first line of its message."""
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

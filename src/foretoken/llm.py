@@ -1,4 +1,4 @@
-"""`LLM`: load a model, generate, stream, chat. A thin face of `LLMEngine`, in vLLM's words."""
+"""`LLM`: load a model, generate, stream, chat. A thin layer over `LLMEngine`, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from foretoken.engine.prompts import (
     Prompt,
     as_list,
     is_conversation,
-    one_each,
+    one_per_prompt,
     token_ids,
 )
 from foretoken.engine.strategies import Speculative
@@ -36,39 +36,41 @@ class LLM:
     Args:
         model: a Hugging Face folder (safetensors), a GGUF file, an alias (`foretoken models`), or a
             loaded `PreTrainedModel`, which is left unchanged.
-        tokenizer: for a loaded model; without one it serves token id prompts only.
-        speculative_config: how to guess and check (`SpeculativeConfig` or a dict); None is plain
-            decoding.
-        dtype: "float32", "bfloat16", "float16" (GPU) or a torch dtype; "auto" is bfloat16 where
-            the processor has it. A loaded model keeps its own.
+        tokenizer: the tokenizer of a loaded model. Without one, prompts must be token ids.
+        speculative_config: how to draft and what to accept (`SpeculativeConfig` or a dict); None
+            is plain decoding.
+        dtype: "float32", "bfloat16", "float16" (GPU only) or a torch dtype; "auto" is bfloat16 if
+            the processor supports it. A loaded model keeps its dtype.
         device: "cpu", "cuda", ...; "auto" takes a GPU if there is one. A loaded model stays
             where it is.
         max_model_len: most tokens of prompt and output together; None takes the model's limit.
         max_num_seqs: most sequences advanced together.
-        max_num_batched_tokens: most prompt tokens computed between two steps of the sequences that
-            are being generated: the smaller, the less a long prompt holds them up.
+        max_num_batched_tokens: most prompt tokens computed between two steps of the running
+            sequences. With a smaller value, a long prompt delays them less.
         kv_cache_memory: most memory for the KV of the target and of the draft models that
-            `speculative_config` names (bytes, or text such as "2GiB"); sequences that find no room
-            wait, or are computed again later, or go without drafts. None takes what `max_num_seqs`
-            sequences need. Output never depends on it, unless a sequence does not fit by itself. A
-            draft model that only a request names gets as many positions as the others, on top.
-        enable_prefix_caching: keep the KV of prompts, so that what later ones begin with is not
-            computed again.
-        prefix_cache_memory: most memory for that.
-        quantization: None keeps the weights as they are; "int8" and "int4" (on a CPU) make them a
-            half and a third as large, those of a draft model too. Speculation is then lossless with
-            respect to the weights that run.
-        runtime: "native" computes in this library's C++, compiled on this machine at its first
-            use (Llama, Mistral, Qwen2 and Qwen3 on a CPU, in float32 or bfloat16), "torch" in
-            PyTorch's operations. On a GPU "cuda" replays CUDA graphs, "compiled" those of passes
-            that TorchInductor compiled. "auto" takes "native" or "cuda" where they can be had.
+            `speculative_config` names: bytes, or text such as "2GiB". None takes what
+            `max_num_seqs` sequences need. If there is no room, sequences wait, are preempted and
+            computed again, or run without drafts. Outputs do not depend on it, except that a
+            sequence that does not fit even alone ends with an error. A draft model that only a
+            request names gets as many positions as the others, in addition to this limit.
+        enable_prefix_caching: keep the KV of prompts, for later prompts that begin with the same
+            tokens.
+        prefix_cache_memory: most memory for the prefix cache: bytes, or text.
+        quantization: None keeps the weights as they are. "int8" and "int4" (CPU only) make them a
+            half and a third as large, those of draft models too. Speculation is then lossless with
+            respect to the quantized weights.
+        runtime: "native" computes in C++ that is compiled on this machine at its first use (Llama,
+            Mistral, Qwen2 and Qwen3 on a CPU, in float32 or bfloat16). "torch" computes with
+            PyTorch's operations. On a GPU, "cuda" replays CUDA graphs, and "compiled" replays CUDA
+            graphs of passes that TorchInductor has compiled. "auto" takes "native" or "cuda" where
+            they are available.
 
     Attributes:
         tokenizer: the tokenizer, or None.
         model_path: the (converted) Hugging Face folder, or None for a loaded model.
         speculative_config: the default way to speculate.
         eos_token_ids: end-of-sequence tokens.
-        engine: the `LLMEngine`: requests that are added, stepped and aborted one by one.
+        engine: the `LLMEngine`, for adding, stepping and aborting requests one by one.
 
     Raises:
         ModelError: the model cannot be found or read.
@@ -127,8 +129,8 @@ class LLM:
     def runtime(self) -> str:
         """What computes the passes: "native", "lean", "module", "cuda" or "compiled".
 
-        "lean" and "module" are PyTorch's operations, the latter through the Transformers module: on
-        a GPU too, where passes cannot be captured in graphs.
+        "lean" and "module" use PyTorch's operations; "module" runs the Transformers module. On a
+        GPU they are used where passes are not captured in CUDA graphs.
         """
         return self.engine.target.network.name
 
@@ -139,19 +141,20 @@ class LLM:
 
     @property
     def bit_exact(self) -> bool:
-        """Whether a position's bits do not depend on how many are computed with it (invariant 7).
+        """Whether a position's bits are the same however many are computed with it (invariant 7).
 
-        Spot-checked at construction, for this model, dtype and machine; on the native runtime trees
-        are included. Where it is False the default controller is `fixed`, because one that reads
-        the clock would show in the output.
+        It is spot-checked at construction, for this model, dtype and machine. On the native runtime
+        the check includes trees. If it is False, the default controller is `fixed`: a controller
+        that reads the clock would change the output.
         """
         return self.engine.target.bit_exact
 
     @property
     def vocabulary_overlap(self) -> VocabularyOverlap | None:
-        """How many tokens a draft model shares with the target, and how it drafts for it.
+        """How many tokens the draft model shares with the target, and how it drafts for it.
 
-        None without a draft model or without the tokenizers; of several draft models the last.
+        None without a draft model, or if one of the tokenizers is missing. If there are several
+        draft models, it describes the one that was loaded last.
         """
         return self.engine.strategies.vocabulary_overlap
 
@@ -170,10 +173,11 @@ class LLM:
         Args:
             prompts: a prompt or a sequence of prompts (strings, token id lists, conversations).
             sampling_params: one for all, or one per prompt; None takes the defaults.
-            speculative_config: how to speculate, one for all or one per prompt; None as the `LLM`
-                does. Without `acceptance` its rule is the `LLM`'s. What a configuration needs is
-                loaded at its first use and kept.
-            trace: compute p of every drafted token for the trace, also where no rule looked.
+            speculative_config: one for all, or one per prompt; None takes the `LLM`'s. One without
+                `acceptance` uses the `LLM`'s rule. Draft models and files are loaded at the first
+                use of a configuration and kept.
+            trace: compute p of every drafted token for the trace, also of those that the rule did
+                not reach.
 
         Returns:
             One result per prompt, in order.
@@ -185,8 +189,8 @@ class LLM:
             RequestError: a request ended with an error while it ran; `outputs` has all results.
         """
         listed = as_list(prompts)
-        params = one_each("sampling_params", listed, sampling_params)
-        configs = one_each("speculative_config", listed, speculative_config)
+        params = one_per_prompt("sampling_params", listed, sampling_params)
+        configs = one_per_prompt("speculative_config", listed, speculative_config)
         jobs = [
             self.engine.job(*each, trace=trace)
             for each in zip(listed, params, configs, strict=True)
@@ -201,7 +205,7 @@ class LLM:
         speculative_config: Speculative = None,
         trace: bool = False,
     ) -> Generator[StreamChunk, None, None]:
-        """Yield tokens as they are committed, one chunk per step; the last has the whole output.
+        """Yield tokens as they are committed, one chunk per step. The last has the whole output.
 
         Closing the iterator, or an exception such as Ctrl-C inside it, ends the request cleanly.
 
@@ -212,7 +216,7 @@ class LLM:
             trace: as in `generate`.
 
         Raises:
-            ConfigError: n is not 1; and as in `generate`.
+            ConfigError: n is not 1, or as in `generate`.
             RequestError: the request ended with an error while it ran.
         """
         if sampling_params is not None and sampling_params.n != 1:
@@ -239,7 +243,7 @@ class LLM:
         )
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt: text with special tokens, a conversation by its chat template.
+        """Token ids of a prompt, including special tokens; the chat template formats conversations.
 
         Raises:
             PromptError: there is no tokenizer or no chat template, or the prompt is malformed.
@@ -247,10 +251,10 @@ class LLM:
         return token_ids(prompt, self.tokenizer)
 
     def reset_drafter_memory(self) -> None:
-        """Let drafters forget earlier outputs: `suffix` and `recycle` guess what they learnt there.
+        """Make drafters forget what they learnt from earlier outputs (`suffix`, `recycle`).
 
-        Outputs do not depend on it, speed may: for benchmarks, and between users who are not to
-        notice each other.
+        This changes speed, and never outputs. Call it before a measurement, or between users who
+        must not notice each other by the speed.
         """
         self.engine.reset_drafter_memory()
 

@@ -1,4 +1,4 @@
-"""What a user gets back: outputs, metrics, stream chunks. Plain data; JSON through `as_dict`."""
+"""What a user gets back: outputs, metrics and stream chunks. `as_dict` converts them for JSON."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class TokenLogprobs:
 class Metrics:
     """Counts and times of one output. Times are wall-clock seconds.
 
-    A draft is a step in which at least one token was drafted. In a batch, the time of a step counts
-    in full for every request that took part in it.
+    `num_drafts` counts the steps in which at least one token was drafted. In a batch, the full time
+    of a step counts for every request that took part in it.
     """
 
     prompt_tokens: int = 0
@@ -60,34 +60,34 @@ class Metrics:
     cached_prompt_tokens: int = 0
     """Prompt tokens whose KV came from the prefix cache."""
     preemptions: int = 0
-    """How often the request lost its row to older ones and was computed again."""
+    """How often the request lost its row to older requests and was computed again."""
     drafter_failure: str | None = None
-    """Why the request's drafter was given up, in one line; None where it was not."""
+    """Why the request continued without drafts, in one line; None if its drafter did not fail."""
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens per drafting target pass, bonus included: 1 + accepted / drafts."""
+        """Tokens per target pass that had a draft, bonus token included: 1 + accepted / drafts."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
     @property
     def acceptance_rate(self) -> float:
-        """Measured alpha: accepted / (accepted + rejected); tokens never reached do not count."""
+        """Measured alpha: accepted / (accepted + rejected), without tokens that no rule reached."""
         tried = self.num_accepted_tokens + self.num_rejected_tokens
         return self.num_accepted_tokens / tried if tried else 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens over all seconds, prefill included."""
+        """Generated tokens per second, prefill included."""
         return self.generated_tokens / self.seconds if self.seconds else 0.0
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """Generated tokens over the seconds after prefill."""
+        """Generated tokens per second after prefill."""
         seconds = self.seconds - self.prefill_seconds
         return self.generated_tokens / seconds if seconds > 0 else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Fields and derived figures."""
+        """All fields and properties, for JSON."""
         return {
             **asdict(self),
             "mean_acceptance_length": self.mean_acceptance_length,
@@ -99,12 +99,12 @@ class Metrics:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One output of one prompt, or its beginning.
+    """One output of one prompt. It may still be growing.
 
-    `finish_reason` is None while the output goes on, else "stop" (end-of-sequence, stop token or
-    stop string), "length" (max_tokens or the context limit), "abort" (given up before its
-    end) or "error" (`error` says what went wrong);
-    `stop_reason` is the stop string or stop token id, None for the end-of-sequence token.
+    `finish_reason` is None until the output ends. Then it is "stop" (end-of-sequence token, stop
+    token or stop string), "length" (max_tokens or the context limit), "abort" (the caller ended it)
+    or "error" (`error` says what went wrong). `stop_reason` is the stop string or the id of the
+    stop token; it is None for the end-of-sequence token.
     """
 
     index: int
@@ -134,13 +134,13 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """All outputs of one prompt; the attributes of the first one directly, as most ask for one."""
+    """All outputs of one prompt. `text`, `metrics` and so on are those of the first output."""
 
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: Sequence[CompletionOutput]
     request_id: str | None = None
-    """What `LLMEngine.add_request` returned; None from `LLM.generate`."""
+    """The id that `LLMEngine.add_request` returned; None from `LLM.generate`."""
 
     @property
     def finished(self) -> bool:
@@ -159,7 +159,7 @@ class RequestOutput:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the first output ended; None while it goes on."""
+        """Why the first output ended; None until it does."""
         return self.outputs[0].finish_reason
 
     @property
@@ -180,7 +180,7 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class StreamedToken:
-    """A committed token; `text` is empty where a character or a stop string is not complete yet."""
+    """A committed token; `text` is empty while a character or stop string may be incomplete."""
 
     token_id: int
     text: str
@@ -189,13 +189,13 @@ class StreamedToken:
 
 @dataclass(frozen=True)
 class StreamChunk:
-    """Tokens that were committed since the last chunk of an output.
+    """The tokens of one output that were committed since its last chunk.
 
     Args:
-        tokens: in order; the last chunk may have none.
-        output: the whole output in its last chunk, else None.
+        tokens: the tokens in order; the last chunk may have none.
+        output: the whole output if this is its last chunk, else None.
         request_id: see `LLMEngine.add_request`; None from `LLM.stream`.
-        index: which of the n outputs of its prompt it belongs to.
+        index: which of the prompt's n outputs the chunk belongs to.
     """
 
     tokens: tuple[StreamedToken, ...]

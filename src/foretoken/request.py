@@ -31,14 +31,14 @@ class Request:
 
     Args:
         prompt_ids: the prompt, at least one token.
-        params: sampling parameters; `n` is the caller's business, `index` says which of n this is.
+        params: sampling parameters. The caller makes `n` requests of them.
         vocab_size: width of the target's logits.
         eos_token_ids: tokens that end the output.
-        max_model_len: most tokens, prompt included.
-        tokenizer: for text and stop strings; None leaves the text empty.
-        index: which of the n outputs of its prompt this is.
-        trace_all: record p of every drafted token, also where no rule looked.
-        grammar: what `params.structured_outputs` allows; of this request alone.
+        max_model_len: most tokens of prompt and output together.
+        tokenizer: makes text and finds stop strings; with None the text stays empty.
+        index: which of the prompt's n outputs this is, from 0.
+        trace_all: record p of every drafted token, also of those that the rule did not reach.
+        grammar: the compiled `params.structured_outputs`, for this request alone (it has state).
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Request:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.failure: Exception | None = None
-        self.closed = False  # whether the scheduler has let it go: it does not change any more
+        self.closed = False  # the scheduler has released it; it does not change any more
         self.metrics = Metrics(prompt_tokens=len(prompt_ids))
         self.admitted_at = 0.0
         self._eos = frozenset(() if params.ignore_eos else eos_token_ids)
@@ -81,12 +81,12 @@ class Request:
         )
         self._tokenizer = tokenizer
         self._shows_stops = params.include_stop_str_in_output
-        self._fresh: deque[StreamedToken] = deque()  # one thread may take while another extends
+        self._fresh: deque[StreamedToken] = deque()  # one thread takes while another extends
         self._origins: list[Origin] = []
         self._logprobs: list[TokenLogprobs] = []
         self._trace = Trace()
 
-    # What drafters and the loop ask
+    # Read by drafters and the loop
 
     @property
     def output_ids(self) -> list[int]:
@@ -105,23 +105,23 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        """Tokens that may still be generated; a draft deeper than this less one is wasted."""
+        """Tokens that may still be generated. A useful draft is at least one token shorter."""
         return self._max_tokens - len(self._origins)
 
     def with_noise(self, noise: Noise) -> Request:
-        """The same request, tokens and all, as a drafter with noise of its own sees it."""
+        """The same request with other noise, for a drafter that needs noise of its own."""
         other = copy(self)
         other.noise = noise
         return other
 
     def extended(self, tokens: Sequence[int], noise: Noise) -> Request:
-        """The request as if these tokens had been committed, for a drafter that continues them."""
+        """The request as if these tokens were committed, for a drafter that continues them."""
         other = self.with_noise(noise)
         other.token_ids = [*self.token_ids, *tokens]
         return other
 
     def shadow(self, noise: Noise, max_model_len: int, key: int | None = None) -> Request:
-        """A request over the same tokens under the same distribution that only the context ends.
+        """A copy with the same tokens and distributions that ends only with the context.
 
         The middle model of a cascade generates for it.
 
@@ -146,21 +146,21 @@ class Request:
         other._trace = Trace()
         return other
 
-    # What the loop tells
+    # Called by the loop and the scheduler
 
     def extend(
         self, draft: Draft, p: TreeDistributions, accepted: Accepted, step: StepTrace
     ) -> list[StreamedToken]:
-        """Commit the accepted tokens one by one, up to a stop.
+        """Append the accepted tokens one by one, until the output stops.
 
         Args:
             draft: the verified draft.
             p: the target's distributions at its nodes.
             accepted: the rule's decision.
-            step: its trace, to which the number of committed tokens is added.
+            step: the step's trace; its `committed` is set here.
 
         Returns:
-            The committed tokens with the text that became certain.
+            The committed tokens, each with the text that became final.
         """
         parents = (0, *accepted.path)
         tokens = [*(draft.tree.tokens[node] for node in accepted.path), accepted.token]
@@ -174,7 +174,7 @@ class Request:
                 streamed.append(self._append(token, origin))
                 if self.finished:
                     break
-        finally:  # after an error the output ends with the last token that has its text
+        finally:  # after an error, drop the tokens that have no text
             num_tokens, num_generated = (length + len(streamed) for length in lengths)
             del self.token_ids[num_tokens:]
             del self._origins[num_generated:], self._logprobs[num_generated:]
@@ -190,7 +190,7 @@ class Request:
         return bool(self._fresh)
 
     def take(self) -> tuple[StreamedToken, ...]:
-        """Tokens committed since the last call: a stream gets them although others ran the step."""
+        """Tokens committed since the last call, whichever thread ran the steps."""
         fresh = []
         while self._fresh:
             fresh.append(self._fresh.popleft())
@@ -228,7 +228,7 @@ class Request:
         metrics.num_drafts += 1
         metrics.num_draft_tokens += draft.tree.num_drafted
         metrics.num_accepted_tokens += kept
-        if committed > len(accepted.path):  # else a stop came first and they were never reached
+        if committed > len(accepted.path):  # else the output stopped before them
             metrics.num_rejected_tokens += len(accepted.rejected)
         deepest = max(draft.tree.depths)
         missing = deepest - len(metrics.accepted_per_position)
@@ -246,17 +246,17 @@ class Request:
 
     def _finish(self, reason: str, stop_reason: int | str | None) -> None:
         self.finish_reason, self.stop_reason = reason, stop_reason
-        if self.admitted_at:  # else it was given up while it waited
+        if self.admitted_at:  # else it ended while it waited
             self.metrics.seconds = time.perf_counter() - self.admitted_at
 
     def abort(self) -> None:
-        """End the output where it is."""
+        """End the output at its present length."""
         if not self.finished:
             self._detokenizer.finish()
             self._finish("abort", None)
 
     def fail(self, error: Exception) -> None:
-        """End the output where it is, because of an error of this request alone."""
+        """End the output at its present length, because of an error in this request alone."""
         self.failure = error
         self._finish("error", None)
 
@@ -266,12 +266,12 @@ class Request:
         if self.failure is None:
             return None
         line = in_one_line(self.failure)
-        if isinstance(self.failure, ForetokenError):  # written for users, without its class
+        if isinstance(self.failure, ForetokenError):  # written for users: no class name
             return line.removeprefix(f"{type(self.failure).__name__}: ")
         return line
 
     def output(self) -> CompletionOutput:
-        """The output as far as it has come."""
+        """The output with the tokens generated so far."""
         if self._tokenizer is not None and self.finished:
             self._trace.pieces = {token: self._piece(token) for token in self._trace.tokens()}
         return CompletionOutput(
@@ -288,11 +288,11 @@ class Request:
         )
 
     def _piece(self, token: int) -> str:
-        """A token's text, for people; none if the tokenizer cannot decode it."""
+        """A token's text for the trace; empty if the tokenizer cannot decode it."""
         assert self._tokenizer is not None
         try:
             return str(self._tokenizer.decode([token]))
-        except Exception:  # some drafted token, turned down: no reason to lose the output
+        except Exception:  # a rejected token must not fail the output
             return ""
 
 

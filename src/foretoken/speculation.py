@@ -1,9 +1,9 @@
 """`Speculation`: who drafts for which request, how much, and which rule accepts.
 
-It routes every request of a batch to its strategy (drafter, controller, acceptance rule), so that
-requests with different ones share a pass. Drafters cannot change the output, only how soon it
-comes; so a drafter that fails is no reason to fail a request, let alone its neighbours: the request
-goes on without drafts (invariant 3), and `Metrics.drafter_failure` says why.
+Each request has a strategy (drafter, controller, acceptance rule), and requests with different
+strategies share a pass. A drafter affects the speed and not the quality of the output. So if a
+drafter fails for a request, that request continues without drafts (invariant 3), and
+`Metrics.drafter_failure` says why. The other requests are not affected.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Strategy:
     """How a request speculates.
 
     Args:
-        drafter: proposes.
-        controller: says how much.
-        rule: says what is kept.
+        drafter: proposes tokens.
+        controller: decides how many.
+        rule: decides which are accepted.
 
     Raises:
         CompatibilityError: the rule does not fit the drafter (invariant 5).
@@ -50,18 +50,18 @@ class Strategy:
         if not self.rule.takes_trees:
             raise CompatibilityError(
                 f"acceptance rule '{name}' takes chains only, and {drafter} proposes "
-                "trees: choose another rule, or let it draft chains."
+                "trees: choose another rule, or make the drafter draft chains."
             )
         if self.rule.needs_independent_siblings and not self.drafter.independent_siblings:
             raise CompatibilityError(
-                f"acceptance rule '{name}' takes siblings drawn independently only, and those of "
-                f"{drafter} are not: draft chains, or trees with expansion "
+                f"acceptance rule '{name}' needs siblings that are drawn independently, and those "
+                f"of {drafter} are not: draft chains, or trees with expansion "
                 "'sample_with_replacement'."
             )
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Group:
     """The requests of a batch that share a strategy."""
 
     strategy: Strategy
@@ -72,23 +72,23 @@ class Speculation:
     """The strategies of all requests of a target (see `decode.Speculates`).
 
     Args:
-        default: the strategy of requests that none was assigned to.
+        default: the strategy of requests without one of their own.
     """
 
     def __init__(self, default: Strategy) -> None:
         self.default = default
         self._assigned: dict[int, Strategy] = {}
-        self._failed: set[int] = set()  # keys of requests whose drafter was given up
-        self._seconds: dict[int, float] = {}  # of proposing in this step, by id of the strategy
+        self._failed: set[int] = set()  # keys of requests whose drafter failed
+        self._seconds: dict[int, float] = {}  # id of a strategy -> proposing, this step
         self._rows = 0  # requests of this step
 
     def assign(self, request: Request, strategy: Strategy) -> None:
-        """Let this strategy serve the request until it is released."""
+        """Use this strategy for the request until it is released."""
         if strategy is not self.default:
             self._assigned[request.key] = strategy
 
     def strategy(self, request: Request) -> Strategy:
-        """The request's own, or the default."""
+        """The strategy assigned to the request, or the default."""
         return self._assigned.get(request.key, self.default)
 
     def rule(self, request: Request) -> AcceptanceRule:
@@ -110,17 +110,17 @@ class Speculation:
         """See `decode.Speculates`: each strategy drafts for its requests together."""
         self._seconds.clear()
         self._rows = len(batch)
-        parts = self._parts(batch)
-        if len(parts) == 1 and len(parts[0].requests) == len(batch):
-            return self._draft(parts[0])
+        groups = self._groups(batch)
+        if len(groups) == 1 and len(groups[0].requests) == len(batch):
+            return self._draft(groups[0])
         drafts = {request.key: Draft.empty(request.root) for request in batch}
-        for part in parts:
-            made = self._draft(part)
-            drafts.update((r.key, draft) for r, draft in zip(part.requests, made, strict=True))
+        for group in groups:
+            made = self._draft(group)
+            drafts.update((r.key, draft) for r, draft in zip(group.requests, made, strict=True))
         return [drafts[request.key] for request in batch]
 
-    def _draft(self, part: _Part) -> list[Draft]:
-        strategy, requests = part.strategy, part.requests
+    def _draft(self, group: _Group) -> list[Draft]:
+        strategy, requests = group.strategy, group.requests
         budgets = strategy.controller.budgets(requests, self._rows)
         began = time.perf_counter()
         drafts = self._propose(strategy.drafter, requests, budgets)
@@ -130,14 +130,14 @@ class Speculation:
     def _propose(
         self, drafter: Drafter, requests: Sequence[Request], budgets: Sequence[Budget]
     ) -> list[Draft]:
-        """Their drafts; after a failure one by one, to find whose it was: that one has none."""
+        """Propose for all; after a failure for each request alone, to find the one that fails."""
         if drafter.looks_up and not any(budget.nodes for budget in budgets):
             return [Draft.empty(request.root) for request in requests]
         try:
             drafts = drafter.propose(requests, budgets)
             _check(drafter, drafts, requests)
             return drafts
-        except (AssertionError, SlabFull):  # where drafts fill the slab the scheduler makes room
+        except (AssertionError, SlabFull):  # the scheduler makes room in the slab
             raise
         except Exception as error:
             if len(requests) == 1:
@@ -150,39 +150,40 @@ class Speculation:
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> float:
         """See `decode.Speculates`: the cost curve, drafters and controllers learn."""
-        parts = self._parts([outcome.request for outcome in outcomes])
+        groups = self._groups([outcome.request for outcome in outcomes])
         by_key = {outcome.request.key: outcome for outcome in outcomes}
-        self._observe_costs(parts, outcomes, times.verify)
+        self._observe_costs(groups, outcomes, times.verify)
         learning = 0.0
-        for part in parts:
-            own = [by_key[request.key] for request in part.requests]
+        for group in groups:
+            own = [by_key[request.key] for request in group.requests]
             began = time.perf_counter()
-            self._show(part.strategy.drafter, own, times)
+            self._show(group.strategy.drafter, own, times)
             seconds = time.perf_counter() - began
             learning += seconds
-            proposing = self._seconds.get(id(part.strategy), 0.0)
-            part.strategy.controller.observe(own, proposing + seconds)
+            proposing = self._seconds.get(id(group.strategy), 0.0)
+            group.strategy.controller.observe(own, proposing + seconds)
         return learning
 
     def _observe_costs(
-        self, parts: Sequence[_Part], outcomes: Sequence[Outcome], seconds: float
+        self, groups: Sequence[_Group], outcomes: Sequence[Outcome], seconds: float
     ) -> None:
-        """Show the pass to the cost curves that controllers choose by, once each.
+        """Add the pass to every cost curve that a controller of the batch uses.
 
-        If a request failed after the pass, its nodes are unknown, and the pass is left out.
+        If a request failed after the pass, its nodes are unknown. The pass is then left out.
         """
         if len(outcomes) != self._rows:
             return
-        controllers = [part.strategy.controller for part in parts]
+        controllers = [group.strategy.controller for group in groups]
         curves = {id(c.costs): c.costs for c in controllers if c.needs_costs}
         positions = sum(len(outcome.draft.tree) for outcome in outcomes)
         for curve in curves.values():
             curve.observe(positions, seconds, len(outcomes))
 
     def _show(self, drafter: Drafter, outcomes: Sequence[Outcome], times: StepTimes) -> None:
-        """The drafter sees what came of its requests.
+        """Show a drafter the outcomes of its requests.
 
-        After a failure one by one: it may then see an outcome twice, and learn badly.
+        After a failure it is shown them one by one, to find the request that fails. It may then see
+        an outcome twice, which makes only its drafts worse.
         """
         try:
             drafter.observe(outcomes, times)
@@ -200,7 +201,7 @@ class Speculation:
 
     def hidden_layers(self, batch: Sequence[Request]) -> tuple[int, ...]:
         """See `decode.Speculates`: ascending; empty if no drafter asks."""
-        return layers_of([part.strategy.drafter for part in self._parts(batch)])
+        return layers_of([group.strategy.drafter for group in self._groups(batch)])
 
     def observe_prefill(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
         """Show a request's drafter the hidden states of prompt tokens (see `Drafter`)."""
@@ -217,34 +218,34 @@ class Speculation:
     # Without drafts
 
     def plain(self) -> Plain:
-        """The same without drafts, for a step in which there is no memory for them."""
+        """The drafting side of a step in which there is no memory for drafts."""
         return Plain(self)
 
     def observe_plain(self, outcomes: Sequence[Outcome], times: StepTimes) -> float:
-        """After a step without drafts: for drafters that need all hidden states, nobody else."""
+        """Show a step without drafts to the drafters that need all hidden states."""
         began = time.perf_counter()
         by_key = {outcome.request.key: outcome for outcome in outcomes}
-        for part in self._parts([outcome.request for outcome in outcomes]):
-            if part.strategy.drafter.hidden_layers:
-                self._show(part.strategy.drafter, [by_key[r.key] for r in part.requests], times)
+        for group in self._groups([outcome.request for outcome in outcomes]):
+            if group.strategy.drafter.hidden_layers:
+                self._show(group.strategy.drafter, [by_key[r.key] for r in group.requests], times)
         return time.perf_counter() - began
 
     # Inside
 
-    def _parts(self, batch: Sequence[Request]) -> list[_Part]:
-        """The requests of each strategy whose drafter has not failed, in order."""
+    def _groups(self, batch: Sequence[Request]) -> list[_Group]:
+        """The requests by strategy, without those whose drafter has failed."""
         if not self._assigned and not self._failed:
-            return [_Part(self.default, list(batch))] if batch else []
-        parts: dict[int, _Part] = {}
+            return [_Group(self.default, list(batch))] if batch else []
+        groups: dict[int, _Group] = {}
         for request in batch:
             if request.key in self._failed:
                 continue
             strategy = self.strategy(request)
-            parts.setdefault(id(strategy), _Part(strategy, [])).requests.append(request)
-        return list(parts.values())
+            groups.setdefault(id(strategy), _Group(strategy, [])).requests.append(request)
+        return list(groups.values())
 
     def _give_up(self, drafter: Drafter, request: Request, error: Exception) -> None:
-        """No more drafts for this request."""
+        """Stop drafting for this request."""
         self._failed.add(request.key)
         request.metrics.drafter_failure = in_one_line(error)
         self._release_drafter(drafter, request)
@@ -261,20 +262,20 @@ class Speculation:
 
 @dataclass(frozen=True)
 class Plain:
-    """Steps without drafts under the same rules (see `decode.Speculates`)."""
+    """The drafting side of steps without drafts (see `decode.Speculates`)."""
 
     speculation: Speculation
 
     def draft(self, batch: Sequence[Request]) -> list[Draft]:
-        """Nothing for anyone."""
+        """Empty drafts."""
         return [Draft.empty(request.root) for request in batch]
 
     def rule(self, request: Request) -> AcceptanceRule:
-        """The request's own."""
+        """The rule of the request's strategy."""
         return self.speculation.rule(request)
 
     def hidden_layers(self, batch: Sequence[Request]) -> tuple[int, ...]:
-        """As with drafts: drafters have the hidden states of all committed tokens."""
+        """The same as with drafts, so that drafters miss no committed token."""
         return self.speculation.hidden_layers(batch)
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> float:
@@ -283,7 +284,7 @@ class Plain:
 
 
 def _check(drafter: Drafter, drafts: Sequence[Draft], requests: Sequence[Request]) -> None:
-    """Refuse what would make a pass or the rule fail, or read outside of the embedding."""
+    """Refuse drafts that would make the pass or the rule fail, or index outside the embedding."""
     if len(drafts) != len(requests):
         raise ValueError(f"{len(drafts)} drafts for {len(requests)} requests")
     for draft, request in zip(drafts, requests, strict=True):

@@ -1,4 +1,4 @@
-"""What happened at every step, for people and for JSON."""
+"""The trace of an output: what every step drafted and accepted. It can be saved as JSON."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ FORMAT = "foretoken-trace-1"
 
 @dataclass(slots=True)
 class StepTrace:
-    """One step of one request; the loop fills in the last fields as it comes to know them.
+    """One step of one request. The loop sets `committed` and the times after acceptance.
 
     Args:
         parents: parent of each drafted token, as an index into the drafted ones; -1 is the root.
-        drafted: drafted tokens.
-        q: probability of each under the drafter.
-        p: probability of each under the target; None where the rule never looked, because
-            something above the token had been turned down (all are there with `trace=True`).
-        accepted: indices of the drafted tokens that were kept.
-        rejected: indices of those that were tried and turned down.
-        reason: why what was drafted below the kept path was turned down.
-        token: the token added after the path.
+        drafted: the drafted tokens.
+        q: probability of each drafted token under the drafter.
+        p: probability of each drafted token under the target. It is None where the rule did not
+            need it, because the parent was not accepted. With `trace=True` all are there.
+        accepted: indices of the drafted tokens that were accepted.
+        rejected: indices of the drafted tokens that were tried and rejected.
+        reason: why the tokens after the accepted path were rejected; empty if there were none.
+        token: the token added after the accepted path.
         origin: where `token` came from.
         committed: tokens of this step that are part of the output (a stop may cut some off).
-        draft_seconds: wall-clock time of drafting, for the whole batch's step.
+        draft_seconds: wall-clock time of drafting, for the whole batch.
         verify_seconds: the same for the target's pass.
-        accept_seconds: the same for acceptance, commit and text.
+        accept_seconds: the same for acceptance, commit and detokenization.
     """
 
     parents: tuple[int, ...]
@@ -56,7 +56,7 @@ class StepTrace:
 
 @dataclass
 class Trace:
-    """All steps of one output; `pieces` has the text of every token that occurs, if known."""
+    """All steps of one output. `pieces` has the text of every token that occurs, if it is known."""
 
     steps: list[StepTrace] = field(default_factory=list)
     pieces: dict[int, str] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Trace:
         return iter(self.steps)
 
     def tokens(self) -> set[int]:
-        """Every token that occurs."""
+        """All tokens that were drafted or added."""
         return {token for step in self.steps for token in (*step.drafted, step.token)}
 
     def as_dict(self) -> dict[str, Any]:
@@ -133,13 +133,13 @@ def _check_tree(step: StepTrace) -> None:
 def record(
     draft: Draft, p: TreeDistributions, accepted: Accepted, *, everything: bool
 ) -> StepTrace:
-    """The trace of one row's step; times and `committed` are added by the loop.
+    """The trace of one step of one request, without `committed` and the times.
 
     Args:
-        draft: what was proposed.
+        draft: the verified draft.
         p: the target's distributions.
-        accepted: what the rule decided.
-        everything: compute p also where the rule never looked.
+        accepted: the rule's decision.
+        everything: compute p also where the rule did not need it.
     """
     tree = draft.tree
     nodes = range(1, len(tree))

@@ -34,7 +34,7 @@ def test_one_text(run: Run, tiny: Path, tmp_path: Path) -> None:
 
 def test_no_datastore(run: Run, tmp_path: Path) -> None:
     (tmp_path / "a").write_text("no arrays here")
-    for name, message in (("a", "is damaged or no datastore"), ("b", "cannot read")):
+    for name, message in (("a", "is not a valid datastore"), ("b", "cannot read")):
         result = run("datastore", "info", tmp_path / name)
         assert result.exit_code == 1
         assert message in error_of(result)

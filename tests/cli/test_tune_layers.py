@@ -206,7 +206,7 @@ def test_files_that_cannot_be_used(run: Run, tiny: Path, tmp_path: Path) -> None
     assert "cannot read" in unusable(run, tiny, tmp_path / "absent.json")
     file = tmp_path / "layers.json"
     file.write_text("{")
-    assert "is damaged or no file of layers" in unusable(run, tiny, file)
+    assert "is not a valid layers file" in unusable(run, tiny, file)
     deep = TunedLayers(
         skip_attention=(1,), skip_mlp=(), num_hidden_layers=9, num_speculative_tokens=2
     )

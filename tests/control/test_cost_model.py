@@ -7,6 +7,7 @@ from foretoken.control import CostCurve
 from foretoken.control.cost_model import CostModel
 from tests.control.worlds import (
     World,
+    acceptance_rates,
     cheap,
     cpu,
     flat,
@@ -80,25 +81,25 @@ def test_where_drafts_do_not_pay_there_are_few(name: str) -> None:
     assert world.share_of_best(depths) > 0.97
 
 
-def test_the_best_depth_of_known_odds_is_that_of_the_theory() -> None:
+def test_the_best_depth_at_a_known_rate_is_that_of_the_theory() -> None:
     model = CostModel(8, costs=CostCurve({1: 0.010, 4: 0.011, 9: 0.020}))
     request = request_of()
     for _ in range(60):
         model.budgets([request], 1)
         learn(model, [outcome(request, [1] * 4, 3)], 0.004, model.costs(5))
-    (alpha, *others) = model.odds(request)
+    (alpha, *others) = acceptance_rates(model, request)
     assert alpha == pytest.approx(0.75, abs=0.05)
     assert set(others) == {alpha}
     rates = [expected_tokens(alpha, n) / (0.001 * n + model.costs(n + 1)) for n in range(9)]
     assert model.budgets([request], 1)[0].chain == rates.index(max(rates))
 
 
-def test_levels_of_a_tree_have_odds_of_their_own() -> None:
+def test_levels_of_a_tree_have_rates_of_their_own() -> None:
     model = CostModel(14, levels=(2, 4, 8))
     request = request_of()
     for step in range(80):
         learn(model, [outcome(request, (2, 4, 8), 2 if step % 2 else 1)], 0, 0.01)
-    first, second, third = model.odds(request)
+    first, second, third = acceptance_rates(model, request)
     assert first > 0.9
     assert second == pytest.approx(0.5, abs=0.1)
     assert third < 0.15

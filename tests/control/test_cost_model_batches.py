@@ -10,7 +10,14 @@ import pytest
 from foretoken.analysis import expected_tokens
 from foretoken.control import CostCurve
 from foretoken.control.cost_model import CostModel
-from tests.control.worlds import cheap, learn, measured, outcome, request_of
+from tests.control.worlds import (
+    acceptance_rates,
+    cheap,
+    learn,
+    measured,
+    outcome,
+    request_of,
+)
 
 
 def after(model: CostModel, good: int, bad: int, steps: int = 60) -> list[int]:
@@ -42,8 +49,8 @@ def test_it_is_near_the_best_rate_of_all_lengths_of_two_requests() -> None:
             learn(model, [outcome(request, [1] * 4, passed)], 0, model.costs(5))
     model._drafting_costs.add(0.0005, 1, caught_up=True)
     model._drafted_steps = 0
-    alphas = [model.odds(request)[0] for request in batch]
-    drafts = [model._of(request).guesses() for request in batch]
+    alphas = [acceptance_rates(model, request)[0] for request in batch]
+    drafts = [model._history(request).draft_rate() for request in batch]
 
     def rate(lengths: tuple[int, ...]) -> float:
         parts = list(zip(alphas, drafts, lengths, strict=True))
@@ -69,11 +76,11 @@ def test_trees_of_several_requests_keep_their_levels_in_order() -> None:
         learn(model, outcomes, 0, model.costs(20, 2))
     model._drafted_steps = 0
     sizes = (0, 6, 7, 9)
-    odds = [model.odds(request) for request in batch]
+    rates = [acceptance_rates(model, request) for request in batch]
 
     def rate(depths: tuple[int, ...]) -> float:
         tokens = 2.0
-        for each, depth in zip(odds, depths, strict=True):
+        for each, depth in zip(rates, depths, strict=True):
             passed = 1.0
             for level in each[:depth]:
                 passed *= level
@@ -107,8 +114,8 @@ def test_it_knows_that_a_drafter_often_has_no_guess() -> None:
         model.budgets([request], 1)
         sizes, passed = ((), 0) if step % 4 else ([1] * 4, 4)
         learn(model, [outcome(request, sizes, passed)], 0.001, 0.01)
-    assert model._of(request).guesses() == pytest.approx(0.25, abs=0.1)
-    assert model.odds(request)[0] > 0.8
+    assert model._history(request).draft_rate() == pytest.approx(0.25, abs=0.1)
+    assert acceptance_rates(model, request)[0] > 0.8
 
 
 def test_a_batch_in_which_drafts_cost_too_much_stops_drafting() -> None:

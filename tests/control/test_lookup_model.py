@@ -11,11 +11,11 @@ from foretoken.control import CONTROLLERS, CostCurve, controller_class, lookup_m
 from foretoken.control.cost_model import CostModel
 from foretoken.control.evidence import (
     LONGEST_MATCH,
-    GuessOdds,
-    at_first,
+    AcceptanceRates,
     by_match,
     by_rank,
-    path_odds,
+    path_probs,
+    prior_rate,
 )
 from foretoken.control.lookup_model import LookupModel
 from foretoken.core.acceptance import Accepted
@@ -259,19 +259,19 @@ def test_it_is_taken_for_lookups_under_the_same_name() -> None:
             assert controller_class(name, looks_up=True) is controller
 
 
-def test_odds_begin_with_the_match_and_follow_the_text() -> None:
-    odds = GuessOdds()
-    by_length = [odds.of(match) for match in (1, 2, 4, 8, 16)]
+def test_rates_begin_with_the_match_and_follow_the_text() -> None:
+    rates = AcceptanceRates()
+    by_length = [rates.of(match) for match in (1, 2, 4, 8, 16)]
     assert by_length == sorted(by_length)
-    ranks = [odds.of(by_rank(rank)) for rank in range(8)]
+    ranks = [rates.of(by_rank(rank)) for rank in range(8)]
     assert ranks == sorted(ranks, reverse=True)
     for _ in range(100):
-        odds.add(2, right=False)
-    assert odds.of(2) < 0.05
+        rates.add(2, right=False)
+    assert rates.of(2) < 0.05
     for _ in range(100):
-        odds.add(2, right=True)
-    assert odds.of(2) > 0.9
-    assert odds.of(3) == at_first(3)
+        rates.add(2, right=True)
+    assert rates.of(2) > 0.9
+    assert rates.of(3) == prior_rate(3)
 
 
 def test_every_token_of_a_chain_makes_its_match_longer() -> None:
@@ -293,13 +293,13 @@ def test_of_a_tree_every_branch_is_learnt_from_down_to_where_the_text_left_it() 
     model.trim([request], [fork()], 1)
     learn(model, [outcome(request, Draft.empty(ROOT), 1)], 0.0, 0.01)
     # The text went on with RIGHT, and nobody has computed what follows.
-    assert model._odds.of(by_rank(0)) > at_first(by_rank(0))
-    assert model._odds.of(by_rank(1)) < at_first(by_rank(1))
+    assert model._rates.of(by_rank(0)) > prior_rate(by_rank(0))
+    assert model._rates.of(by_rank(1)) < prior_rate(by_rank(1))
 
 
 def test_trees_are_cut_to_their_likeliest_nodes() -> None:
     """Where positions are nearly free all are drafted, where they are dear none is."""
-    paths = path_odds(fork(), at_first)
+    paths = path_probs(fork(), prior_rate)
     best = sorted(range(1, 5), key=lambda node: -paths[node - 1])
     for seconds, nodes in ((flat, range(4, 5)), (cpu, range(1, 4)), (steep, range(1))):
         model, request = LookupModel(LENGTH, costs=measured(seconds)), request_of()

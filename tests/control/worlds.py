@@ -10,6 +10,7 @@ import torch
 
 from foretoken import SamplingParams
 from foretoken.control import Controller, CostCurve
+from foretoken.control.cost_model import CostModel
 from foretoken.core.acceptance import Accepted
 from foretoken.core.sampler import TreeDistributions
 from foretoken.core.tree import Draft, TokenTree
@@ -19,6 +20,7 @@ from foretoken.runtime.network import PassOutput
 
 __all__ = [
     "World",
+    "acceptance_rates",
     "cheap",
     "cpu",
     "flat",
@@ -94,6 +96,11 @@ def learn(
     positions = sum(len(outcome.draft.tree) for outcome in outcomes)
     controller.costs.observe(positions, verify, len(outcomes))
     controller.observe(outcomes, draft_seconds)
+
+
+def acceptance_rates(model: CostModel, request: Request) -> list[float]:
+    """For each level, the rate by which the model chooses how deep the request drafts."""
+    return model._history(request).acceptance_rates(model._overall.acceptance_rates())
 
 
 @dataclass(frozen=True)

@@ -323,7 +323,9 @@ def test_too_little_for_both(model: PreTrainedModel, small: PreTrainedModel) -> 
     config = config_of("draft_model", small)
     enough = KEY_BLOCK * Target(model).cell_bytes
     assert LLM(model, kv_cache_memory=enough).max_model_len < KEY_BLOCK
-    with pytest.raises(ConfigError, match=r"this model and its draft models takes 0[.]3 MiB"):
+    with pytest.raises(
+        ConfigError, match=r"this model and its draft models takes at least 0[.]3 MiB"
+    ):
         LLM(model, kv_cache_memory=enough, speculative_config=config)
 
 

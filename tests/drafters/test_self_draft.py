@@ -162,13 +162,13 @@ def test_a_file_for_another_depth(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is damaged or no file of layers"),
-        (b'{"format": "foretoken-layers-1"', "is damaged or no file of layers"),
-        (b"\xff", "is damaged or no file of layers"),
-        (b"[" * 100_000, "is damaged or no file of layers"),
-        (b'["foretoken-layers-1"]', "is damaged or no file of layers"),
-        (b'{"skip_mlp": [1]}', "is damaged or no file of layers"),
-        (b'{"format": "foretoken-layers-2"}', "is damaged or no file of layers"),
+        (b"", "is not a valid layers file"),
+        (b'{"format": "foretoken-layers-1"', "is not a valid layers file"),
+        (b"\xff", "is not a valid layers file"),
+        (b"[" * 100_000, "is not a valid layers file"),
+        (b'["foretoken-layers-1"]', "is not a valid layers file"),
+        (b'{"skip_mlp": [1]}', "is not a valid layers file"),
+        (b'{"format": "foretoken-layers-2"}', "is not a valid layers file"),
         (b'{"format": "foretoken-layers-1"}', "is damaged (skip_attention: field required"),
     ],
 )

@@ -219,7 +219,7 @@ def test_a_tree_from_a_file_is_the_tree_itself(tmp_path: Path) -> None:
         (f'"paths": [{[0] * 65}]', "the tree is 65 levels deep, more than 64."),
         (f'"paths": [{[63] * 5}]', "the tree has 320 nodes, more than 256."),
         ('"paths": [[0]], "format": "foretoken-trace-1"', "is not a tree: expected an object with"),
-        ('"paths": [[0]', "is not a tree: no JSON in UTF-8"),
+        ('"paths": [[0]', "is not a tree: not JSON in UTF-8"),
     ],
 )
 def test_wrong_tree_files(tmp_path: Path, content: str, message: str) -> None:
@@ -237,10 +237,10 @@ def test_a_tree_file_that_is_not_there(tmp_path: Path) -> None:
             options_of(given)
     path = tmp_path / "latin.json"
     path.write_bytes(b"caf\xe9")
-    with pytest.raises(ConfigError, match="no JSON in UTF-8"):
+    with pytest.raises(ConfigError, match="not JSON in UTF-8"):
         options_of(path)
     path.write_text("[" * 100_000)
-    with pytest.raises(ConfigError, match="no JSON in UTF-8"):
+    with pytest.raises(ConfigError, match="not JSON in UTF-8"):
         options_of(path)
 
 

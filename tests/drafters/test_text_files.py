@@ -66,7 +66,9 @@ def test_no_file(kind: Kind, tmp_path: Path) -> None:
 
 def test_tokens_outside_the_targets_vocabulary(kind: Kind, tmp_path: Path) -> None:
     kind.of_tokens([[1, 2], [V, 1]], V + 1).save(tmp_path / "a")
-    with pytest.raises(CompatibilityError, match="has token 40 and the target a vocabulary of 40"):
+    with pytest.raises(
+        CompatibilityError, match="has token 40, and the target's vocabulary has 40"
+    ):
         kind.llm(tmp_path / "a")
 
 

@@ -44,7 +44,7 @@ def test_trees_with_a_rule_for_chains() -> None:
 def test_siblings_that_were_not_drawn_independently(fields: dict[str, Any]) -> None:
     if fields["method"] == "draft_model":
         fields = {**fields, "model": tiny_model(seed=1)}
-    with pytest.raises(CompatibilityError, match="siblings drawn independently only") as caught:
+    with pytest.raises(CompatibilityError, match="siblings that are drawn independently") as caught:
         LLM(tiny_model(), speculative_config={**fields, "acceptance": "k_sequential"})
     assert "\n" not in str(caught.value)
 

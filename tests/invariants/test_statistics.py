@@ -29,7 +29,7 @@ from tests.tiny import tiny_model
 
 VOCAB = 6
 PROMPT = [1, 2, 3, 1, 2, 3, 1, 2]
-SAMPLES = 1500
+SAMPLES = 1000
 LENGTH = 2
 TEMPERATURES = {"coupled": (1.0, 0.6), "rejection": (1.0,), "block": (0.6,)}
 """What k_sequential does to chains is what rejection does; a test of its own has its trees."""

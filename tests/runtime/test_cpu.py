@@ -98,7 +98,9 @@ def test_what_cannot_be_quantized() -> None:
         ConfigError, match="quantization: must be int8 or int4, or None, got 'int3'"
     ):
         LLM(tiny_model(), quantization="int3")
-    with pytest.raises(CompatibilityError, match="multiple of 16, and this model has one of 40"):
+    with pytest.raises(
+        CompatibilityError, match="multiple of 16, and this model has one of width 40"
+    ):
         LLM(tiny_model(hidden_size=40), quantization="int8")
     with pytest.raises(ConfigError, match="int8 runs on CPUs only, not on cuda"):
         check_quantization("int8", torch.device("cuda"))

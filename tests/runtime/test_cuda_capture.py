@@ -89,11 +89,9 @@ def test_uncaptured_is_the_function_itself() -> None:
     assert Uncaptured().capture(run) is run
 
 
-def test_staging_copies_both_ways() -> None:
+def test_staging_copies_to_the_device() -> None:
     staging = Staging(3, CPU)
     staging.host.copy_(torch.tensor([1, 2, 3]))
     staging.send()
+    staging.wait()
     assert staging.device.tolist() == [1, 2, 3]
-    staging.device.add_(1)
-    assert staging.fetch().tolist() == [2, 3, 4]
-    assert staging.host.tolist() == [2, 3, 4]

@@ -306,12 +306,12 @@ def test_a_slab_within_its_limit_grows_by_what_is_needed() -> None:
     slab = StaticSlab(rows=1, positions=KEY_BLOCK)
     slab.add_row()
     slab.limit = 3 * KEY_BLOCK
-    slab.make_room(2 * KEY_BLOCK + 1)  # four blocks would be over the limit
+    slab.begin(0, [2 * KEY_BLOCK], [1], 1)  # four blocks would be over the limit
     assert slab.positions == slab.scratch == 3 * KEY_BLOCK
     version = slab.version
     with pytest.raises(SlabFull):
-        slab.make_room(3 * KEY_BLOCK + 1)
-    slab.make_room(3 * KEY_BLOCK)
+        slab.begin(0, [3 * KEY_BLOCK], [1], 1)
+    slab.begin(0, [3 * KEY_BLOCK - 1], [1], 1)
     slab.shrink()
     assert slab.version == version
     slab.limit = KEY_BLOCK

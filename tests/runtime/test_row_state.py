@@ -199,7 +199,7 @@ def test_what_does_not_fit_changes_nothing(target: Target, before: int | None) -
     kept = list(target.state(0))
     (output,) = target.verify([0], [chain([7])])
     logits = output.scores.clone()
-    with pytest.raises(OverBudget, match=f"row state of {block + 4} bytes is over the budget"):
+    with pytest.raises(OverBudget, match=f"row state of {block + 4} bytes exceeds the KV budget"):
         target.set_state(0, state_of(3, block + 4))
     assert_same(target.state(0), kept)
     assert target._slab.state_bytes == (4000 if before else 0)

@@ -32,6 +32,7 @@ from foretoken.engine.scheduler import Scheduler
 from foretoken.errors import CompatibilityError, ConfigError
 from foretoken.llm import LLM
 from foretoken.request import Request
+from foretoken.runtime.rows import INTERNAL_KEY
 from foretoken.speculation import Speculation, Strategy
 from foretoken.trace import Trace
 
@@ -208,7 +209,7 @@ class Laboratory:
         tokens = tokens[: max(1, self.llm.max_model_len - max_gamma - 1)]
         trees = [chain([tokens[-1]] * (gamma + 1)) for gamma in range(max_gamma + 1)]
         seconds: list[list[float]] = [[] for _ in trees]
-        key = -2  # no request has it
+        key = INTERNAL_KEY
         self._target.add(key)
         try:
             self._target.prefill(key, tokens[:-1])

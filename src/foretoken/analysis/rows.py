@@ -17,12 +17,10 @@ from torch import Tensor
 
 from foretoken.core.tree import TokenTree, chain
 from foretoken.runtime.network import LOGITS, Need, PassOutput
+from foretoken.runtime.rows import INTERNAL_KEY
 from foretoken.runtime.target import Target
 
 __all__ = ["RowsVerifier"]
-
-_FIRST_FORK_KEY = -2
-"""The key of the first fork; later ones count down. Requests have keys from 0, the target -1."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class RowsVerifier:
         self._target = target
         self._paths: dict[int, list[_Path]] = {}  # by key of requests that have not committed
         self._forks: list[int] = []
-        self._fork_keys = count(_FIRST_FORK_KEY, -1)
+        self._fork_keys = count(INTERNAL_KEY, -1)
         self.num_positions = 0
         self.num_copied = 0
 

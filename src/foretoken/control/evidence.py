@@ -1,4 +1,4 @@
-"""Estimates how often drafted tokens are accepted. Counts decay, so estimates follow the text."""
+"""Estimates of how often drafted tokens are accepted. Counts decay, so they follow the text."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = [
     "LONGEST_CONTEXT",
     "LONGEST_MATCH",
     "NUM_RANKS",
+    "AcceptanceRates",
     "Frequency",
-    "GuessOdds",
-    "at_first",
     "by_match",
     "by_rank",
-    "path_odds",
+    "path_probs",
+    "prior_rate",
 ]
 
 
@@ -44,23 +44,23 @@ class Frequency:
         return (self._yes + weight * prior) / (self.count + weight)
 
 
-# Features (`Draft.features`) say how a lookup found a token, and so how likely it is right
+# A feature (`Draft.features`) says how a lookup found a token, and so how likely it is right
 
 LONGEST_MATCH = 16
 """Longer matches count as this long."""
 
 LONGEST_CONTEXT, NUM_RANKS = 3, 8
-"""For tokens that often follow a context: the longest context, and ranks per context."""
+"""For tokens that were probable after a context: longest context, and ranks per context."""
 
 _BY_MATCH: list[float] = [0.0, *(1 - 0.8 / length**0.7 for length in range(1, LONGEST_MATCH + 1))]
 _LATER_RANKS: list[float] = [0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01]
-_BY_RANK = [odds for first in (0.4, 0.5, 0.6) for odds in (first, *_LATER_RANKS)]
-_AT_FIRST: list[float] = [*_BY_MATCH, *_BY_RANK]
-"""Prior acceptance probability by feature: 0.2 after a match of 1 token, 0.9 after one of 16."""
+_BY_RANK = [rate for first in (0.4, 0.5, 0.6) for rate in (first, *_LATER_RANKS)]
+_PRIOR_RATES: list[float] = [*_BY_MATCH, *_BY_RANK]
+"""Prior acceptance rate by feature: 0.2 after a match of 1 token, 0.9 after one of 16."""
 
 
 def by_match(length: int, drafted: int) -> tuple[int, ...]:
-    """Feature bins of a chain of `drafted` tokens found by a match of the last `length` tokens.
+    """Features of a chain of `drafted` tokens that was found by a match of `length` tokens.
 
     Each drafted token makes the match one token longer.
     """
@@ -69,20 +69,25 @@ def by_match(length: int, drafted: int) -> tuple[int, ...]:
 
 
 def by_rank(rank: int, context: int = 1) -> int:
-    """Feature bin of the `rank`-th most probable token (from 0) after `context` tokens."""
+    """Feature of the token of this rank (from 0) after a context of `context` tokens."""
     return LONGEST_MATCH + 1 + NUM_RANKS * (context - 1) + rank
 
 
-def at_first(features: int) -> float:
-    """Prior acceptance probability of a token with this feature."""
-    return _AT_FIRST[features]
+def prior_rate(feature: int) -> float:
+    """Prior acceptance rate of tokens with this feature."""
+    return _PRIOR_RATES[feature]
 
 
-def path_odds(guess: Draft, odds: Callable[[int], float]) -> list[float]:
-    """For each drafted node the probability that it and all nodes above it are right."""
+def path_probs(draft: Draft, rate: Callable[[int], float]) -> list[float]:
+    """For each drafted node the probability that it and all its drafted ancestors are right.
+
+    Args:
+        draft: a draft with features.
+        rate: maps a feature to an acceptance rate.
+    """
     path = [1.0]
-    for parent, features in zip(guess.tree.parents[1:], guess.features, strict=True):
-        path.append(path[parent] * odds(features))
+    for parent, feature in zip(draft.tree.parents[1:], draft.features, strict=True):
+        path.append(path[parent] * rate(feature))
     return path[1:]
 
 
@@ -90,19 +95,19 @@ _MEMORY, _PRIOR_WEIGHT = 0.97, 1.5
 """Weight of the past after each token, and weight of the prior in tokens."""
 
 
-class GuessOdds:
-    """Probability that a looked-up token is right if its predecessor is, by its feature."""
+class AcceptanceRates:
+    """For each feature the probability that a looked-up token is right if its parent is."""
 
     def __init__(self) -> None:
-        self._odds = list(_AT_FIRST)
-        self._seen = [Frequency(_MEMORY, _PRIOR_WEIGHT) for _ in _AT_FIRST]
+        self._rates = list(_PRIOR_RATES)
+        self._seen = [Frequency(_MEMORY, _PRIOR_WEIGHT) for _ in _PRIOR_RATES]
 
-    def of(self, features: int) -> float:
+    def of(self, feature: int) -> float:
         """The estimate."""
-        return self._odds[features]
+        return self._rates[feature]
 
-    def add(self, features: int, *, right: bool) -> None:
-        """Count one more token whose predecessors were right."""
-        seen = self._seen[features]
+    def add(self, feature: int, *, right: bool) -> None:
+        """Count one more token whose ancestors were right."""
+        seen = self._seen[feature]
         seen.add(right, not right)
-        self._odds[features] = seen.given(_AT_FIRST[features])
+        self._rates[feature] = seen.given(_PRIOR_RATES[feature])

@@ -5,14 +5,14 @@ drafter proposes all tokens it finds, and `trim` keeps those that maximize expec
 second. Looked-up tokens are deterministic (q is one-hot), so any function of the text may choose
 among them.
 
-The probability that a token is right is estimated by its features (`Draft.features`). The tokens
-generated next show which proposals were right, also those that were cut. So nothing has to be
-drafted just to learn.
+Each token has a feature that says how it was found (`Draft.features`), and each feature has an
+acceptance rate. The tokens generated next show which proposals were right, including those that
+were cut. So nothing has to be drafted just to learn.
 
 The tokens of all requests compete in the order of their probability of being accepted. The step
 verifies as many as maximize the batch's expected tokens per second. This is the choice of gamma in
-Leviathan et al., section 3.5, made anew in every step. If no draft raises that rate, the step is a
-plain one.
+Leviathan et al., section 3.5, made anew in every step. If no draft raises that rate, the step is
+plain decoding.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 
 from foretoken.control.base import Budget, Controller, within
 from foretoken.control.cost_model import CostModel, smoothed
-from foretoken.control.evidence import GuessOdds, path_odds
+from foretoken.control.evidence import AcceptanceRates, path_probs
 from foretoken.core.tree import Draft
 from foretoken.decode import Outcome
 from foretoken.request import Request
@@ -44,25 +44,25 @@ _NOTHING = Budget(0, 0)
 
 
 @dataclass
-class _Known:
-    """State of one request.
+class _State:
+    """What is known of one request.
 
     Attributes:
-        gain: average saving of a lookup, as a share of a pass without drafts.
-        guess: the draft of the current step's lookup, before it was cut.
-        new: whether the drafter was never asked, so that it has to read the prompt first.
+        gain: average saving of a lookup, as a share of the time of a plain pass.
+        proposal: the draft of the current step's lookup, before it was cut.
+        new: whether nothing was looked up for it yet, so that the drafter must read the prompt.
     """
 
     gain: float
-    guess: Draft | None = None
+    proposal: Draft | None = None
     new: bool = True
 
 
 class LookupModel(Controller):
-    """Drafts of at most `num_speculative_tokens`, cut to what pays."""
+    """Drafts of at most `num_speculative_tokens` tokens, cut to those that pay."""
 
     class Options(CostModel.Options):
-        """The same as those of `cost_model`."""
+        """See `CostModel.Options`."""
 
     name: ClassVar[str] = CostModel.name
     summary: ClassVar[str] = CostModel.summary
@@ -72,13 +72,14 @@ class LookupModel(Controller):
         """See `Controller.setup`."""
         assert isinstance(self.options, CostModel.Options)
         self._probe_every = self.options.probe_every
-        self._requests: dict[int, _Known] = {}
-        self._odds = GuessOdds()
+        self._states: dict[int, _State] = {}
+        self._rates = AcceptanceRates()
         self._gain = _FIRST_GAIN  # of new requests' lookups
         self._lookup_seconds = 0.0  # of one request's lookup; 0 while unknown
         self._step = 0
-        self._next_poll = 0.0  # the next step that asks for all requests
-        self._asked: dict[int, tuple[int, _Known]] = {}  # in the current step: key -> row of batch
+        self._next_poll = 0.0  # the next step that looks up for all requests
+        # Requests with a lookup in this step: key -> row of the batch, and state.
+        self._asked: dict[int, tuple[int, _State]] = {}
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
         """See `Controller.budgets`: the full length where lookups pay, else nothing."""
@@ -92,20 +93,20 @@ class LookupModel(Controller):
         if poll:
             self._next_poll = self._step + min(self._probe_every, len(batch) * price / _POLLING)
         for row, request in enumerate(batch):
-            known = self._requests.setdefault(request.key, _Known(self._gain))
-            if poll or known.gain >= price:
+            state = self._states.setdefault(request.key, _State(self._gain))
+            if poll or state.gain >= price:
                 budgets[row] = within(request, self.num_speculative_tokens)
-                self._asked[request.key] = row, known
+                self._asked[request.key] = row, state
         return budgets
 
     def trim(self, batch: Sequence[Request], drafts: Sequence[Draft], rows: int) -> list[Draft]:
         """See `Controller.trim`: keeps the most probable tokens of all drafts, as many as pay."""
         trimmed = list(drafts)
         likely: list[tuple[float, int, int]] = []  # probability, row, node
-        for row, known in self._asked.values():
-            known.guess = guess = drafts[row]
-            if guess.features:
-                paths = path_odds(guess, self._odds.of)
+        for row, state in self._asked.values():
+            state.proposal = proposal = drafts[row]
+            if proposal.features:
+                paths = path_probs(proposal, self._rates.of)
                 likely += [(p, row, node) for node, p in enumerate(paths, 1)]
         # The sort is stable: no token comes before its parent.
         likely.sort(key=itemgetter(0), reverse=True)
@@ -115,31 +116,37 @@ class LookupModel(Controller):
         for p, row, node in likely[:count]:
             nodes[row].append(node)
             gains[row] += p / rows - cost
-        for row, known in self._asked.values():
+        for row, state in self._asked.values():
             trimmed[row] = drafts[row].only(nodes[row])
-            known.gain += 0.1 * (gains[row] - known.gain)
+            state.gain += 0.1 * (gains[row] - state.gain)
             self._gain += 0.05 * (gains[row] - self._gain)
         return trimmed
 
-    def _how_many(self, odds: Sequence[float], rows: int) -> tuple[int, float]:
-        """How many of the most probable tokens maximize expected tokens per second; cost of each.
+    def _how_many(self, probs: Sequence[float], rows: int) -> tuple[int, float]:
+        """How many of the most probable tokens to verify, and the cost of each.
 
-        The cost is in passes without drafts.
+        Args:
+            probs: the path probabilities of all tokens, the largest first.
+            rows: number of requests in the whole step.
+
+        Returns:
+            The number that maximizes expected tokens per second, and what each of these tokens adds
+            to the pass, as a share of the time of a plain pass.
         """
-        if not odds:
+        if not probs:
             return 0, 0.0
-        positions = rows + np.arange(len(odds) + 1.0)
+        positions = rows + np.arange(len(probs) + 1.0)
         passes = self.costs.drafting(positions, rows) / self.costs(rows, rows)
-        rates = (rows + np.cumsum((0.0, *odds))) / passes
+        rates = (rows + np.cumsum((0.0, *probs))) / passes
         best = int(rates.argmax())
         return best, float(passes[best] - 1) / max(1, best)
 
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
-        """Learn which proposals were right, and the cost of lookups including this learning."""
+        """Learn which tokens were right, and what a lookup costs, including this learning."""
         if not self._asked:
             return
         began = time.perf_counter()
-        all_have_read = not any(known.new for _, known in self._asked.values())
+        all_have_read = not any(state.new for _, state in self._asked.values())
         for outcome in outcomes:
             if asked := self._asked.get(outcome.request.key):
                 self._learn(asked[1], outcome)
@@ -147,18 +154,18 @@ class LookupModel(Controller):
         if all_have_read:
             self._lookup_seconds = smoothed(self._lookup_seconds or seconds, seconds)
 
-    def _learn(self, known: _Known, outcome: Outcome) -> None:
-        """Follow the proposal as far as the generated tokens agree with it."""
-        guess, known.guess, known.new = known.guess, None, False
-        if guess is None or not guess.features:
+    def _learn(self, state: _State, outcome: Outcome) -> None:
+        """Follow the generated tokens through the proposal, and count which children were right."""
+        proposal, state.proposal, state.new = state.proposal, None, False
+        if proposal is None or not proposal.features:
             return
         drafted, accepted = outcome.draft.tree, outcome.accepted
-        tree, node = guess.tree, 0
+        tree, node = proposal.tree, 0
         for true in (*(drafted.tokens[kept] for kept in accepted.path), accepted.token):
             children, node = tree.children[node], -1
             for child in children:
                 right = tree.tokens[child] == true
-                self._odds.add(guess.features[child - 1], right=right)
+                self._rates.add(proposal.features[child - 1], right=right)
                 if right:
                     node = child
             if node < 0:
@@ -166,5 +173,5 @@ class LookupModel(Controller):
 
     def release(self, request: Request) -> None:
         """Forget the request; what was learnt from its drafts stays."""
-        self._requests.pop(request.key, None)
+        self._states.pop(request.key, None)
         self._asked.pop(request.key, None)

@@ -46,16 +46,16 @@ class Distribution:
             probs: [V] probabilities that sum to 1.
 
         Raises:
-            RequestError: the probabilities are not numbers (NaN).
+            RequestError: a probability is NaN.
         """
         minimum = float(probs.min())
         if minimum > 0:  # much faster than `nonzero`
             return Distribution(probs)
         if math.isnan(minimum):
             raise RequestError(
-                "the logits are not numbers, because the model or the sampling parameters "
-                "overflow: lower logit_bias and penalties; if you set none, use float32 or "
-                "bfloat16."
+                "the logits contain NaN, so no token can be drawn: if you set logit_bias or "
+                "penalties, lower them; if you set none, the model overflows in this dtype: use "
+                "float32 or bfloat16."
             )
         (support,) = probs.nonzero(as_tuple=True)  # [S]
         return Distribution(probs[support], support)

@@ -3,9 +3,9 @@
 The sampler masks p at every node of the tree, over that node's own path. Speculation under a
 grammar is therefore as exact as without one.
 
-The grammars are llguidance's. It takes JSON schemas, regular expressions and Lark grammars. It
-computes a mask in microseconds. It can roll back as well as advance, which the paths of a token
-tree need. It also knows which tokens are forced, and the drafter `regex` proposes those.
+The library llguidance compiles JSON schemas, regular expressions and Lark grammars, and computes a
+mask in microseconds. Its matchers can roll back as well as advance, which the paths of a token tree
+need. They also know which tokens are forced; the drafter `regex` proposes those.
 """
 
 from __future__ import annotations

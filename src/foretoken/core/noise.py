@@ -23,7 +23,7 @@ __all__ = ["Noise", "StepNoise", "Stream", "fresh_seed"]
 MAX_SEED = 2**63 - 1
 
 _LANES = 64
-"""Most drafters of one ensemble. A nested ensemble multiplies the lane number by this."""
+"""Most drafters of one ensemble. Each level of nesting multiplies the lane number by this."""
 
 
 class Stream(IntEnum):

@@ -179,9 +179,9 @@ def check_finite(logit: Tensor) -> None:
     """
     if not math.isfinite(logit):
         raise RequestError(
-            f"the largest logit is {float(logit)}: the model, or the sampling "
-            "parameters (logit_bias, penalties, masks), leave no token that can be drawn: lower "
-            "them; if you set none, the model overflows in this dtype: use float32 or bfloat16."
+            f"the largest logit is {float(logit)}, so no token can be drawn: if you set "
+            "logit_bias, penalties or masks, relax them; if you set none, the model overflows in "
+            "this dtype: use float32 or bfloat16."
         )
 
 

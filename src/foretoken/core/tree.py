@@ -114,10 +114,10 @@ class Draft:
         q: [n] the distribution each drafted node was drawn from, given its ancestors and its
             earlier siblings (invariant 2): `q[i - 1]` belongs to node `i`. A node that was not
             drawn at random has a one-hot distribution.
-        features: [n] feature bins for controllers, or empty. A drafter that looks its tokens up
-            (`Drafter.looks_up`) says here by what it found each of them: the length of the match
-            or the rank of the token (`control.evidence`). Controllers learn an acceptance rate for
-            each bin.
+        features: [n] one feature per drafted node, or empty. A drafter that looks its tokens up
+            (`Drafter.looks_up`) says here how it found each token: by the length of the match, or
+            by the rank of the token (`control.evidence`). Controllers learn an acceptance rate for
+            each feature.
     """
 
     tree: TokenTree

@@ -37,8 +37,8 @@ class Drafter(ABC):
     """Proposes the next tokens of each request.
 
     A drafter owns its state and catches up from the committed tokens of each request (invariant 4).
-    The committed tokens are all it needs to know about acceptance, so "all accepted" is no special
-    case. It sees the target's output only through `observe` and `observe_prefill`.
+    They tell it what was accepted, so a draft that was accepted whole is no special case. It sees
+    the target's output only through `observe` and `observe_prefill`.
 
     The class attributes describe the drafter. An instance may override them.
     """

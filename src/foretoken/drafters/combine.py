@@ -15,7 +15,7 @@ from annotated_types import Ge, MinLen
 from torch import Tensor
 
 from foretoken.control import Budget
-from foretoken.control.evidence import at_first, path_odds
+from foretoken.control.evidence import path_probs, prior_rate
 from foretoken.core.distribution import Distribution
 from foretoken.core.tree import Draft, TokenTree
 from foretoken.decode import Outcome, StepTimes
@@ -40,7 +40,7 @@ class SwitchOptions(CombineOptions):
 
     Args:
         drafters: see `CombineOptions`.
-        try_every: every how many drafting steps a request tries another drafter.
+        try_every: a request tries another drafter in every such drafting step (16: every 16th).
     """
 
     try_every: Annotated[int, Ge(2)] = 16
@@ -147,7 +147,9 @@ def merge(drafts: Sequence[Draft], limit: int) -> Draft:
         if into is not None:
             merged[index][node] = into
             if has_features:
-                features[into - 1] = max(features[into - 1], draft.features[node - 1], key=at_first)
+                features[into - 1] = max(
+                    features[into - 1], draft.features[node - 1], key=prior_rate
+                )
     tree = TokenTree(tuple(tokens), tuple(parents))
     return Draft(tree, tuple(distributions), tuple(features) if has_features else ())
 
@@ -167,7 +169,7 @@ def _by_path_prob(drafts: Sequence[Draft]) -> list[tuple[int, int]]:
     nodes = [
         (-path_prob, index, node)
         for index, draft in enumerate(drafts)
-        for node, path_prob in enumerate(path_odds(draft, at_first), 1)
+        for node, path_prob in enumerate(path_probs(draft, prior_rate), 1)
     ]
     return [(index, node) for _, index, node in sorted(nodes)]
 
@@ -258,7 +260,9 @@ class Switch(_Several):
             choice = self._choice(outcome.request)
             if choice.drafting:
                 choice.arms[choice.current].add(len(outcome.accepted.path) + 1, seconds)
-            choice.drafting = False  # until the next draft: a plain step is nobody's merit
+            choice.drafting = (
+                False  # until the next draft: plain steps do not count for any drafter
+            )
             for index, drafter in enumerate(self._drafters):
                 if index == choice.current or drafter.hidden_layers:
                     drafter.observe([outcome], times)

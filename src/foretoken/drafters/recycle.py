@@ -22,7 +22,7 @@ from annotated_types import Ge, Le
 from torch import Tensor
 
 from foretoken.control import Budget
-from foretoken.control.evidence import LONGEST_CONTEXT, NUM_RANKS, at_first, by_rank
+from foretoken.control.evidence import LONGEST_CONTEXT, NUM_RANKS, by_rank, prior_rate
 from foretoken.core.tree import Draft, TokenTree
 from foretoken.decode import Outcome, StepTimes
 from foretoken.drafters.base import Drafter, DrafterOptions
@@ -131,7 +131,7 @@ class RecycleDrafter(Drafter):
         rest = context[1:] if len(context) == self._options.recycle_context else context
         for rank, token in enumerate(found):
             feature = by_rank(rank, length)
-            yield token, at_first(feature), ((*rest, token), feature)
+            yield token, prior_rate(feature), ((*rest, token), feature)
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
         """Keep the most probable tokens along the accepted path, if the request could draft."""

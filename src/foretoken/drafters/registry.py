@@ -85,8 +85,8 @@ class DrafterSpec:
         default_num_speculative_tokens: the default draft length, in drafted nodes.
         takes_model: whether the method needs a draft model (`model`).
         steady: whether the method reads its next draft from the target's output at the nodes of
-            its last one. A skipped or shortened draft then spoils the next one too, so its default
-            controller is `fixed`.
+            its last one. A skipped or shortened draft then makes the next one worse, too. So the
+            default controller is `fixed`.
         summary: one line for `foretoken` help texts.
     """
 

@@ -79,7 +79,7 @@ def _read(path: Path) -> Any:
     except OSError as error:
         raise ForetokenError(f"cannot read tree {path}: {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:
-        raise ForetokenError(f"{path} is not a tree: no JSON in UTF-8 ({error}).") from error
+        raise ForetokenError(f"{path} is not a tree: not JSON in UTF-8 ({error}).") from error
 
 
 def _checked_paths(path: str | Path, paths: Any) -> tuple[tuple[int, ...], ...]:

@@ -74,7 +74,7 @@ class TunedLayers(Config):
             value = None
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise ForetokenError(
-                f"{path} is damaged or no file of layers: make one with 'foretoken tune-layers'."
+                f"{path} is not a valid layers file: make one with 'foretoken tune-layers'."
             )
         try:
             return cls(**value)

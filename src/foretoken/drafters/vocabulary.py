@@ -130,7 +130,7 @@ class Vocabularies:
             return
         found = self._sizes
         if self._target.vocab_size == self._draft.vocab_size:
-            found = "draft model and target have vocabularies of one size but with different tokens"
+            found = "draft model and target have vocabularies of the same size but different tokens"
         raise CompatibilityError(
             f"{part}: {found}: use a draft model with the target's tokenizer{advice}."
         )
@@ -190,7 +190,7 @@ class Vocabularies:
         if target is None or draft is None:
             missing = "LLM(tokenizer=...)" if target is None else "draft_tokenizer=..."
             raise CompatibilityError(
-                f"{self._sizes}, and without the tokenizers of both there is no way to translate: "
+                f"{self._sizes}; to translate between them, both tokenizers are needed: "
                 f"give {missing}, or use a draft model with the target's vocabulary."
             )
 

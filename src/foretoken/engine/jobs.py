@@ -1,4 +1,4 @@
-"""`Job`: a prompt on its way through the engine, and what has been reported of it."""
+"""`Job`: one prompt in the engine, its requests, and which outputs were reported to the end."""
 
 from __future__ import annotations
 
@@ -14,41 +14,45 @@ __all__ = ["Job"]
 
 @dataclass
 class Job:
-    """A prompt and the requests of its outputs.
+    """A prompt and its requests, one per output.
 
     Args:
-        prompt: as it was given.
-        requests: one per output.
-        strategy: of these requests; None for the default.
-        request_id: of prompts that were added by hand.
+        prompt: the prompt as the user gave it.
+        requests: one request per output (`SamplingParams.n`).
+        strategy: how these requests speculate; None is the `LLM`'s default.
+        request_id: the id of a prompt that came through `LLMEngine.add_request`, else None.
     """
 
     prompt: Prompt
     requests: list[Request]
     strategy: Strategy | None
     request_id: str | None = None
-    _reported: set[int] = field(default_factory=set)  # outputs whose last chunk has been taken
+    _reported: set[int] = field(default_factory=set)  # indices of outputs taken to the end
 
     @property
     def finished(self) -> bool:
-        """Whether all outputs have ended and nothing about them changes any more."""
+        """Whether all outputs have ended and will not change any more."""
         return all(request.closed for request in self.requests)
 
     @property
     def has_news(self) -> bool:
-        """Whether `take` has something to give, or never will again."""
-        return self.finished or any(r.has_fresh or r.closed for r in self._open())
+        """Whether `take` has chunks to return, or no step can bring new ones."""
+        return self.finished or any(r.has_fresh or r.closed for r in self._unreported())
 
     @property
     def all_taken(self) -> bool:
-        """Whether the last chunks of all outputs have been taken."""
-        return not self._open()
+        """Whether the last chunk of every output was taken."""
+        return not self._unreported()
 
     def take(self) -> list[StreamChunk]:
-        """What is new of each output since the last call; another thread may be stepping."""
+        """The new tokens of each output since the last call.
+
+        Another thread may run a step at the same time.
+        """
         chunks = []
-        for request in self._open():
-            closed = request.closed  # before the tokens: the last chunk has all that are left
+        for request in self._unreported():
+            # Read first: if it is True, no tokens follow those that are taken now.
+            closed = request.closed
             tokens = request.take()
             if not tokens and not closed:
                 continue
@@ -59,10 +63,10 @@ class Job:
         return chunks
 
     def result(self) -> RequestOutput:
-        """All outputs, as far as they have come."""
+        """All outputs with the tokens generated so far."""
         prompt = self.prompt if isinstance(self.prompt, str) else None
         outputs = [request.output() for request in self.requests]
         return RequestOutput(prompt, self.requests[0].prompt_ids, outputs, self.request_id)
 
-    def _open(self) -> list[Request]:
+    def _unreported(self) -> list[Request]:
         return [r for r in self.requests if r.index not in self._reported]

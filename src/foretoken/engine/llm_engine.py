@@ -1,4 +1,4 @@
-"""`LLMEngine`: requests that come and go while others run, in the words of vLLM's `LLMEngine`.
+"""`LLMEngine`: continuous batching with explicit steps, under the names of vLLM's `LLMEngine`.
 
     engine = LLM("smollm2-135m").engine
     engine.add_request("Hello", SamplingParams(temperature=0))
@@ -6,8 +6,9 @@
         for chunk in engine.step():
             print(chunk.request_id, chunk.text, chunk.finished)
 
-It owns the model, the strategies and the scheduler; `LLM` is a thin layer over it. Any number of
-threads may use one engine: they take turns, and a step advances the requests of all threads.
+Requests may come and go while others run. The engine owns the model, the strategies and the
+scheduler; `LLM` is a thin layer over it. Any number of threads may use one engine. They take turns,
+and a step advances the requests of all threads.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from foretoken.speculation import Speculation
 __all__ = ["EngineOptions", "LLMEngine"]
 
 
-MOST_IDS = 100_000
-"""Ids of requests that are remembered after their end."""
+MAX_KNOWN_IDS = 100_000
+"""Most request ids that are remembered, including those of requests that have ended."""
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What `LLM` says about memory, batches and runtimes; see its arguments."""
+    """Limits on memory and batches, and how passes are computed; see the arguments of `LLM`."""
 
     max_model_len: int | None
     max_num_seqs: int
@@ -56,16 +57,16 @@ class EngineOptions:
 
 
 class LLMEngine:
-    """Continuous batching with explicit steps; `LLM` makes it, as `LLM.engine`.
+    """Continuous batching with explicit steps. `LLM` creates it as `LLM.engine`.
 
     Args:
         loaded: the model and its tokenizer.
         config: the default way to speculate.
-        options: memory, batches and runtimes.
+        options: see `EngineOptions`.
 
     Attributes:
         target: the model being accelerated.
-        strategies: builds drafters, controllers and rules for it.
+        strategies: builds drafters, controllers and rules for the target.
 
     Raises:
         ConfigError: a parameter is out of range.
@@ -105,12 +106,12 @@ class LLMEngine:
         )
         self._turns = Turns()
         self._reporting = Lock()
-        self._jobs: dict[str, Job] = {}  # added by hand, with something left to report
-        self._collected: list[StreamChunk] = []  # of these jobs, for the next `step` to return
-        self._known_ids: dict[str, None] = {}  # in order of arrival, the last ones
+        self._jobs: dict[str, Job] = {}  # of `add_request`, with output left to report
+        self._collected: list[StreamChunk] = []  # from these jobs, returned by the next `step`
+        self._known_ids: dict[str, None] = {}  # the latest ids, in order of arrival
         self._next_id = count()
 
-    # By hand
+    # Requests added by the user
 
     def add_request(
         self,
@@ -121,18 +122,18 @@ class LLMEngine:
         trace: bool = False,
         request_id: str | None = None,
     ) -> str:
-        """Queue a prompt; it joins the others in one of the next steps.
+        """Queue a prompt. It joins the running requests in one of the next steps.
 
         Args:
             prompt: text, token ids or a conversation.
             params: sampling parameters; None takes the defaults.
-            speculative_config: how this request speculates; None as the `LLM` does. Without
-                `acceptance` its rule is the `LLM`'s.
+            speculative_config: how this request speculates; None takes the `LLM`'s configuration.
+                If it has no `acceptance`, the `LLM`'s rule is used.
             trace: see `LLM.generate`.
-            request_id: a name for it that no other request has; None makes one up.
+            request_id: an id that no other request has; None generates one.
 
         Returns:
-            The request's id, for `abort` and in `StreamChunk.request_id`.
+            The request's id. `abort` takes it, and `StreamChunk.request_id` has it.
 
         Raises:
             PromptError: the prompt is empty, too long, or has ids outside the vocabulary.
@@ -155,14 +156,16 @@ class LLMEngine:
         return names[0]
 
     def step(self) -> list[StreamChunk]:
-        """Advance everything by one step.
+        """Advance all requests by one step.
+
+        If the step fails for one request, that request ends with `finish_reason` "error", and the
+        others go on.
 
         Returns:
-            A chunk for each output that has new tokens or has ended since the last call. An output
-            whose step failed ends with `finish_reason` "error"; the others go on.
+            A chunk for each output that has new tokens or has ended since the last call.
         """
         self._turns.take(self._step)
-        with Uninterrupted(), self._reporting:  # what is collected is kept if a SIGINT comes
+        with Uninterrupted(), self._reporting:  # a SIGINT must not lose chunks
             for request_id, job in list(self._jobs.items()):
                 self._collected += job.take()
                 if job.all_taken:
@@ -172,13 +175,14 @@ class LLMEngine:
         return chunks
 
     def has_unfinished_requests(self) -> bool:
-        """Whether a further `step` has something to do or to report."""
+        """Whether another `step` has requests to advance or chunks to return."""
         return bool(self._jobs or self._collected)
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
-        """End these requests, waiting or running: their memory is freed, and nothing is reported.
+        """End these requests, whether they wait or run.
 
-        Those that have ended already stay as they are.
+        Their memory is freed, and `step` returns no more chunks of them. Requests that have already
+        ended are not changed.
 
         Raises:
             ConfigError: no request has this id, and none had it recently.
@@ -186,7 +190,7 @@ class LLMEngine:
         for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
             if request_id not in self._known_ids:
                 raise ConfigError(f"request_id: no request has the id {request_id!r}.")
-            with Uninterrupted():  # a job that is not reported any more must not run on
+            with Uninterrupted():  # a job that was taken out here must also end
                 with self._reporting:
                     job = self._jobs.pop(request_id, None)
                 if job is not None:
@@ -197,7 +201,7 @@ class LLMEngine:
         for drafter in (self._speculation.default.drafter, *self.strategies.drafters()):
             self._turns.take(drafter.forget)
 
-    # Jobs: what `LLM` is built from
+    # Jobs, for `LLM`
 
     def job(
         self,
@@ -207,7 +211,7 @@ class LLMEngine:
         *,
         trace: bool = False,
     ) -> Job:
-        """A prompt's requests, checked but not queued; arguments and errors as in `add_request`."""
+        """Check a prompt and make its requests; arguments and errors as in `add_request`."""
         requests = self.make_requests(prompt, params or SamplingParams(), trace=trace)
         job = Job(prompt, requests, None)
 
@@ -215,14 +219,14 @@ class LLMEngine:
             job.strategy = self.strategies.strategy(speculative_config)
 
         if speculative_config is not None:
-            # Building may load a model or time passes: nobody steps meanwhile.
+            # Building may load a model or time passes, so no thread may run a step meanwhile.
             self._turns.take(build)
         return job
 
     def make_requests(
         self, prompt: Prompt, params: SamplingParams, *, trace: bool = False
     ) -> list[Request]:
-        """One request per output, checked but not queued."""
+        """Check a prompt and make one request per output, without queueing them."""
         return self._maker.make(prompt, self.tokenizer, params, trace=trace)
 
     def start(self, jobs: Sequence[Job]) -> None:
@@ -230,17 +234,17 @@ class LLMEngine:
         self._turns.take(lambda: self._queue(jobs))
 
     def end(self, jobs: Sequence[Job]) -> None:
-        """Abort whatever of these jobs has not ended."""
+        """Abort those of these jobs that have not ended."""
         if all(job.finished for job in jobs):
             return
-        with Uninterrupted():  # also while it waits for its turn
+        with Uninterrupted():  # even while it waits for its turn
             self._turns.take(lambda: self._scheduler.abort(r for job in jobs for r in job.requests))
 
     def run(self, jobs: Sequence[Job]) -> list[RequestOutput]:
         """Queue the jobs, step until they have ended, and collect their results.
 
         Raises:
-            RequestError: one of them ended with an error; the others' outputs come with it.
+            RequestError: a request ended with an error; `outputs` has the results of all jobs.
         """
         new = list(jobs)
 
@@ -249,7 +253,7 @@ class LLMEngine:
             new.clear()
             self._step()
 
-        # A SIGINT is delivered between two steps only, where `end` is sure to follow.
+        # A SIGINT is delivered only between two steps, where `end` is sure to run.
         with Uninterrupted() as uninterrupted:
             try:
                 while not all(job.finished for job in jobs):
@@ -272,12 +276,12 @@ class LLMEngine:
         """Queue a job and yield its chunks; closing the generator aborts it.
 
         Raises:
-            RequestError: it ended with an error.
+            RequestError: a request of the job ended with an error.
         """
         try:
             self.start([job])
             while not job.all_taken:
-                # Another thread's or stream's step may have advanced it.
+                # Steps of other threads and streams advance it, too.
                 yield from job.take()
                 if not job.has_news:
                     self._turns.take(self._step, unless=lambda: job.has_news)
@@ -299,9 +303,9 @@ class LLMEngine:
             self._scheduler.step()
 
     def _remember(self, request_id: str) -> None:
-        """Record an id as taken; if there are too many, forget the oldest that is not in use."""
+        """Record an id as taken. If there are too many, forget the oldest that is not in use."""
         self._known_ids[request_id] = None
-        if len(self._known_ids) > MOST_IDS:
+        if len(self._known_ids) > MAX_KNOWN_IDS:
             oldest = next((known for known in self._known_ids if known not in self._jobs), None)
             if oldest is not None:
                 del self._known_ids[oldest]

@@ -1,10 +1,10 @@
-"""The prefix cache: KV of the beginnings of earlier prompts, so that it is computed once.
+"""The prefix cache: KV of earlier prompts, for later prompts that begin with the same tokens.
 
-A prompt is cut into blocks of `BLOCK` tokens. A block is identified by its tokens and the block
-before it, as the KV of a token depends on everything before it: a chain of blocks is a prefix.
-(vLLM's automatic prefix caching; Kwon et al., "Efficient Memory Management for Large Language Model
-Serving with PagedAttention", section 4.4.) The cache holds copies and evicts the least recently
-used first. Their bits are those of newly computed KV (invariant 7).
+A prompt is cut into blocks of `BLOCK` tokens. The KV of a token depends on all tokens before it. A
+block is therefore identified by its own tokens and by the block before it, and a chain of blocks is
+a prefix (vLLM's automatic prefix caching; Kwon et al., "Efficient Memory Management for Large
+Language Model Serving with PagedAttention", section 4.4). The cache holds copies, with the same
+bits as newly computed KV (invariant 7). It evicts the least recently used blocks first.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from foretoken.runtime.target import Target
 __all__ = ["BLOCK", "PrefixCache"]
 
 BLOCK = 64
-"""Tokens per block: few enough that short prompts share some."""
+"""Tokens per block: few, so that short prompts have whole blocks to share."""
 
 _Key = tuple[int, tuple[int, ...]]
-"""Number of the block before, and the block's tokens."""
+"""Identifies a block: the number of the block before it, and the block's own tokens."""
 
 _NO_BLOCK = -1
+"""Number of the block before a prompt's first block."""
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A block: its number, its KV, and the hidden states that drafters asked for."""
+    """A cached block: its number, its KV, and the hidden states that drafters asked for."""
 
     number: int
     kv: KVBlock
@@ -47,14 +48,14 @@ class _Entry:
 
 
 class PrefixCache:
-    """Blocks of KV of one target.
+    """Cached blocks of KV of one target.
 
     Args:
-        target: whose KV it is.
-        num_bytes: most memory to take, hidden states included.
+        target: the target whose KV is cached.
+        num_bytes: most memory of the cache, hidden states included.
 
     Raises:
-        ConfigError: that is less than one block.
+        ConfigError: `num_bytes` is less than one block takes.
     """
 
     def __init__(self, target: Target, num_bytes: int) -> None:
@@ -62,47 +63,48 @@ class PrefixCache:
         if num_bytes < self._block_bytes:
             raise ConfigError(
                 f"prefix_cache_memory: {BLOCK} tokens of this model take "
-                f"{self._block_bytes / MIB:.2f} MiB, got {num_bytes / MIB:.2f} MiB; give more, or "
-                "enable_prefix_caching=False."
+                f"{self._block_bytes / MIB:.2f} MiB, got {num_bytes / MIB:.2f} MiB: raise it, or "
+                "set enable_prefix_caching=False."
             )
         self._target = target
         self._num_bytes = num_bytes
         self._hidden_bytes = 0
-        # Least recently used first, and a block before the one it continues: whatever is dropped,
-        # no block is left that cannot be reached.
+        # Least recently used first, and each block before its predecessor in the prompt. Eviction
+        # from the front therefore never leaves a block whose predecessor is gone.
         self._entries: OrderedDict[_Key, _Entry] = OrderedDict()
         self._numbers = count()
 
     def __len__(self) -> int:
-        """Number of blocks."""
+        """Number of cached blocks."""
         return len(self._entries)
 
     def restore(
         self, key: int, tokens: Sequence[int], layers: tuple[int, ...] = ()
     ) -> tuple[int, Mapping[int, Tensor]]:
-        """Give an empty row the KV of the longest cached prefix.
+        """Copy the KV of the longest cached prefix into an empty row.
 
         Args:
             key: the row.
             tokens: the prompt to look up.
-            layers: whose hidden states are needed, too; a block without them counts as missing.
+            layers: layers whose hidden states are needed, too. A block without them counts as not
+                cached.
 
         Returns:
-            The number of tokens found, n, and layer id -> [n, E].
+            The number n of tokens found, and layer id -> [n, E] hidden states.
 
         Raises:
-            SlabFull: the row cannot hold them; it is empty.
+            SlabFull: the row cannot hold the prefix. It is empty again.
         """
         found = self._find(tokens, layers)
         try:
-            for known in found:
-                self._target.append(key, self._entries[known].kv)
+            for block_id in found:
+                self._target.append(key, self._entries[block_id].kv)
         except BaseException:
             self._target.rollback(key, 0)
             raise
-        self._touch(found)
+        self._mark_used(found)
         hidden = {
-            layer: torch.cat([self._entries[known].hidden[layer] for known in found])
+            layer: torch.cat([self._entries[block_id].hidden[layer] for block_id in found])
             for layer in layers
             if found
         }
@@ -111,56 +113,56 @@ class PrefixCache:
     def store(
         self, key: int, tokens: Sequence[int], hidden: Mapping[int, Tensor] | None = None
     ) -> None:
-        """Keep the whole blocks of a row that begins with these tokens, as far as there is room.
+        """Cache the whole blocks of a prompt, as many as there is room for.
 
         Args:
-            key: the row.
-            tokens: n of them.
-            hidden: layer id -> [n, E]; blocks that are known without these states gain them.
+            key: the row that holds the prompt's KV.
+            tokens: [n] the prompt, with which the row begins.
+            hidden: layer id -> [n, E] hidden states. Blocks cached without them gain them.
         """
         states = hidden or {}
         kept: list[_Key] = []
         parent = _NO_BLOCK
         for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
-            known = (parent, tuple(tokens[start : start + BLOCK]))
+            block_id = (parent, tuple(tokens[start : start + BLOCK]))
             block = {layer: each[start : start + BLOCK] for layer, each in states.items()}
-            entry = self._entries.get(known)
+            entry = self._entries.get(block_id)
             if entry is None or block.keys() - entry.hidden.keys():
-                entry = self._made(key, start, entry, block)
-                if not self._make_room(known, entry, kept):
+                entry = self._new_entry(key, start, entry, block)
+                if not self._make_room(block_id, entry, kept):
                     break
-                self._put(known, entry)
-            kept.append(known)
+                self._put(block_id, entry)
+            kept.append(block_id)
             parent = entry.number
-            self._touch(kept)
+            self._mark_used(kept)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all blocks."""
         self._entries.clear()
         self._hidden_bytes = 0
 
     @property
     def num_bytes(self) -> int:
-        """Memory taken."""
+        """Memory of all blocks, hidden states included."""
         return len(self._entries) * self._block_bytes + self._hidden_bytes
 
-    def _made(
+    def _new_entry(
         self, key: int, start: int, entry: _Entry | None, hidden: Mapping[int, Tensor]
     ) -> _Entry:
-        """A new block, or a known one with more hidden states."""
-        # Copies: slices would keep the whole prompt's states alive.
+        """A new block, or the cached one with more hidden states."""
+        # Cloned, because slices would keep the whole prompt's states in memory.
         states = {layer: each.clone() for layer, each in hidden.items()}
         if entry is not None:
             return _Entry(entry.number, entry.kv, {**states, **entry.hidden})
         kv = self._target.read(key, start, start + BLOCK)
         return _Entry(next(self._numbers), kv, states)
 
-    def _make_room(self, known: _Key, entry: _Entry, kept: Sequence[_Key]) -> bool:
-        """Drop the least recently used blocks; whether there is room without touching `kept`."""
-        old = self._entries.get(known)
+    def _make_room(self, block_id: _Key, entry: _Entry, kept: Sequence[_Key]) -> bool:
+        """Evict blocks other than `kept` until the entry fits; returns whether it does."""
+        old = self._entries.get(block_id)
         more = entry.hidden_bytes - old.hidden_bytes if old else entry.hidden_bytes
         more += 0 if old else self._block_bytes
-        protected = {*kept, known}
+        protected = {*kept, block_id}
         while self.num_bytes + more > self._num_bytes:
             oldest = next(iter(self._entries), None)
             if oldest is None or oldest in protected:
@@ -168,24 +170,25 @@ class PrefixCache:
             self._hidden_bytes -= self._entries.pop(oldest).hidden_bytes
         return True
 
-    def _put(self, known: _Key, entry: _Entry) -> None:
-        old = self._entries.get(known)
+    def _put(self, block_id: _Key, entry: _Entry) -> None:
+        old = self._entries.get(block_id)
         self._hidden_bytes += entry.hidden_bytes - (old.hidden_bytes if old else 0)
-        self._entries[known] = entry
+        self._entries[block_id] = entry
 
     def _find(self, tokens: Sequence[int], layers: tuple[int, ...]) -> list[_Key]:
-        """The known blocks that the tokens begin with, those that have these hidden states."""
+        """The cached blocks at the beginning of the tokens, up to one without the hidden states."""
         found: list[_Key] = []
         parent = _NO_BLOCK
         for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
-            known = (parent, tuple(tokens[start : start + BLOCK]))
-            entry = self._entries.get(known)
+            block_id = (parent, tuple(tokens[start : start + BLOCK]))
+            entry = self._entries.get(block_id)
             if entry is None or not entry.hidden.keys() >= set(layers):
                 break
             parent = entry.number
-            found.append(known)
+            found.append(block_id)
         return found
 
-    def _touch(self, chain: Sequence[_Key]) -> None:
-        for known in reversed(chain):
-            self._entries.move_to_end(known)
+    def _mark_used(self, chain: Sequence[_Key]) -> None:
+        """Mark the blocks of a prefix as just used, in the order that `_entries` needs."""
+        for block_id in reversed(chain):
+            self._entries.move_to_end(block_id)

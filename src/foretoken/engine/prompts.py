@@ -1,4 +1,4 @@
-"""Prompts in every form a caller may give them in, and the tokens they stand for."""
+"""The forms in which a user may give prompts, and their conversion to token ids."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = [
     "as_list",
     "check_prompt",
     "is_conversation",
-    "one_each",
+    "one_per_prompt",
     "token_ids",
 ]
 
@@ -30,16 +30,18 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
 
 
 def is_conversation(prompt: Any) -> bool:
-    """Whether it is a list of chat messages."""
+    """Whether a prompt is a list of chat messages."""
     listed = isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 0
     return listed and all(isinstance(m, Mapping) and "role" in m for m in prompt)
 
 
 def as_list(prompts: Any) -> list[Any]:
-    """The prompts as a list; one string, one conversation or one list of ids is one prompt.
+    """The prompts as a list.
+
+    A string, a conversation and a list of token ids each count as one prompt.
 
     Raises:
-        PromptError: it is neither a prompt nor a list.
+        PromptError: `prompts` is neither a prompt nor a list.
     """
     if isinstance(prompts, str) or is_conversation(prompts):
         return [prompts]
@@ -50,26 +52,33 @@ def as_list(prompts: Any) -> list[Any]:
     return list(prompts)
 
 
-def one_each(name: str, prompts: Sequence[Prompt], given: Any) -> list[Any]:
-    """What was given for all prompts or for each of them, once per prompt.
+def one_per_prompt(name: str, prompts: Sequence[Prompt], given: Any) -> list[Any]:
+    """One value for each prompt.
+
+    Args:
+        name: the parameter, for error messages.
+        prompts: the prompts.
+        given: one value for all prompts, or a sequence with one value per prompt.
 
     Raises:
-        ConfigError: it is neither, or not one per prompt.
+        ConfigError: `given` is neither, or has another length than `prompts`.
     """
     if given is None or isinstance(given, Config | Mapping):
         return [given] * len(prompts)
     if not isinstance(given, Sequence) or isinstance(given, str):
-        raise ConfigError(f"{name}: expected one, or a list of them, got {given!r}.")
+        raise ConfigError(
+            f"{name}: expected one for all prompts, or a list with one per prompt, got {given!r}."
+        )
     if len(given) != len(prompts):
         raise ConfigError(
-            f"{name}: {len(given)} given for {len(prompts)} prompts; give one for all, or one per "
+            f"{name}: {len(given)} given for {len(prompts)} prompts: give one for all, or one per "
             "prompt."
         )
     return list(given)
 
 
 def token_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    """The prompt's tokens: text with special tokens, a conversation by its chat template.
+    """Token ids of a prompt, including special tokens; the chat template formats conversations.
 
     Raises:
         PromptError: there is no tokenizer or no chat template, or the prompt is malformed.
@@ -97,7 +106,7 @@ def check_prompt(ids: Sequence[int], target: Target) -> None:
     """Refuse a prompt that the target cannot continue.
 
     Raises:
-        PromptError: no tokens, too many of them, or tokens outside the vocabulary.
+        PromptError: the prompt is empty, too long, or has ids outside the vocabulary.
     """
     if not ids:
         raise PromptError("the prompt is empty: give at least one token to continue.")

@@ -1,4 +1,4 @@
-"""From a prompt and its sampling parameters to requests of the engine."""
+"""Makes the engine's requests from a prompt and its sampling parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["RequestMaker"]
 
 
 class RequestMaker:
-    """Makes the requests of one model.
+    """Makes requests for one model.
 
     Args:
         target: the model.
@@ -38,17 +38,17 @@ class RequestMaker:
         *,
         trace: bool,
     ) -> list[Request]:
-        """One request per output.
+        """Make one request per output.
 
         Args:
             prompt: text, token ids or a conversation.
-            tokenizer: the model's, or None where it has none.
+            tokenizer: the model's tokenizer, or None if it has none.
             params: sampling parameters.
             trace: see `LLM.generate`.
 
         Raises:
             PromptError: the prompt is empty, too long, or has ids outside the vocabulary.
-            ConfigError: the parameters ask for what the model does not have.
+            ConfigError: the parameters need something that the model does not have.
         """
         if params.stop_strings and tokenizer is None:
             raise ConfigError("stop: stop strings need a tokenizer, and this model has none.")
@@ -74,6 +74,6 @@ class RequestMaker:
             return None
         if not self._eos_token_ids:
             raise ConfigError(
-                "structured_outputs need a model with an end-of-sequence token, to end with."
+                "structured_outputs need an end-of-sequence token, and this model has none."
             )
         return self._grammars.compile(params.form)

@@ -1,12 +1,13 @@
 """The scheduler: requests join, advance together step by step, and leave.
 
-Continuous batching (Yu et al., "Orca"): a step admits what fits, computes a chunk of the prompts
-that are not computed yet, and advances all others by one `decode.step`. Prompts come in order of
-arrival, at most `max_num_batched_tokens` a step, so that a long one does not stall the others; they
-have passes of their own, which read the weights once more and need no padding. When the KV slab is
-full the youngest request gives up its row, waits first in line, and is computed again (vLLM's
-preemption by recomputation). None of this is visible in the output: by invariant 7 the bits do not
-depend on chunks, neighbours or rows.
+This is continuous batching (Yu et al., "Orca"). A step admits requests while there is room,
+computes some prompt tokens, and advances the requests whose prompt is computed by one
+`decode.step`. Prompts are computed in order of arrival, at most `max_num_batched_tokens` tokens a
+step (chunked prefill), so that a long prompt does not stall the other requests. Prompts have passes
+of their own. These read the weights once more, but need no padding. If the KV slab is full, the
+youngest request loses its row, waits first in line, and is computed again (vLLM's preemption by
+recomputation). None of this changes the output: bits do not depend on chunks, rows or the other
+requests of the batch (invariant 7).
 
 `LLMEngine` makes the requests, refuses invalid ones, and calls the scheduler.
 """
@@ -32,12 +33,12 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler:
-    """Runs requests on one target.
+    """Runs the requests of one target.
 
     Args:
         target: the model being accelerated.
-        speculation: how its requests speculate.
-        max_num_seqs: most requests in one step.
+        speculation: how the requests speculate.
+        max_num_seqs: most requests that run at the same time.
         max_num_batched_tokens: most prompt tokens computed in one step.
         prefix_cache: KV of earlier prompts; None computes every prompt in full.
     """
@@ -57,13 +58,13 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._prefixes = prefix_cache
         self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []  # in order of admission; also those being prefilled
-        self._hidden: dict[int, list[Mapping[int, Tensor]]] = {}  # of prompts, chunk by chunk
+        self._running: list[Request] = []  # in order of admission, prefilling ones included
+        self._hidden: dict[int, list[Mapping[int, Tensor]]] = {}  # request key -> prompt chunks
 
     def add(self, request: Request, strategy: Strategy | None = None) -> None:
-        """Queue a request, with a strategy of its own or the default one."""
+        """Queue a request; with None it has the default strategy."""
         assert len(request.token_ids) < self._target.most_tokens, (
-            "the caller refuses what is longer"
+            "the caller refuses longer prompts"
         )
         if strategy is not None:
             self._speculation.assign(request, strategy)
@@ -75,9 +76,9 @@ class Scheduler:
         return bool(self._waiting or self._running)
 
     def step(self) -> list[Outcome]:
-        """Admit what fits, compute some prompt tokens, advance every request that has its prompt.
+        """Admit requests, compute prompt tokens, advance the requests whose prompt is computed.
 
-        A request that does not fit into memory all by itself ends with `finish_reason` "error".
+        A request that does not fit into memory even alone ends with `finish_reason` "error".
         """
         self._admit()
         self._prefill()
@@ -88,15 +89,15 @@ class Scheduler:
                 self._leave(request)
 
     def abort(self, requests: Iterable[Request]) -> None:
-        """End these requests wherever they are; those that have ended stay as they are."""
+        """End these requests, whether they wait or run; those that have ended are not changed."""
         for request in requests:
             request.abort()
             self._leave(request)
 
-    # Coming and going
+    # Admission and release
 
     def _admit(self) -> None:
-        """Open rows in order of arrival, while there is room."""
+        """Give rows to waiting requests in order of arrival, while there is room."""
         while self._waiting and len(self._running) < self._max_num_seqs:
             request = self._waiting[0]
             if self._running and not self._has_room_for(request):
@@ -106,7 +107,7 @@ class Scheduler:
             except SlabFull as error:
                 if self._running:
                     return
-                self._give_up(request, error)
+                self._end_for_memory(request, error)
                 continue
             self._running.append(self._waiting.popleft())
             request.admitted_at = request.admitted_at or time.perf_counter()
@@ -116,7 +117,7 @@ class Scheduler:
         return self._target.has_room(len(requests), max(len(r.token_ids) for r in requests))
 
     def _leave(self, request: Request) -> None:
-        """Take a request out of wherever it is."""
+        """Remove a request from the queue or from the batch."""
         if request in self._waiting:
             self._waiting.remove(request)
             self._speculation.release(request)
@@ -134,62 +135,62 @@ class Scheduler:
 
     # Prompts
 
-    def _missing(self, request: Request) -> int:
-        """Tokens whose KV is still to be computed: all but the last are wanted (invariant 1)."""
+    def _num_missing(self, request: Request) -> int:
+        """Tokens whose KV must still be computed. The last token needs none yet (invariant 1)."""
         return len(request.token_ids) - 1 - self._target.cached(request.key)
 
     def _prefill(self) -> None:
-        """Compute at most `max_num_batched_tokens`, of the oldest requests first."""
+        """Compute at most `max_num_batched_tokens` prompt tokens, the oldest requests first."""
         left = self._max_num_batched_tokens
         while left > 0:
-            request = next((r for r in self._running if self._missing(r)), None)
+            request = next((r for r in self._running if self._num_missing(r)), None)
             if request is None:
                 return
             try:
-                left -= self._prefill_some(request, left)
+                left -= self._prefill_chunk(request, left)
             except AssertionError:
                 raise
             except Exception as error:
                 if is_out_of_memory(error):
                     self._make_room(error)
-                else:  # a pass of this request alone
+                else:  # the pass was for this request alone
                     request.fail(error)
                     self._leave(request)
 
-    def _prefill_some(self, request: Request, limit: int) -> int:
-        """Tokens computed, at most `limit`."""
+    def _prefill_chunk(self, request: Request, limit: int) -> int:
+        """Compute at most `limit` tokens of a request; returns how many."""
         began = time.perf_counter()
         layers = self._speculation.hidden_layers([request])
         if not self._target.cached(request.key):
-            self._restore(request, layers)
+            self._restore_prefix(request, layers)
         start = self._target.cached(request.key)
         tokens = request.token_ids[start:-1][:limit]
-        self._show(request, start, self._target.prefill(request.key, tokens, layers))
-        if not self._missing(request):
-            self._store(request)
+        self._show_hidden(request, start, self._target.prefill(request.key, tokens, layers))
+        if not self._num_missing(request):
+            self._store_prefix(request)
         request.metrics.prefill_seconds += time.perf_counter() - began
         return len(tokens)
 
-    def _restore(self, request: Request, layers: tuple[int, ...]) -> None:
-        """Begin with the longest cached prefix of the prompt, without its last token."""
+    def _restore_prefix(self, request: Request, layers: tuple[int, ...]) -> None:
+        """Take the KV of the prompt's longest cached prefix; the last token needs none yet."""
         if self._prefixes is None:
             return
         wanted = request.prompt_ids[: len(request.token_ids) - 1]
         num_tokens, hidden = self._prefixes.restore(request.key, wanted, layers)
-        self._show(request, 0, hidden)
+        self._show_hidden(request, 0, hidden)
         if not request.metrics.preemptions:
             request.metrics.cached_prompt_tokens = num_tokens
 
-    def _show(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
-        """Show a drafter hidden states it asked for, and keep them until the prompt is stored."""
+    def _show_hidden(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
+        """Show a prompt's hidden states to the drafter, and keep them for the prefix cache."""
         if not hidden:
             return
         self._speculation.observe_prefill(request, start, hidden)
         if self._prefixes is not None:
             self._hidden.setdefault(request.key, []).append(hidden)
 
-    def _store(self, request: Request) -> None:
-        """Keep a prompt's KV, and its hidden states if some drafter asked for them."""
+    def _store_prefix(self, request: Request) -> None:
+        """Cache a prompt's KV, with its hidden states if the drafter asked for them."""
         chunks = self._hidden.pop(request.key, [])
         if self._prefixes is None:
             return
@@ -197,23 +198,23 @@ class Scheduler:
         hidden = {layer: torch.cat([chunk[layer] for chunk in chunks]) for layer in layers}
         stop = min(self._target.cached(request.key), len(request.prompt_ids))
         if any(len(states) < stop for states in hidden.values()):
-            hidden = {}  # the drafter failed on the way
+            hidden = {}  # the drafter failed, and the later chunks have none
         self._prefixes.store(request.key, request.prompt_ids[:stop], hidden)
 
     # Steps
 
     def _decode(self) -> list[Outcome]:
-        """Advance the requests that have their prompt, in spite of a slab that fills up.
+        """Advance the requests whose prompt is computed, and make room if memory runs out.
 
         Drafts take positions, too. So a step without drafts is tried before any preemption.
         """
-        while batch := [r for r in self._running if not self._missing(r)]:
+        while batch := [r for r in self._running if not self._num_missing(r)]:
             try:
                 return step(self._target, self._speculation, batch)
             except (SlabFull, MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
-                self._drop_copies(error)  # the next drafts may find room
+                self._clear_prefixes(error)  # so that later drafts may fit
             try:
                 return step(self._target, self._speculation.plain(), batch)
             except (SlabFull, MemoryError, RuntimeError) as error:
@@ -225,37 +226,41 @@ class Scheduler:
     # Memory
 
     def _make_room(self, error: Exception) -> None:
-        """Drop the prefix cache, else preempt the youngest request.
+        """Clear the prefix cache if that can help, else preempt the youngest request.
 
-        A lone request already has all the memory. If that is too little, it ends with an error.
+        A request that runs alone already has all the memory. It ends with an error.
         """
-        if self._drop_copies(error):
+        if self._clear_prefixes(error):
             return
         if len(self._running) > 1:
             self._preempt(self._running[-1])
         else:
-            self._give_up(self._running[0], error)
+            self._end_for_memory(self._running[0], error)
 
-    def _drop_copies(self, error: Exception) -> bool:
-        """Give up the KV of earlier prompts; whether there was any, and it was in the way."""
+    def _clear_prefixes(self, error: Exception) -> bool:
+        """Clear the prefix cache if that can help; returns whether it was cleared.
+
+        It cannot help against `OverBudget`: the slab's own limit does not count the cache.
+        """
         if not self._prefixes or isinstance(error, OverBudget):
             return False
         self._prefixes.clear()
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Take the request's row; its drafter keeps its state, as the tokens stay what they are."""
+        """Take the request's row. Its tokens do not change, so its drafter keeps its state."""
         self._running.remove(request)
         self._target.remove(request.key)
         self._hidden.pop(request.key, None)
         self._waiting.appendleft(request)
         request.metrics.preemptions += 1
 
-    def _give_up(self, request: Request, error: Exception) -> None:
+    def _end_for_memory(self, request: Request, error: Exception) -> None:
+        """End a request whose KV does not fit into memory."""
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         failure = RequestError(
-            f"out of memory for the KV of a request of {len(request.token_ids)} tokens, which was "
-            f"ended ({reason}): shorten it, or free memory."
+            f"out of memory for the KV of a request of {len(request.token_ids)} tokens ({reason}), "
+            "so it was ended: shorten it, or free memory."
         )
         failure.__cause__ = error
         request.fail(failure)

@@ -1,4 +1,4 @@
-"""From a `speculative_config` to a `Strategy`: drafter, controller and acceptance rule."""
+"""Builds a `Strategy` (drafter, controller, acceptance rule) from a `speculative_config`."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ from foretoken.speculation import Strategy
 __all__ = ["Speculative", "StrategyFactory"]
 
 Speculative: TypeAlias = SpeculativeConfig | Mapping[str, Any] | None
-"""How one request speculates; None takes the `LLM`'s own way."""
+"""How one request speculates; None takes the `LLM`'s configuration."""
 
-
-MOST_STRATEGIES = 64
-"""Strategies of requests that are kept: an older one is built anew if it is asked for again."""
+MAX_STRATEGIES = 64
+"""Most strategies of requests that are kept. The oldest is dropped, and built again if needed."""
 
 
 class StrategyFactory:
-    """Builds the strategies of one target, each configuration's once.
+    """Builds the strategies of one target, one for each configuration.
 
     Args:
         target: the model being accelerated.
         tokenizer: its tokenizer, or None.
         grammars: compiles structured outputs for its tokens.
         config: the `LLM`'s own configuration.
-        kv_budget: counts draft models in.
-        quantization: of draft models.
-        runtime: of draft models.
-        max_num_seqs: most rows of a pass whose cost is measured.
+        kv_budget: limits the KV of draft models, too.
+        quantization: the quantization of draft models.
+        runtime: the runtime of draft models.
+        max_num_seqs: most rows of the passes whose cost is measured.
 
     Attributes:
-        vocabulary_overlap: of the last draft model that was built; None without one.
+        vocabulary_overlap: how the vocabulary of the last draft model compares with the target's;
+            None without a draft model.
 
     Raises:
-        ConfigError: a configuration asks for what the model does not have.
+        ConfigError: a configuration asks for something that the model does not have.
         CompatibilityError: drafter, model and rule do not fit together.
     """
 
@@ -74,12 +74,12 @@ class StrategyFactory:
         self._target, self._tokenizer, self._grammars = target, tokenizer, grammars
         self._kv_budget, self._quantization, self._runtime = kv_budget, quantization, runtime
         self._max_num_seqs = max_num_seqs
-        self._costs = CostCurve()  # one for all controllers: it is the target's
+        self._costs = CostCurve()  # of the target, so all controllers share it
         self._built: list[tuple[SpeculativeConfig, Strategy]] = []
         self._load: Callable[[Any], DraftModel] = self._load_draft_model
 
     def strategy(self, given: Speculative) -> Strategy | None:
-        """The strategy of a configuration, built at its first use; None for the `LLM`'s own."""
+        """The strategy of a configuration, built at its first use; None for the `LLM`'s default."""
         if given is None:
             return None
         config = SpeculativeConfig.parse(given)
@@ -89,15 +89,15 @@ class StrategyFactory:
             if known == config:
                 return strategy
         self._built.append((config, self.build(config)))
-        del self._built[:-MOST_STRATEGIES]
+        del self._built[:-MAX_STRATEGIES]
         return self._built[-1][1]
 
     def drafters(self) -> list[Drafter]:
-        """All drafters that requests have brought so far."""
+        """The drafters of the requests' strategies that are kept."""
         return [strategy.drafter for _, strategy in self._built]
 
     def build(self, config: SpeculativeConfig) -> Strategy:
-        """A new strategy. A configuration that names no rule has the `LLM`'s."""
+        """Build a strategy. If the configuration names no rule, it has the `LLM`'s."""
         rule = config.rule if config.names_rule else self.config.rule
         drafter = self.drafter(config, rule)
         strategy = Strategy(drafter, self._controller(config, drafter, rule), rule)
@@ -106,13 +106,14 @@ class StrategyFactory:
         return strategy
 
     def drafter(self, config: SpeculativeConfig, rule: AcceptanceRule) -> Drafter:
-        """A new drafter for the target, whose drafts this rule accepts."""
+        """Build a drafter for the target and this acceptance rule."""
         return self._drafter(config, self._target, rule.couples_draft)
 
     def sharing_models(self) -> StrategyFactory:
-        """The same, but every draft model is loaded once.
+        """A copy of this factory that loads every draft model only once.
 
-        For callers that use one drafter at a time, as those that share a model share its rows.
+        Drafters that share a draft model also share its KV rows. So only one of them may be in use
+        at a time.
         """
         other = copy(self)
         loaded: dict[str, DraftModel] = {}
@@ -149,13 +150,13 @@ class StrategyFactory:
         name = config.controller_under(rule)
         exact = self._target.exact_trees if drafter.drafts_trees else self._target.bit_exact
         if config.controller is None and not exact:
-            name = Fixed.name  # draft lengths go by the clock, and here they would show
+            name = Fixed.name  # cost_model reads the clock, and draft lengths change bits here
         kind = controller_class(name, looks_up=drafter.looks_up)
         options = None if config.controller is None else config.controller_options
         return kind(config.gamma, options, self._costs, drafter.level_sizes(config.gamma))
 
     def _measure_costs(self, controller: Controller) -> None:
-        """Time passes for controllers that choose by their costs, once for all of them."""
+        """Time passes, once for all controllers, if this controller chooses by their costs."""
         if not controller.needs_costs or not controller.num_speculative_tokens:
             return
         if self._costs.measured:
@@ -165,7 +166,7 @@ class StrategyFactory:
         except (SlabFull, MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            # Costs are then learnt from the steps.
+            # The costs are learnt from the steps instead.
 
     def _load_draft_model(self, model: Any) -> DraftModel:
         tokenizer = None
@@ -179,7 +180,7 @@ class StrategyFactory:
 
 
 def _check_layers(method: str, drafter: Drafter, target: Target) -> None:
-    """Refuse a drafter that reads hidden states of layers that the model does not have."""
+    """Refuse a drafter that needs hidden states of a layer that the model does not have."""
     if not drafter.hidden_layers:
         return
     last = target.network.num_layers
@@ -192,7 +193,7 @@ def _check_layers(method: str, drafter: Drafter, target: Target) -> None:
 
 
 def _inner_config(fields: Mapping[str, Any]) -> SpeculativeConfig:
-    """A drafter inside another one; the outer configuration decides about everything else."""
+    """The configuration of an inner drafter; all other choices belong to the outer one."""
     for name in ("num_speculative_tokens", "acceptance", "controller"):
         if name in fields:
             raise ConfigError(f"{name} belongs to the outer speculative_config, not to {fields}.")

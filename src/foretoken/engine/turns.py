@@ -2,7 +2,7 @@
 
 Threads take turns in the order in which they ask, so a thread waits only for the turns of
 those before it. A SIGINT that arrives during a turn is delivered at its end, so that no change is
-left half done. A process that was forked after loading is refused, since threads of the
+left half done. A process that was forked after loading is refused, because the threads of the
 native runtime and of PyTorch do not survive a fork.
 """
 
@@ -21,11 +21,11 @@ from foretoken.errors import ForetokenError
 __all__ = ["Turns", "Uninterrupted"]
 
 POLL_SECONDS = 0.05
-"""How often a thread that waits looks whether it has been interrupted."""
+"""How often a waiting thread checks whether it was interrupted."""
 
 
 class Uninterrupted:
-    """A context in which SIGINT waits until its end; only the main thread receives any."""
+    """A context that holds SIGINT back until it ends. Only the main thread receives signals."""
 
     def __init__(self) -> None:
         self.pending = False
@@ -47,13 +47,13 @@ class Uninterrupted:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Deliver what came in the meantime."""
+        """Deliver a SIGINT that was held back."""
         if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)
             self.deliver()
 
     def deliver(self) -> None:
-        """Call the handler of a SIGINT that came in the meantime; most raise KeyboardInterrupt."""
+        """Call the handler of a SIGINT that was held back; it usually raises KeyboardInterrupt."""
         if self.pending and self._previous is not None:
             frame, self.pending, self._frame = self._frame, False, None
             self._previous(signal.SIGINT, frame)
@@ -63,7 +63,7 @@ class Uninterrupted:
 
 
 class Turns:
-    """A fair lock that can be left while waiting."""
+    """A fair lock. A waiting thread can leave it without having had its turn."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -72,11 +72,11 @@ class Turns:
         self._process = os.getpid()
 
     def take(self, act: Callable[[], object], unless: Callable[[], bool] = lambda: False) -> None:
-        """Run `act` when it is this thread's turn, unless that has become needless by then.
+        """Run `act` when it is this thread's turn, or return without it if `unless` becomes true.
 
         Args:
             act: changes the engine.
-            unless: asked while this thread waits; once it holds it must go on to hold.
+            unless: called while this thread waits. Once true, it must stay true.
 
         Raises:
             ForetokenError: this thread is in the middle of a turn, or another process loaded the
@@ -84,7 +84,7 @@ class Turns:
         """
         if os.getpid() != self._process:
             raise ForetokenError(
-                "this model was loaded before the process was forked, and its threads are gone: "
+                "this model was loaded before the process was forked, and its threads were lost: "
                 "start processes with the 'spawn' method."
             )
         if self._owner == threading.get_ident():
@@ -105,7 +105,7 @@ class Turns:
                     self._condition.notify_all()
 
     def _wait(self, unless: Callable[[], bool], uninterrupted: Uninterrupted) -> bool:
-        """Whether it is this thread's turn now; False if it needs none, or was interrupted."""
+        """Wait for this thread's turn; False if `unless` became true or a SIGINT came first."""
         ticket = object()
         with self._condition:
             self._queue.append(ticket)

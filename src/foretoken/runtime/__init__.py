@@ -1,1 +1,1 @@
-"""Runs forward passes fast, without changing what they compute."""
+"""Forward passes: the target, its KV slab, the networks that compute, and what passes cost."""

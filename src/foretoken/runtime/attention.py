@@ -1,8 +1,11 @@
-"""Attention over the KV slab, registered with Transformers as the implementation `foretoken`.
+"""Attention over the KV slab, for networks on PyTorch's operations.
 
-On a CPU, scaled dot-product attention gives a query row the same bits whatever rows stand beside
-it, provided that the number of rows is a multiple of 4 and the keys are whole blocks of 512
-(invariant 7). The slab supplies the blocks and the mask; this function pads the rows.
+Transformers modules (`module.py`) call `slab_attention`, which is registered as the attention
+implementation "foretoken". `lean.py` calls `attend_grouped`, which is faster.
+
+On a CPU, PyTorch's attention gives a query row the same bits whatever other rows are computed with
+it, if the number of rows is a multiple of 4 and the number of keys a multiple of 512 (invariant 7).
+The slab provides whole key blocks and `PassInputs` the mask. The functions here pad the rows.
 """
 
 from __future__ import annotations
@@ -25,11 +28,16 @@ __all__ = [
 ]
 
 IMPLEMENTATION = "foretoken"
+
 KEY_BLOCK = 512
+"""Attention reads keys in multiples of this."""
+
 ROW_MULTIPLE = 4
+"""Query rows are padded to a multiple of this."""
 
 UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask")
-"""What some architectures add to attention; ignoring one would silently change the model."""
+"""Arguments by which some architectures change attention. Ignoring one would silently change the
+model."""
 
 
 def padded_rows(rows: int) -> int:
@@ -47,29 +55,29 @@ def slab_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as Transformers modules call it.
+    """Attention with the signature that Transformers modules call.
 
     Args:
-        module: the attention module; not read.
+        module: the attention module; not used.
         query: [B, H, N, D].
-        key: [B, G, S, D], G key heads shared by H query heads, S a multiple of `KEY_BLOCK`.
+        key: [B, G, S, D]; the H query heads share G key heads. S is a multiple of `KEY_BLOCK`.
         value: [B, G, S, D].
-        attention_mask: [B, 1, padded_rows(N), S], additive, in the query's dtype.
-        dropout: must be 0; generation never trains.
-        scaling: factor on the scores; None is 1/sqrt(D).
-        **kwargs: ignored, except those that would change the result.
+        attention_mask: [B, 1, padded_rows(N), S] in the query's dtype; it is added to the scores.
+        dropout: must be 0.
+        scaling: factor on the scores; None means 1/sqrt(D).
+        **kwargs: refused if in `UNSUPPORTED`, otherwise ignored.
 
     Returns:
-        [B, N, H, D] and None in place of the attention weights.
+        [B, N, H, D], and None in place of the attention weights.
 
     Raises:
-        CompatibilityError: the architecture asks for something this function does not do.
+        CompatibilityError: the architecture passes an argument in `UNSUPPORTED`.
     """
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise CompatibilityError(f"attention with '{name}' is not supported.")
     assert attention_mask is not None, "the target always passes a mask"
-    assert dropout == 0, "generation never trains"
+    assert dropout == 0, "dropout is for training only"
     rows = query.shape[2]
     query = F.pad(query, (0, 0, 0, padded_rows(rows) - rows))
     grouped = query.shape[1] != key.shape[1]
@@ -80,31 +88,31 @@ def slab_attention(
 
 
 def grouped_mask(mask: Tensor, nodes: int, group: int) -> Tensor:
-    """The mask of `attend_grouped`, [B, 1, padded_rows(group * N), S].
+    """The mask that `attend_grouped` takes, [B, 1, padded_rows(group * N), S].
 
     Args:
-        mask: [B, 1, at least N, S] additive.
+        mask: [B, 1, N or more, S], added to the scores.
         nodes: N.
-        group: query heads of a key head.
+        group: number of query heads that share a key head, H / G.
     """
     rows = mask[:, :, :nodes].repeat(1, 1, group, 1)
-    # Rows of padding see everything, so that no softmax is empty.
+    # Padding rows see all keys, because a softmax over no keys would be NaN.
     return F.pad(rows, (0, 0, 0, padded_rows(rows.shape[2]) - rows.shape[2]))
 
 
 def attend_grouped(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
 ) -> Tensor:
-    """Attention with all query heads of a key head as rows of one product.
+    """Attention in which all query heads of a key head are rows of one matrix product.
 
-    Keys are loaded once, and few nodes need little padding: the bits are those of
-    `slab_attention`.
+    So each key is read once for all of them, and a few nodes need little padding. The result has
+    the same bits as that of `slab_attention`.
 
     Args:
         query: [B, N, H, D].
         key: [B, G, S, D].
         value: [B, G, S, D].
-        mask: made by `grouped_mask`.
+        mask: from `grouped_mask`.
         scaling: factor on the scores.
 
     Returns:

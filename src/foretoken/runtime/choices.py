@@ -1,4 +1,7 @@
-"""Values that users may choose. This file needs no PyTorch, so that help pages are quick."""
+"""What users may pass as `quantization` and `runtime`.
+
+This file does not import PyTorch, so that the command line's help pages appear at once.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which network computes a model's passes, and the slab that goes with it."""
+"""Picks the network that computes a model's passes, and the kind of slab that it needs."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from foretoken.runtime.network import Network
 __all__ = ["network_for", "slab_for"]
 
 _STATIC_POSITIONS = 2048
-"""Positions a GPU slab starts with: growing it costs the captured graphs."""
+"""Positions per row of a new GPU slab. When the slab grows, the captured graphs are lost."""
 
 
 def network_for(
     model: PreTrainedModel, quantization: str | None = None, runtime: str = "auto"
 ) -> Network:
-    """The fastest network for a model; the model itself is not changed.
+    """The fastest network that can run a model. The model itself is not changed.
 
     Args:
         model: the Transformers module.
-        quantization: None keeps the weights as they are; "int8" and "int4" quantize those of
-            linear layers.
-        runtime: "native" is this library's C++, compiled at its first use, "torch" PyTorch's
-            operations, "cuda" these in CUDA graphs, "compiled" the same after `torch.compile`;
-            "auto" takes "cuda" on a GPU, without graphs where they cannot be captured, and on a
-            CPU "native" where it is available.
+        quantization: "int8" and "int4" quantize the weights of linear layers. None keeps them.
+        runtime: "native" is this library's C++, compiled at its first use. "torch" uses PyTorch's
+            operations, "cuda" captures these in CUDA graphs, and "compiled" also compiles them
+            with `torch.compile`. "auto" takes "cuda" on a GPU, and runs without graphs if they
+            cannot be captured. On a CPU it takes "native" if available, otherwise "torch".
 
     Raises:
-        ConfigError: no such quantization or runtime, or none for this model on this machine.
+        ConfigError: the quantization or runtime is unknown, or not available for this model on
+            this machine.
         CompatibilityError: the model's layers cannot be quantized.
     """
     if runtime not in RUNTIMES:
@@ -51,13 +51,17 @@ def network_for(
     if on_gpu and runtime in ("auto", "cuda", "compiled"):
         compiler = "inductor" if runtime == "compiled" else None
         return cuda_network(model, compiler=compiler, required=runtime != "auto")
-    reason = "torch was asked for" if runtime == "torch" else why_not_native(model)
+    reason = "the runtime is 'torch'" if runtime == "torch" else why_not_native(model)
     if reason is None:
         return NativeDecoder(model, quantization)
     if runtime == "native":
-        raise ConfigError(f"runtime: native cannot be had for this model here: {reason}.")
+        raise ConfigError(
+            f"runtime: native is not available for this model on this machine: {reason}."
+        )
     if quantization == "int4":
-        raise ConfigError(f"quantization: int4 needs the native runtime, and {reason}.")
+        raise ConfigError(
+            f"quantization: int4 needs the native runtime, which cannot be used here: {reason}."
+        )
     linear = linear_layer(model.dtype, model.device, quantization)
     if linear is None:
         return ModuleNetwork.sharing(model)
@@ -65,7 +69,7 @@ def network_for(
 
 
 def slab_for(network: Network, max_model_len: int) -> KVSlab:
-    """The kind of slab that a network needs, for rows of at most so many tokens."""
+    """An empty slab of the kind that a network needs, for rows of up to `max_model_len` tokens."""
     if not isinstance(network, CudaNetwork):
         return KVSlab()
     return StaticSlab(positions=min(max_model_len, _STATIC_POSITIONS))

@@ -1,16 +1,18 @@
-"""What a pass of the target costs, by its rows and nodes: measured once, then followed.
+"""The cost curve: expected seconds of a target's pass, by its numbers of rows and nodes.
 
-Leviathan et al. assume that verification has a constant cost. On a real machine this holds only
-while reading the weights takes longer than computing with them. A pass over r rows and n nodes is
-modelled to cost
+Controllers choose draft lengths by it. `profiling.py` measures it once. Then every pass updates it.
 
-    a (f(r) + row (r - 1)) + b (f(n) - f(r)) seconds,
+Leviathan et al. assume that verification has a constant cost. On a real machine, this holds only
+while reading the weights takes longer than computing with them. Here a pass over r rows and n nodes
+is modelled to cost
 
-where f is the curve of a single row, and `row` the cost of a further row's context. The first term
-is the pass without drafts; the second one is what verifying drafts adds. a and b change
-independently: on a shared machine, reading weights may take twice as long from one second to the
-next while computing does not. Both are modelled as a random walk that a Kalman filter tracks, so
-that an error is attributed to the less certain coefficient.
+    a (f(r) + row (r - 1)) + b (f(n) - f(r)) seconds.
+
+f is the curve of a single row, and `row` is the cost of one more row's context. The first term is
+the pass without drafts. The second is what verifying drafts adds. a and b change independently: on
+a shared machine, reading weights may take twice as long from one second to the next, while
+computing does not. Each of them is modelled as a random walk. A Kalman filter tracks both and
+attributes an error to the coefficient that is less certain.
 """
 
 from __future__ import annotations
@@ -24,52 +26,53 @@ from numpy.typing import NDArray
 __all__ = ["CostCurve"]
 
 _DRIFT, _NOISE = 0.01, 0.04
-"""Standard deviations: of a coefficient's change from pass to pass, of one measurement. Shares."""
+"""Relative standard deviations: of a coefficient's change from pass to pass; of one measurement."""
 
 _MOST_DOUBT = 0.5
-"""Largest relative standard deviation that a coefficient reaches while it is not measured."""
+"""A coefficient's relative standard deviation grows up to this while nothing measures it."""
 
 _MOST_ERROR = 3.0
-"""Errors are cut at so many standard deviations: one slow pass may be a hiccup."""
+"""Errors are clipped at this many standard deviations: one slow pass may be an outlier."""
 
 _DOUBT_MEASURED, _DOUBT_GUESSED = 0.5, 1.0
-"""Relative standard deviation of b at the start, for a measured curve and for a guessed one."""
+"""Relative standard deviation of b at the start: of a measured curve; of a guessed one."""
 
 _LEAST = 0.05
-"""Coefficients do not fall below this: from zero none could recover."""
+"""Coefficients do not fall below this: their changes are relative, so 0 would be final."""
 
 _LEAST_SLOPE = 0.001
-"""What every node adds at least, in passes over one node: drafts are never quite free."""
+"""The least that each further node costs, in passes over one node: no draft is free."""
 
 _ROW = 0.02
-"""What a further row's context costs where that was not measured, in passes over one node."""
+"""`row` where it was not measured, in passes over one node."""
 
 _GUESS = {nodes: 1.0 + 1.5 * (nodes - 1) / 63 for nodes in (1, 2, 4, 8, 16, 32, 64)}
-"""Passes over one node, by nodes, where nothing was measured. It errs on
-the low side: a draft that seems too expensive is never tried, and so never measured."""
+"""f where it was not measured: cost by number of nodes, in passes over one node. It is low on
+purpose: a draft that seems too expensive is never tried, and then its cost is never measured."""
 
 _SHORTEST = 1e-9
-"""Seconds: clocks may stand still, and costs are divided by."""
+"""Least seconds of a pass: a coarse clock may measure 0, and costs are divisors."""
 
 
 class CostCurve:
-    """Expected seconds of a pass; shared by all who choose by them.
+    """Expected seconds of a pass. All controllers of a target share one curve.
 
-    f is linear between its points and proportional beyond the last one.
+    f is linear between its points. Beyond the last one, it is proportional to the number of nodes.
 
     Args:
-        points: seconds by nodes of a single row, or by (rows, nodes), to start from. Without any
-            the curve is a guess in passes over one node, until a first measurement scales it.
+        points: measured seconds by the number of nodes of a single row, or by (rows, nodes).
+            Without them the curve is a guess in passes over one node, until the first observed
+            pass scales it to seconds.
 
     Attributes:
-        measured: whether it started from measured points.
+        measured: whether the curve started from measured points.
     """
 
     def __init__(
         self, points: Mapping[int, float] | Mapping[tuple[int, int], float] | None = None
     ) -> None:
         self.measured = bool(points)
-        self._known = self.measured  # whether its unit is the second
+        self._known = self.measured  # whether costs are in seconds
         shapes = {
             shape if isinstance(shape, tuple) else (1, shape): max(seconds, _SHORTEST)
             for shape, seconds in (points or _GUESS).items()
@@ -80,8 +83,8 @@ class CostCurve:
         self._row = max(mean(extra), 0.0) if extra else _ROW * one
         self._a = self._b = 1.0
         doubt = _DOUBT_MEASURED if self.measured else _DOUBT_GUESSED
-        self._covariance = (0.05**2, 0.0, doubt**2)  # of a; of a and b; of b
-        self._cut = 0.0  # what was cut off the last error
+        self._covariance = (0.05**2, 0.0, doubt**2)  # variance of a, covariance, variance of b
+        self._cut = 0.0  # what clipping took off the last error
 
     def _set_curve(self, points: Mapping[int, float]) -> None:
         self._nodes = sorted(points)
@@ -93,16 +96,16 @@ class CostCurve:
             self._seconds.append(max(points[nodes], least))
 
     def start_from(self, other: CostCurve) -> None:
-        """Become a measured curve, in place, for everything that shares this one."""
+        """Become a measured curve, in place, because other objects share this one."""
         self.__dict__.update(other.__dict__)
         self.measured = True
 
     def __bool__(self) -> bool:
-        """Whether anything has been measured."""
+        """Whether any pass has been measured, so that costs are in seconds."""
         return self._known
 
     def observe(self, positions: int, seconds: float, rows: int = 1) -> None:
-        """Learn from one pass."""
+        """Learn from one pass over this many nodes, roots included, in this many rows."""
         seconds = max(seconds, _SHORTEST)
         if not self._known:
             self._known, scale = True, seconds / self(positions, rows)
@@ -116,7 +119,7 @@ class CostCurve:
         most = _MOST_ERROR * (aa * x * x + 2 * ab * x * y + bb * y * y + noise) ** 0.5
         error = min(max(seconds - expected, -most), most)
         before, self._cut = self._cut, seconds - expected - error
-        if before * self._cut > 0:  # twice in the same direction: no outlier but a change
+        if before * self._cut > 0:  # clipped twice on the same side: not an outlier
             aa, bb = _doubled(aa, self._a), _doubled(bb, self._b)
         shared_a, shared_b = aa * x + ab * y, ab * x + bb * y
         variance = shared_a * x + shared_b * y + noise
@@ -129,12 +132,12 @@ class CostCurve:
         )
 
     def __call__(self, positions: float, rows: int = 1) -> float:
-        """Expected seconds of a pass over so many nodes, roots included, in so many rows."""
+        """Expected seconds of a pass over this many nodes, roots included, in this many rows."""
         plain, drafted = self._parts(positions, rows)
         return self._a * plain + self._b * drafted
 
     def _parts(self, positions: float, rows: int) -> tuple[float, float]:
-        """Seconds of the pass without drafts, and of the drafts, as they were in the beginning."""
+        """Seconds of the pass without drafts, and of its drafts, where a = b = 1."""
         alone = self._alone(rows)
         drafted = self._alone(positions) - alone if positions > rows else 0.0
         return alone + self._row * (rows - 1), drafted
@@ -147,7 +150,7 @@ class CostCurve:
         return float(np.interp(positions, self._nodes, self._seconds))
 
     def drafting(self, positions: NDArray[np.float64], rows: int) -> NDArray[np.float64]:
-        """Expected seconds [N] for many numbers of nodes [N] at once."""
+        """Expected seconds [N] of passes over these numbers of nodes [N] in this many rows."""
         curve = np.interp(positions, self._nodes, self._seconds)
         curve *= np.maximum(positions / self._nodes[-1], 1.0)
         plain, _ = self._parts(rows, rows)
@@ -162,5 +165,5 @@ def _drifted(variance: float, value: float) -> float:
 
 
 def _doubled(variance: float, value: float) -> float:
-    """The variance after errors that were no hiccups."""
+    """The variance after two errors that were clipped on the same side."""
     return 2 * variance if variance < value**2 else variance

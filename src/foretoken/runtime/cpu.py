@@ -1,9 +1,9 @@
-"""CPU runtime: linear layers with weights packed once, in their own dtype or in int8.
+"""Linear layers for PyTorch's operations on a CPU: packed once, in the model's dtype or in int8.
 
-`F.linear` reorders a weight into oneDNN's blocked layout on every call. Packed once, a pass is two
-to three times faster, and its bits do not depend on the number of rows as long as there are at
-least two (a single row may take another kernel, which sums in another order): invariant 7. The int8
-kernel keeps it for any number of rows.
+`F.linear` reorders a weight into oneDNN's blocked layout at every call. With weights packed once, a
+pass is two to three times faster. Its bits also do not depend on the number of input rows, if there
+are at least two (invariant 7). For a single row, oneDNN may take another kernel, which sums in
+another order. The int8 kernel gives the same bits for any number of rows.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ __all__ = [
 ]
 
 _INT8_WIDTH = 16
-"""The kernel reads past the end of rows of other widths."""
+"""The input width must be a multiple of this: the kernel reads past the end of other rows."""
 
 _PACK_HINT_ROWS = 8
-"""Number of rows oneDNN is told to expect when it chooses the layout."""
+"""Number of input rows that oneDNN chooses the layout for."""
 
 
 class PackedLinear(nn.Module):
@@ -43,7 +43,7 @@ class PackedLinear(nn.Module):
     """
 
     LEAST_ROWS: ClassVar[int] = 2
-    """A single row may get another kernel, and other bits."""
+    """See `Network.least_nodes`: a single row may get another kernel, and other bits."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -60,17 +60,17 @@ class PackedLinear(nn.Module):
 
 
 class Int8Linear(nn.Module):
-    """`y = x W^T + b` with W in int8, one scale per output; x stays as it is (W8A16).
+    """`y = x W^T + b` with W in int8 and one scale per output; x keeps its dtype (W8A16).
 
-    Half the bytes of bfloat16 to stream, and faster for up to about four rows; for many rows it
-    is slower.
+    It reads half the bytes of bfloat16. It is faster for up to about four input rows, and slower
+    for many.
 
     Args:
         weight: [out, in], `in` a multiple of 16.
         bias: [out] or None.
 
     Raises:
-        CompatibilityError: the kernel has no use for this width.
+        CompatibilityError: `in` is not a multiple of 16.
     """
 
     LEAST_ROWS: ClassVar[int] = 1
@@ -80,12 +80,12 @@ class Int8Linear(nn.Module):
         self.out_features, self.in_features = weight.shape
         if self.in_features % _INT8_WIDTH:
             raise CompatibilityError(
-                f"quantization int8 needs layers whose width is a multiple of {_INT8_WIDTH}, and "
-                f"this model has one of {self.in_features}."
+                "quantization: int8 needs linear layers whose input width is a multiple of "
+                f"{_INT8_WIDTH}, and this model has one of width {self.in_features}."
             )
         largest = weight.detach().float().abs().amax(dim=1).clamp(min=1e-12)  # [out]
         self.scales = (largest / 127).to(weight.dtype)
-        # Rounded with the scale as it is kept, so that its own rounding costs nothing.
+        # Weights are divided by the scale as stored, so that rounding a scale adds no error.
         steps = weight.detach().float() / self.scales.float()[:, None]
         self.quantized = steps.round().clamp(-127, 127).to(torch.int8).contiguous()
         self.bias = None if bias is None else bias.detach()
@@ -101,7 +101,7 @@ class Int8Linear(nn.Module):
 def linear_layer(
     dtype: torch.dtype, device: torch.device, quantization: str | None
 ) -> type[PackedLinear | Int8Linear] | None:
-    """The fast linear layer there is for these; None leaves `nn.Linear`."""
+    """The class that replaces `nn.Linear`; None if nothing faster is available."""
     if quantization is None:
         return PackedLinear if _can_pack(dtype, device) else None
     return Int8Linear
@@ -111,7 +111,7 @@ def check_quantization(quantization: str | None, device: torch.device) -> None:
     """Refuse a quantization that is unknown or does not run on this device.
 
     Raises:
-        ConfigError: no such quantization, or none on this device.
+        ConfigError: there is no such quantization, or not on this device.
     """
     if quantization is None:
         return
@@ -133,7 +133,7 @@ def _can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def pack(model: PreTrainedModel, linear: type[PackedLinear | Int8Linear]) -> PreTrainedModel:
-    """A copy of the model that runs on such layers; the rest is shared with the original."""
+    """A copy of the model with linear layers of this class; all other weights are shared."""
     packed = share(model)
     _pack_children(packed, linear)
     return packed
@@ -143,7 +143,7 @@ def _pack_children(module: nn.Module, linear: type[PackedLinear | Int8Linear]) -
     for name, child in module.named_children():
         if isinstance(child, nn.Linear):
             setattr(module, name, linear(child.weight, child.bias))
-        elif isinstance(child, Conv1D):
+        elif isinstance(child, Conv1D):  # GPT-2's linear layer, with a transposed weight
             setattr(module, name, linear(child.weight.T, child.bias))
         else:
             _pack_children(child, linear)

@@ -1,10 +1,11 @@
 """The inputs of a pass: the nodes of several rows, and the slots that each node sees.
 
-Networks want this in different forms. Native code takes the numbers as they are; PyTorch's
-operations take tensors, which are made when they are asked for. Rows may have different numbers of
-nodes. Attention then wants a rectangle, [B, N] with padding; all other work is done node by node
-and is best done on the nodes alone, [T]: in a batch of sixteen in which one row drafts five tokens,
-padding would be four fifths of it.
+`Target` makes them. Native code reads the numbers. Networks on PyTorch's operations read tensors,
+which are made when they are first accessed.
+
+Rows may have different numbers of nodes. Attention then needs a rectangle with padding, [B, N]. All
+other operations run on the nodes alone, [T]: in a batch of sixteen in which one row drafts five
+tokens, four fifths of the rectangle are padding.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ __all__ = ["PassInputs", "RowNodes", "tree_nodes"]
 
 @dataclass(frozen=True)
 class RowNodes:
-    """The nodes of one row, n of them.
+    """The n nodes of one row.
 
     Args:
-        start: slot of the first node's KV; the others follow.
-        tokens: [n].
-        positions: [n].
-        prefixes: [n] slots that a node sees from the row's beginning on.
-        tails: [n] slots that it sees behind those, itself included, ascending; empty where no node
-            sees any, as in a chain.
+        start: slot of the first node's KV; the other nodes' slots follow.
+        tokens: [n] token ids.
+        positions: [n] positions in the text.
+        prefixes: [n] how many of the row's first slots each node sees.
+        tails: [n] the slots that each node sees behind its prefix, ascending. A node's own slot is
+            in its prefix or in its tail. Empty if no node has a tail, as in a chain.
     """
 
     start: int
@@ -46,7 +47,7 @@ class RowNodes:
 
 
 def tree_nodes(tree: TokenTree, num_computed: int, length: int) -> RowNodes:
-    """A tree behind `length` committed tokens, its first `num_computed` nodes left out.
+    """The nodes of a tree behind `length` committed tokens, without the first `num_computed`.
 
     A node sees the committed tokens, its ancestors and itself.
     """
@@ -68,15 +69,15 @@ def tree_nodes(tree: TokenTree, num_computed: int, length: int) -> RowNodes:
 
 @dataclass(frozen=True)
 class PassInputs:
-    """One pass over B rows of at most N nodes, T in all.
+    """One pass over B adjacent rows of the slab, with at most N nodes each and T in all.
 
     Args:
-        rows: the nodes of each row.
-        first: the first of these adjacent rows of the slab.
-        nodes: N; more than any row has where a network wants padding.
-        span: S, the slots that attention looks at, those that nobody sees included.
-        dtype: of the mask.
-        device: of the tensors.
+        rows: [B] the nodes of each row.
+        first: index of the first row in the slab.
+        nodes: N. It exceeds the longest row if the network needs padding.
+        span: S, the number of slots that attention reads, a multiple of `KEY_BLOCK`.
+        dtype: dtype of the mask.
+        device: device of the tensors.
     """
 
     rows: Sequence[RowNodes]
@@ -86,14 +87,9 @@ class PassInputs:
     dtype: torch.dtype
     device: torch.device
 
-    @property
-    def num_nodes(self) -> int:
-        """Nodes computed: T, but for the padding of a single row."""
-        return self.nodes if len(self.rows) == 1 else sum(len(row) for row in self.rows)
-
     @cached_property
     def tokens(self) -> Tensor:
-        """[B, N]; padding has token 0."""
+        """[B, N] token ids; 0 for padding."""
         tokens = torch.zeros(len(self.rows), self.nodes, dtype=torch.long)
         for index, row in enumerate(self.rows):
             tokens[index, : len(row)] = torch.tensor(row.tokens)
@@ -101,7 +97,7 @@ class PassInputs:
 
     @cached_property
     def positions(self) -> Tensor:
-        """[B, N]; padding stands at the first node's slot."""
+        """[B, N] positions in the text; for padding, the row's `start`."""
         starts = torch.tensor([row.start for row in self.rows])
         positions = starts[:, None].repeat(1, self.nodes)
         for index, row in enumerate(self.rows):
@@ -110,9 +106,10 @@ class PassInputs:
 
     @cached_property
     def mask(self) -> Tensor:
-        """[B, 1, padded_rows(N), S] additive.
+        """[B, 1, padded_rows(N), S]: 0 where a node sees a slot, -inf elsewhere.
 
-        Padding sees the row's slots before it and one more, so that no softmax is empty.
+        Padding sees the slots up to the row's `start`, because a softmax over no slots would be
+        NaN.
         """
         size = padded_rows(self.nodes)
         prefixes = torch.tensor([row.start + 1 for row in self.rows])[:, None].repeat(1, size)
@@ -127,7 +124,11 @@ class PassInputs:
 
     @cached_property
     def used(self) -> Tensor | None:
-        """[T] which of the B N places are nodes, ascending; None where all are computed."""
+        """[T] which of the B N places are nodes, ascending.
+
+        None if all places are computed: without padding, or with a single row, whose padding is
+        computed, too.
+        """
         counts = [len(row) for row in self.rows]
         if len(self.rows) == 1 or min(counts) == self.nodes:
             return None
@@ -135,12 +136,12 @@ class PassInputs:
         return torch.cat(places).to(self.device)
 
     def flat(self, padded: Tensor) -> Tensor:
-        """[B, N, ...] -> [T, ...]: the nodes."""
+        """[B, N, ...] -> [T, ...]: leave out the padding."""
         flat = padded.flatten(0, 1)
         return flat if self.used is None else flat[self.used]
 
     def padded(self, flat: Tensor) -> Tensor:
-        """[T, ...] -> [B, N, ...]: zeros where no node is."""
+        """[T, ...] -> [B, N, ...]: put zeros into the padding."""
         shape = (len(self.rows), self.nodes, *flat.shape[1:])
         if self.used is None:
             return flat.view(shape)

@@ -1,12 +1,14 @@
 """The KV slab: preallocated keys and values of all rows, with commit and rollback.
 
-Row r of every layer holds the KV of one request's tokens in order. A forward pass writes the new
-nodes behind the committed ones; `commit` keeps the accepted path, and whatever lies behind the
-committed length is overwritten by the next pass. Rows in use are always the first ones, so that a
-pass over all of them is a view and never a copy.
+Row r of each layer holds the KV of one request's tokens in order. A pass writes the KV of its nodes
+behind the committed tokens. `commit` keeps that of the accepted path, and the next pass overwrites
+the rest. The rows in use are always the first ones, so a pass over all of them needs only a view.
 
 A row may also carry state that is written once and never rolled back, such as the keys and values
-of an encoder-decoder's cross-attention. It moves, is copied and is freed with its row.
+of an encoder-decoder's cross-attention. It is moved, copied and freed with its row.
+
+`rows.py` manages the rows. During a pass, `lean.py` calls `write`, Transformers modules call
+`update`, and native code writes to the addresses of the buffers (`slab_buffers.py`).
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ from foretoken.runtime.slab_buffers import (
 __all__ = ["KVBlock", "KVSlab", "OverBudget", "SlabFull", "is_out_of_memory", "whole_blocks"]
 
 KVBlock: TypeAlias = tuple[tuple[Tensor, Tensor], ...]
-"""Keys and values [G, n, D] of n positions of one row, of every layer."""
+"""The KV of n positions of one row: keys and values [G, n, D] of each layer."""
 
 
 class KVSlab(SlabBuffers, Cache):
-    """KV of all rows, as the `past_key_values` of a Transformers module."""
+    """The KV of all rows. Transformers modules take it as their `past_key_values`."""
 
     def __init__(self) -> None:
         Cache.__init__(self, layers=[])
@@ -50,7 +52,7 @@ class KVSlab(SlabBuffers, Cache):
 
     @torch.inference_mode()
     def add_row(self) -> int:
-        """A fresh row behind the others; its index.
+        """Open an empty row behind the others and return its index.
 
         Raises:
             SlabFull: there is no room for it.
@@ -63,10 +65,10 @@ class KVSlab(SlabBuffers, Cache):
 
     @torch.inference_mode()
     def remove_row(self, row: int) -> int:
-        """Free a row; the last row moves into its place.
+        """Free a row. The last row moves into its place.
 
         Returns:
-            Index of the row that moved (equal to `row` where none had to).
+            The index that the moved row had, or `row` if it was the last one.
         """
         last = len(self.lengths) - 1
         if row != last:
@@ -77,14 +79,14 @@ class KVSlab(SlabBuffers, Cache):
 
     @torch.inference_mode()
     def wipe_row(self, row: int) -> None:
-        """Overwrite a row that may hold NaN: a masked position still enters a product."""
+        """Zero a row that may hold NaN: masked positions still enter products, and NaN spreads."""
         for buffers in (self._keys, self._values):
             for buffer in buffers.values():
                 buffer[row] = 0
 
     @torch.inference_mode()
     def copy_row(self, source: int, row: int) -> None:
-        """Give `row` the committed KV of `source` in place of its own."""
+        """Replace the KV and the state of `row` by the committed KV and the state of `source`."""
         length = self.lengths[source]
         for buffers in (self._keys, self._values):
             for buffer in buffers.values():
@@ -93,30 +95,30 @@ class KVSlab(SlabBuffers, Cache):
         self._states[row] = self._states[source]
 
     def set_state(self, row: int, state: Sequence[Tensor]) -> None:
-        """Give a row tensors that are written once and never rolled back.
+        """Give a row its state: tensors that are written once and never rolled back.
 
         Raises:
-            OverBudget: the limit has no room for them beside the KV there is.
+            OverBudget: `limit` has no room for them beside the KV in use.
         """
         before, self._states[row] = self._states[row], tuple(state)
         if not self.has_room(len(self.lengths), max(self.lengths)):
             self._states[row] = before
             raise OverBudget(
-                f"row state of {sum(t.nbytes for t in state)} bytes is over the budget"
+                f"row state of {sum(t.nbytes for t in state)} bytes exceeds the KV budget"
             )
         if self.limit is not None and self.cells + self._state_cells() > self.limit:
-            self.shrink()  # buffers that no row needs are in the way
+            self.shrink()  # unused buffers take memory that the state needs
 
     def state(self, row: int) -> Sequence[Tensor]:
-        """What `set_state` gave the row; empty if nothing."""
+        """The row's state; empty if it has none."""
         return self._states[row]
 
     def commit(self, row: int, nodes: Sequence[int]) -> None:
-        """Keep these nodes of the last pass, in this order; the others are discarded.
+        """Keep the KV of these nodes of the last pass, in this order, and discard the others.
 
         Args:
-            row: the row.
-            nodes: indices into the row's tree, ascending, the root (0) first.
+            row: index of the row.
+            nodes: indices into the row's tree, ascending, starting with the root (0).
         """
         start = self.lengths[row]
         if nodes[-1] != len(nodes) - 1:  # a chain already lies in order
@@ -132,7 +134,7 @@ class KVSlab(SlabBuffers, Cache):
                 buffer[row, :, start : start + len(nodes)] = kept
 
     def rollback(self, row: int, length: int) -> None:
-        """Forget everything behind the first `length` tokens."""
+        """Discard the KV behind the first `length` tokens."""
         assert 0 <= length <= self.lengths[row]
         self.lengths[row] = length
 
@@ -141,17 +143,20 @@ class KVSlab(SlabBuffers, Cache):
     def begin(
         self, first: int, starts: Sequence[int], counts: Sequence[int], num_nodes: int
     ) -> int:
-        """Prepare a pass over adjacent rows.
+        """Prepare a pass over B adjacent rows.
 
         Args:
-            first: the first row.
-            starts: per row, the slot of its first new node: behind the committed tokens, and behind
-                nodes of earlier passes that stay.
-            counts: new nodes per row.
-            num_nodes: most of them, padding included.
+            first: index of the first row.
+            starts: [B] the slot of each row's first new node. It lies behind the committed tokens,
+                and behind the nodes of earlier passes that are still needed.
+            counts: [B] number of new nodes.
+            num_nodes: N, the largest of `counts`, or more with padding.
 
         Returns:
-            S, the number of key positions that `update` will return, a multiple of `KEY_BLOCK`.
+            S, the number of slots that `write` and `update` will return, a multiple of `KEY_BLOCK`.
+
+        Raises:
+            SlabFull: there is no room for the new nodes.
         """
         self._span = whole_blocks(max(starts) + num_nodes)
         if self._span > self._positions:
@@ -163,14 +168,14 @@ class KVSlab(SlabBuffers, Cache):
 
     @property
     def _padded_slots(self) -> Tensor:
-        """[B, N] slots of a pass over several rows, padding included."""
+        """[B, N] slots that a pass over several rows writes to, padding included."""
         if self._slots is None:
             self._slots = torch.tensor(self._starts)[:, None] + torch.arange(self._num_nodes)
         return self._slots
 
     @property
     def _node_places(self) -> tuple[Tensor, Tensor]:
-        """Rows and slots [T] of the nodes of a pass over several rows."""
+        """Row [T] and slot [T] of each node; rows count from the first row of the pass."""
         if self._places is None:
             counts = torch.tensor(self._counts)
             inside = torch.cat([torch.arange(count) for count in self._counts])
@@ -179,7 +184,7 @@ class KVSlab(SlabBuffers, Cache):
         return self._places
 
     def write(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Write a layer's new keys and values of the nodes [T, G, D]; all back, [B, G, S, D]."""
+        """Write a layer's new keys and values [T, G, D]; return all of them, [B, G, S, D]."""
         if layer not in self._keys:
             shape = (1, keys.shape[1], 1, keys.shape[2])
             self._keys[layer] = self._new_buffer(keys.new_empty(shape))
@@ -203,7 +208,7 @@ class KVSlab(SlabBuffers, Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write a layer's new keys and values [B, G, N, D]; all of them back, [B, G, S, D]."""
+        """Write a layer's new keys and values [B, G, N, D]; return all of them, [B, G, S, D]."""
         if layer_idx not in self._keys:
             self._keys[layer_idx] = self._new_buffer(key_states)
             self._values[layer_idx] = self._new_buffer(value_states)
@@ -213,7 +218,7 @@ class KVSlab(SlabBuffers, Cache):
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens of the first row of the pass; modules use it only where no mask is passed."""
+        """Committed tokens of the pass's first row. Modules use it only if they get no mask."""
         return self.lengths[self._first] if self.lengths else 0
 
     def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
@@ -229,7 +234,7 @@ class KVSlab(SlabBuffers, Cache):
         return rows[:, :, : self._span]
 
     def read(self, row: int, start: int, stop: int) -> KVBlock:
-        """A copy of the KV of these committed positions."""
+        """A copy of a row's KV at the committed positions `start` to `stop` - 1."""
         assert stop <= self.lengths[row]
         return tuple(
             (self._keys[layer][row, :, start:stop].clone(), values[row, :, start:stop].clone())
@@ -238,7 +243,7 @@ class KVSlab(SlabBuffers, Cache):
 
     @torch.inference_mode()
     def append(self, row: int, block: KVBlock) -> None:
-        """Commit KV that `read` gave, behind what the row has.
+        """Commit KV that `read` returned, behind the row's committed tokens.
 
         Raises:
             SlabFull: there is no room for it.

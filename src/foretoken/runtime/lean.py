@@ -1,9 +1,11 @@
-"""The Llama family in few PyTorch operations: Llama, Mistral, Qwen2, Qwen3.
+"""`LeanDecoder`: Llama, Mistral, Qwen2 and Qwen3 in few PyTorch operations.
 
-Half of a small model's pass on a CPU is Python and small kernels. Here query, key and value come
-from one product, as do gate and up; rotary angles are looked up; and what a Transformers module
-passes through five layers of calls is one function per sublayer. The Transformers module stays the
-oracle: the tests compare logits. Every other architecture runs through its module (`module.py`).
+On a CPU, half of a small model's pass in Transformers is spent in Python and in small kernels. Here
+one product computes query, key and value, and one computes gate and up. Rotary angles are looked up
+in a table. Each sublayer is one function instead of five levels of calls.
+
+This network runs where `native/` is not available, and `cuda/` captures it in graphs. Tests compare
+its logits with those of the Transformers module. All other architectures run through `module.py`.
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ class _Layer:
     """One decoder layer: the fields of `LayerWeights`, and which sublayers run.
 
     Args:
-        index: place of its KV in the slab.
-        attends, computes: whether the sublayers are there.
+        index: the layer's index in the slab.
+        attends: whether the attention runs.
+        computes: whether the MLP runs.
     """
 
     index: int
@@ -57,9 +60,9 @@ class LeanDecoder:
     """A decoder-only model of the Llama family (see `Network`).
 
     Args:
-        model: the Transformers module; its weights are read, not kept, except for embedding and
-            norms.
-        linear: the kind of linear layers.
+        model: the Transformers module. Its embedding and norms are shared, and its linear layers
+            are converted.
+        linear: the class of linear layers to use.
     """
 
     def __init__(self, model: PreTrainedModel, linear: type[PackedLinear | Int8Linear]) -> None:
@@ -85,15 +88,15 @@ class LeanDecoder:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers, those left out included."""
+        """Decoder layers, including those whose sublayers are skipped."""
         return len(self._layers)
 
     def first_layers(self, count: int) -> LeanDecoder:
-        """The first layers with the final norm and head, over the same weights."""
+        """See `Network.first_layers`."""
         return self._with(self._layers[:count])
 
     def without(self, attention: Collection[int], mlp: Collection[int]) -> LeanDecoder:
-        """The same without these sublayers."""
+        """See `Network.without`."""
         return self._with(
             [
                 replace(layer, attends=index not in attention, computes=index not in mlp)
@@ -143,7 +146,7 @@ class LeanDecoder:
             q = self._normalised(qk[:, :heads], layer.query_norm)
             qk = torch.cat([q, self._normalised(qk[:, heads:], layer.key_norm)], dim=1)
         first, second = qk.chunk(2, dim=-1)
-        # The sign of the rotated half is in `sin`.
+        # rotate_half without a negation: `sin` has the signs.
         qk = (torch.cat([second, first], dim=-1) * sin).addcmul_(qk, cos)
         keys, values = slab.write(qk[:, heads:], qkv[:, turned:], layer.index)
         query = inputs.padded(qk[:, :heads])  # [B, N, H, D]
@@ -158,7 +161,7 @@ class LeanDecoder:
         return F.rms_norm(x, weight.shape, weight, self._epsilon)
 
     def _angles_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines [T, 1, D] of the rotation at these positions [T]."""
+        """Cosines and signed sines [T, 1, D] of the rotary angles at these positions [T]."""
         last = int(positions.max())
         if self._angles is None or last >= len(self._angles[0]):
             self._angles = self._tables(max(1024, 2 * last))
@@ -166,7 +169,7 @@ class LeanDecoder:
         return cos[positions, None], sin[positions, None]
 
     def _tables(self, size: int) -> tuple[Tensor, Tensor]:
-        """[size, D] each, from the module's own frequencies and scaling."""
+        """Cosines and signed sines [size, D] for positions 0 to `size` - 1."""
         cos, sin = self._rotary.angles(0, size, self._embedding.dtype)
         signs = torch.ones_like(sin)
         signs[:, : self._width // 2] = -1
@@ -175,7 +178,7 @@ class LeanDecoder:
 
 def _layer(index: int, weights: LayerWeights, linear: type[PackedLinear | Int8Linear]) -> _Layer:
     def of(part: LinearWeights) -> Linear:
-        # Called without nn.Module's detour, which a pass would take four times a layer.
+        # `forward` itself, because `nn.Module.__call__` would add overhead four times a layer.
         return linear(part.weight, part.bias).forward
 
     return _Layer(

@@ -1,7 +1,7 @@
-"""The weights of the Llama family as its networks want them: Llama, Mistral, Qwen2, Qwen3.
+"""The weights of Llama, Mistral, Qwen2 and Qwen3, in the form that `lean.py` and `native/` use.
 
-Query, key and value are one linear layer, and so are gate and up. `lean.py` and `native/` compute
-with these; every other architecture runs through its Transformers module (`module.py`).
+Query, key and value are merged into one linear layer, and so are gate and up. All other
+architectures run through their Transformers modules (`module.py`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _ARCHITECTURES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", 
 
 
 def is_llama(model: PreTrainedModel) -> bool:
-    """Whether this is exactly one of the architectures written down here.
+    """Whether `lean.py` and `native/` can run this model.
 
-    Subclasses, other activations and rotary angles that depend on the length of the text are left
-    to the module.
+    They cannot run subclasses, which may compute something else, nor other activations than SiLU,
+    nor rotary angles that depend on the length of the text.
     """
     config: Any = model.config
     rope = getattr(config, "rope_parameters", None) or {}
@@ -44,7 +44,7 @@ class LinearWeights:
 
     @classmethod
     def of(cls, *parts: Any) -> LinearWeights:
-        """Several `nn.Linear` of the same input as one."""
+        """Merge `nn.Linear` layers that have the same input; a single one is not copied."""
         if len(parts) == 1:
             (part,) = parts
             return cls(part.weight.detach(), None if part.bias is None else part.bias.detach())
@@ -60,13 +60,18 @@ class LinearWeights:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One decoder layer; E hidden size, H heads, G key heads, D their width, I inner size.
+    """The weights of one decoder layer.
+
+    E is the hidden size, H the number of query heads, G that of key heads, D the width of a head,
+    and I the intermediate size.
 
     Args:
-        attention_norm, mlp_norm: [E].
+        attention_norm: [E].
         qkv: E -> (H + 2 G) D.
-        query_norm, key_norm: [D] of architectures that normalise heads, or None.
+        query_norm: [D], or None if the architecture does not normalise heads.
+        key_norm: as `query_norm`.
         output: H D -> E.
+        mlp_norm: [E].
         gate_up: E -> 2 I.
         down: I -> E.
     """
@@ -82,10 +87,10 @@ class LayerWeights:
 
 
 class LlamaWeights:
-    """A model's weights and sizes; a layer's are put together when they are asked for.
+    """A model's sizes and weights. The weights of a layer are merged when `layer` is called.
 
     Args:
-        model: for which `is_llama` holds.
+        model: a model for which `is_llama` is true.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -108,7 +113,7 @@ class LlamaWeights:
         self.rotary = Rotary(body.rotary_emb, self.embedding.device)
 
     def layer(self, index: int) -> LayerWeights:
-        """Copies of a layer's weights."""
+        """The weights of a layer; the merged ones are new copies."""
         layer = self._layers[index]
         attention, mlp = layer.self_attn, layer.mlp
         return LayerWeights(
@@ -124,11 +129,11 @@ class LlamaWeights:
 
 
 class Rotary:
-    """Rotary angles, of the module's own frequencies and scaling.
+    """Rotary angles, computed by the model's own rotary embedding.
 
     Args:
-        module: the model's rotary embedding.
-        device: where the angles are wanted.
+        module: the rotary embedding; it knows the frequencies and the scaling.
+        device: device of the angles.
     """
 
     def __init__(self, module: Any, device: torch.device) -> None:
@@ -136,7 +141,7 @@ class Rotary:
         self._device = device
 
     def angles(self, first: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [size, D] of positions from `first` on."""
+        """Cosines and sines [size, D] for `size` positions from `first` on."""
         everywhere = torch.arange(first, first + size, device=self._device)[None]
         like = torch.empty(0, dtype=dtype, device=self._device)
         cos, sin = self._module(like, everywhere)

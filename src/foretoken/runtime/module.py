@@ -1,4 +1,4 @@
-"""Any Transformers causal LM as a network, on packed linear layers where they can be had."""
+"""`ModuleNetwork`: runs any Transformers causal LM, on packed linear layers where available."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["ModuleNetwork"]
 
 
 class ModuleNetwork:
-    """A module tree over shared weights (see `Network`).
+    """A Transformers module (see `Network`).
 
     Args:
-        model: this network's own module tree: it is changed.
+        model: this network's own copy of the module tree (see `share`). It is changed.
         least_nodes: see `Network.least_nodes`.
     """
 
@@ -44,12 +44,12 @@ class ModuleNetwork:
     def packed(
         cls, model: PreTrainedModel, linear: type[PackedLinear | Int8Linear] = PackedLinear
     ) -> ModuleNetwork:
-        """On faster linear layers."""
+        """A network on faster linear layers (see `pack`)."""
         return cls(pack(model, linear), linear.LEAST_ROWS)
 
     @classmethod
     def sharing(cls, model: PreTrainedModel) -> ModuleNetwork:
-        """On the model's own weights."""
+        """A network on the model's own linear layers."""
         return cls(share(model))
 
     @property
@@ -58,7 +58,7 @@ class ModuleNetwork:
         return int(self._model.config.get_text_config().num_hidden_layers)
 
     def forward(self, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:
-        """See `Network.forward`; a module computes the padding, too."""
+        """See `Network.forward`; padding is computed, too."""
         keep = {"logits_to_keep": 1} if self._skips_logits and not need.logits else {}
         with _HiddenStates(self._model, need.hidden) as hidden:
             output = self._model(
@@ -78,7 +78,7 @@ class ModuleNetwork:
         """See `Network.first_layers`.
 
         Raises:
-            CompatibilityError: the architecture has no list of layers.
+            CompatibilityError: the module has no list of its layers.
         """
         model = share(self._model)
         del decoder_layers(model)[count:]
@@ -89,7 +89,7 @@ class ModuleNetwork:
         """See `Network.without`.
 
         Raises:
-            CompatibilityError: the architecture's layers have no attention or MLP to be told apart.
+            CompatibilityError: no submodule of a layer is known to be its attention or its MLP.
         """
         model = share(self._model)
         layers = decoder_layers(model)
@@ -100,11 +100,11 @@ class ModuleNetwork:
 
 
 class _HiddenStates:
-    """Records the inputs of layers while a module runs; without layers it installs no hooks.
+    """Records the hidden states of layers while a module runs.
 
     Args:
         model: the module.
-        layers: layer ids (see `Need`).
+        layers: layer ids (see `Need`). If there are none, no hooks are installed.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Collection[int]) -> None:
@@ -113,7 +113,7 @@ class _HiddenStates:
         self._found: dict[int, Tensor] = {}
 
     def __enter__(self) -> dict[int, Tensor]:
-        """Layer id -> [B, N, E], filled in by the pass."""
+        """Layer id -> [B, N, E]; the pass fills it in."""
         if self._layers:
             stack = decoder_layers(self._model)
             for layer in self._layers:
@@ -143,16 +143,17 @@ class _HiddenStates:
 
 
 class Skipped(nn.Module):
-    """Stands in for a sublayer and adds nothing to the residual stream.
+    """Replaces a sublayer and adds nothing to the residual stream.
 
     Args:
-        returns_weights: attention modules return their weights beside the output.
+        returns_weights: whether to return a pair of output and attention weights.
     """
 
     KINDS: ClassVar[dict[str, tuple[str, ...]]] = {
         "attention": ("self_attn", "attn", "attention"),
         "mlp": ("mlp", "feed_forward"),
     }
+    """The names that architectures give to the sublayers."""
 
     def __init__(self, *, returns_weights: bool) -> None:
         super().__init__()
@@ -169,4 +170,6 @@ def _skip(layer: nn.Module, names: tuple[str, ...]) -> None:
         if hasattr(layer, name):
             setattr(layer, name, Skipped(returns_weights=names[0] == "self_attn"))
             return
-    raise CompatibilityError(f"{type(layer).__name__} has none of {', '.join(names)} to leave out.")
+    raise CompatibilityError(
+        f"{type(layer).__name__} has no submodule named {' or '.join(names)} that could be skipped."
+    )

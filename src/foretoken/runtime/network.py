@@ -1,8 +1,8 @@
 """The interface between a target and the code that computes its passes.
 
-A network is given the nodes of a pass and the KV slab. It writes the new KV there and returns a
-`PassOutput`. On a CPU there are three: `native/`, the Llama family in C++; `lean.py`, the same in
-few of PyTorch's operations; and `module.py`, which runs any Transformers module. On a GPU `cuda/`
+A network gets the nodes of a pass and the KV slab. It writes the nodes' KV to the slab and returns
+a `PassOutput`. For CPUs there are three networks: `native/` is the Llama family in C++, `lean.py`
+the same in few PyTorch operations, and `module.py` runs any Transformers module. On a GPU, `cuda/`
 replays CUDA graphs of the latter two. `choose.py` picks one.
 """
 
@@ -44,9 +44,9 @@ class PassOutput:
 
     Args:
         logits: [T, V], or None if not needed.
-        argmax: of each node the token of the largest logit, the first of equals; None where the
-            network does not compute it on the way.
-        hidden: layer id -> [T, E] in the model's dtype, for the layers that were needed.
+        argmax: [T] the token of each node's largest logit, the first of equals. None if the network
+            does not compute it along with the logits.
+        hidden: layer id -> [T, E] in the model's dtype, for the layers asked for.
     """
 
     logits: Tensor | None
@@ -54,7 +54,7 @@ class PassOutput:
     hidden: Mapping[int, Tensor] = field(default_factory=dict)
 
     def rows(self, nodes: slice) -> PassOutput:
-        """The same for some adjacent nodes; the tensors are views."""
+        """The output for some adjacent nodes; its tensors are views."""
         return PassOutput(
             None if self.logits is None else self.logits[nodes],
             None if self.argmax is None else self.argmax[nodes],
@@ -67,8 +67,8 @@ class PassOutput:
 
     @property
     def scores(self) -> Tensor:
-        """`logits` of a pass that was asked for them."""
-        assert self.logits is not None, "the pass was told to compute logits"
+        """`logits`, of a pass that was asked for them."""
+        assert self.logits is not None, "the pass was not asked for logits"
         return self.logits
 
 
@@ -82,12 +82,12 @@ class Network(Protocol):
 
     @property
     def exact_trees(self) -> bool:
-        """Whether a node of a tree has the bits of the same tokens in a row (invariant 7)."""
+        """Whether a node of a tree gets the bits of the same tokens in a chain (invariant 7)."""
         ...
 
     @property
     def least_nodes(self) -> int:
-        """Fewest nodes of a pass over one row that keep invariant 7; fewer are padded."""
+        """Fewest nodes of a pass over one row for which invariant 7 holds; fewer are padded."""
         ...
 
     @property
@@ -100,15 +100,15 @@ class Network(Protocol):
 
         Args:
             inputs: the T nodes, their mask in the network's dtype.
-            slab: takes the new KV and gives all of it.
+            slab: holds the KV; the network adds that of the nodes.
             need: what to return.
         """
         ...
 
     def first_layers(self, count: int) -> Self:
-        """The first layers with the final norm and head, over the same weights and KV."""
+        """The first `count` layers with the final norm and head, on the same weights and KV."""
         ...
 
     def without(self, attention: Collection[int], mlp: Collection[int]) -> Self:
-        """The same without these layers' sublayers, over the same weights and KV."""
+        """The network without the attention or MLP of these layers, on the same weights and KV."""
         ...

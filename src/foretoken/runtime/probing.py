@@ -1,7 +1,8 @@
 """Checks a model's behaviour when its target is constructed (invariant 5).
 
-A small tree is verified and compared with the model's own forward pass, and logits of one position
-are compared bit by bit for several numbers of nodes (invariant 7).
+`probe` verifies a small token tree and compares the logits with those of the model's own forward
+pass. It also compares the logits of one position, bit by bit, between passes over different numbers
+of nodes (invariant 7).
 """
 
 from __future__ import annotations
@@ -16,19 +17,16 @@ from transformers import PreTrainedModel
 from foretoken.core.tree import TokenTree, chain
 from foretoken.errors import CompatibilityError
 from foretoken.runtime.network import Network, PassOutput
+from foretoken.runtime.rows import INTERNAL_KEY
 
-__all__ = ["PROBE_KEY", "probe"]
-
-PROBE_KEY = -1
-"""Key of the row that construction-time checks use; profiling uses smaller ones. Requests have
-keys from 0."""
+__all__ = ["probe"]
 
 TOLERANCE = {True: 1e-3, False: 0.25}
-"""Mean error over the logits' spread, in float32 and in 16 bits: rounding stays below, ignoring a
-mask or a position does not."""
+"""Largest mean error of the logits, in standard deviations of the logits: in float32 (True) and in
+16 bits (False). Rounding stays below it. A model that ignores the mask or positions does not."""
 
 QUANTIZATION_TOLERANCE = 0.8
-"""The same for quantized weights; logits that have nothing in common are at 1.1."""
+"""The same for quantized weights. Logits that have nothing in common reach 1.1."""
 
 
 class Probed(Protocol):
@@ -59,19 +57,20 @@ class Probed(Protocol):
 
 @torch.inference_mode()
 def probe(target: Probed, model: PreTrainedModel, *, quantized: bool) -> bool:
-    """Check trees against the model's own forward pass, and whether invariant 7 holds here.
+    """Check a tree against the model's own forward pass, and whether invariant 7 holds here.
 
     Args:
-        target: under construction.
-        model: its module.
-        quantized: whether the target runs quantized weights; trees are then compared with its own
-            chains.
+        target: the target under construction.
+        model: its Transformers module.
+        quantized: whether the target's weights are quantized. The tree is then compared with a
+            chain through the target itself.
 
     Returns:
-        Whether logits had the same bits for every number of nodes tried.
+        Whether logits had the same bits in all passes that were compared.
 
     Raises:
-        CompatibilityError: a branch of a tree does not get the logits of the same tokens in a row.
+        CompatibilityError: the model cannot run with the target's inputs, a path of the tree does
+            not get the logits of the same tokens as a chain, or quantization spoils the logits.
     """
     name = type(model).__name__
     stride = max(1, target.vocab_size // 7)
@@ -81,42 +80,43 @@ def probe(target: Probed, model: PreTrainedModel, *, quantized: bool) -> bool:
         tree_logits = _logits(target, [a], tree)
         inputs = torch.tensor([[a, b, d, e]], device=target.device)
         own = model(input_ids=inputs).logits[0, 1:]
-        in_a_row = _logits(target, [a], chain([b, d, e]))
+        as_chain = _logits(target, [a], chain([b, d, e]))
     except (RuntimeError, TypeError, IndexError, AttributeError) as error:
         raise CompatibilityError(
             f"{name} cannot be run with a 4-D mask, position ids and an external KV cache: "
             f"{str(error).splitlines()[0]}"
         ) from error
-    branch = tree_logits[[0, 2, 3]]
-    if quantized and not _error(in_a_row, own) <= QUANTIZATION_TOLERANCE:
+    path = tree_logits[[0, 2, 3]]  # b d e
+    if quantized and not _error(as_chain, own) <= QUANTIZATION_TOLERANCE:
         raise CompatibilityError(
-            f"{name} with quantized weights has little in common with itself: use a finer "
+            f"{name} computes quite different logits with quantized weights: use a finer "
             "quantization, or none."
         )
-    expected = in_a_row if quantized else own
-    if not _error(branch, expected) <= TOLERANCE[target.dtype == torch.float32]:
+    expected = as_chain if quantized else own
+    if not _error(path, expected) <= TOLERANCE[target.dtype == torch.float32]:
         raise CompatibilityError(
-            f"{name} does not score a branch of a token tree as it scores the same tokens in a "
-            "row: it ignores the 4-D mask or the position ids."
+            f"{name} computes other logits for a path of a token tree than for the same tokens as "
+            "a chain: it ignores the 4-D mask or the position ids."
         )
-    if target.network.exact_trees and not torch.equal(branch, in_a_row):
+    if target.network.exact_trees and not torch.equal(path, as_chain):
         return False
     return _same_bits(target, ([a, b, c, d, e] * 4)[: target.max_model_len])
 
 
 def _logits(target: Probed, context: Sequence[int], tree: TokenTree) -> Tensor:
-    """[n+1, V] of a tree after a context, in a row of its own."""
-    target.add(PROBE_KEY)
+    """[n+1, V] logits of a tree after a context, in a row that is closed again."""
+    target.add(INTERNAL_KEY)
     try:
-        target.prefill(PROBE_KEY, context)
-        return target.verify([PROBE_KEY], [tree])[0].scores.clone()
+        target.prefill(INTERNAL_KEY, context)
+        return target.verify([INTERNAL_KEY], [tree])[0].scores.clone()
     finally:
-        target.remove(PROBE_KEY)
+        target.remove(INTERNAL_KEY)
 
 
 def _same_bits(target: Probed, tokens: Sequence[int]) -> bool:
+    """Whether positions get the same bits in passes over different numbers of nodes."""
     if len(tokens) < 4:
-        return False  # nothing to compare
+        return False  # too few to compare passes
     wide = _logits(target, tokens[:2], chain(tokens[2:]))
     narrow = _logits(target, tokens[:2], chain(tokens[2:3]))
     middle = _logits(target, tokens[:3], chain(tokens[3:9]))
@@ -124,5 +124,5 @@ def _same_bits(target: Probed, tokens: Sequence[int]) -> bool:
 
 
 def _error(found: Tensor, expected: Tensor) -> float:
-    """Mean error over the spread of what was expected."""
+    """Mean error, in standard deviations of the expected logits."""
     return float((found.float() - expected.float()).abs().mean() / expected.float().std())

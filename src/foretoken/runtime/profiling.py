@@ -1,4 +1,4 @@
-"""What a target's passes cost, timed when a controller first needs to know."""
+"""Times a target's passes when a controller first needs their costs."""
 
 from __future__ import annotations
 
@@ -10,34 +10,41 @@ import torch
 
 from foretoken.core.tree import chain
 from foretoken.runtime.costs import CostCurve
-from foretoken.runtime.probing import PROBE_KEY
+from foretoken.runtime.rows import INTERNAL_KEY
 from foretoken.runtime.target import Target
 
 __all__ = ["measure_costs"]
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
+"""Nodes of the passes over one row."""
+
 ROWS = (4, 16)
+"""Rows of the passes over several rows, with one node each."""
+
 CONTEXT = 128
+"""Committed tokens of each row."""
+
 ROUNDS = 5
 MAX_SECONDS = 2.0
+"""No pass is started after this time, unless its size was not timed yet."""
 
 
 @torch.inference_mode()
 def measure_costs(target: Target, most_rows: int = max(ROWS)) -> CostCurve:
-    """Seconds of a pass by number of positions and of rows: medians over a few rounds of all sizes.
+    """Time passes of several sizes; the curve takes the median of each size over a few rounds.
 
-    Sizes take turns, because the next second of a shared machine may be twice as fast. This takes
-    half a second for a small model. For a large one whatever was not measured within `MAX_SECONDS`
-    is left out: the curve is extended and corrected as it is used.
+    Each round times all sizes in turn, because a shared machine may be twice as fast in the next
+    second. A small model takes half a second. For a large one, sizes that do not fit into
+    `MAX_SECONDS` are left out: the curve extrapolates to them and is corrected in use.
 
     Args:
-        target: whose passes are timed.
-        most_rows: more rows than these are not tried.
+        target: the target whose passes are timed.
+        most_rows: passes over more rows than this are not timed.
 
     Raises:
-        SlabFull: there is no memory for it.
+        SlabFull: there is no memory for the rows.
     """
-    keys = [PROBE_KEY - row for row in range(max(ROWS))]
+    keys = [INTERNAL_KEY - row for row in range(max(ROWS))]
     others = target.num_rows
     target.add(keys[0])
     try:
@@ -62,7 +69,7 @@ def measure_costs(target: Target, most_rows: int = max(ROWS)) -> CostCurve:
 def _seconds(
     target: Target, keys: Sequence[int], sizes: Sequence[tuple[int, int]]
 ) -> dict[tuple[int, int], float]:
-    """Medians by (rows, nodes), of the sizes that half the time was enough to warm up."""
+    """Median seconds by (rows, nodes), of the sizes that half of `MAX_SECONDS` could warm up."""
     times: dict[tuple[int, int], list[float]] = {}
     began = time.perf_counter()
 

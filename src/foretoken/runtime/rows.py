@@ -1,4 +1,4 @@
-"""The rows of a KV slab by their callers' keys; they are added, forked and removed."""
+"""`Rows`: the rows of a KV slab, addressed by keys. `Target` adds passes to it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from foretoken.errors import ConfigError
 from foretoken.runtime.attention import KEY_BLOCK, ROW_MULTIPLE
 from foretoken.runtime.kv_slab import KVBlock, KVSlab
 
-__all__ = ["Rows"]
+__all__ = ["INTERNAL_KEY", "Rows"]
+
+INTERNAL_KEY = -1
+"""Rows that belong to no request, such as those of checks and measurements, have this key and
+smaller ones. Requests have keys from 0."""
 
 MARGIN = ROW_MULTIPLE - 1
 """Positions behind a row's tokens that padding may write to."""
 
 
 class Rows:
-    """Rows named by keys (request ids).
+    """The rows of a KV slab by their keys: request ids, or `INTERNAL_KEY` and below.
 
     Args:
-        slab: holds their KV.
+        slab: holds the rows' KV.
         max_model_len: most tokens of a row.
     """
 
@@ -41,18 +45,18 @@ class Rows:
         self._keys.append(key)
 
     def remove(self, key: int) -> None:
-        """Close a row and free its slot."""
+        """Close a row."""
         row = self._row(key)
         moved = self._slab.remove_row(row)
         self._keys[row] = self._keys[moved]
         self._keys.pop()
 
     def wipe(self, key: int) -> None:
-        """Overwrite all numbers of a row: after NaN, before another row gets the memory."""
+        """Zero a row that may hold NaN, before another request gets its memory."""
         self._slab.wipe_row(self._row(key))
 
     def fork(self, key: int, new_key: int) -> None:
-        """Give row `new_key`, opened if it is not there, a copy of the committed KV of `key`."""
+        """Copy the committed KV of `key` to the row `new_key`, which is opened if needed."""
         if new_key not in self:
             self.add(new_key)
         self._slab.copy_row(self._row(key), self._row(new_key))
@@ -70,19 +74,19 @@ class Rows:
         return self._slab.lengths[self._row(key)]
 
     def commit(self, key: int, nodes: Sequence[int]) -> None:
-        """Commit the KV of these nodes of the last pass, root included, in this order."""
+        """Keep the KV of these nodes of the last pass, in this order; the root is one of them."""
         self._slab.commit(self._row(key), nodes)
 
     def rollback(self, key: int, length: int) -> None:
-        """Forget the KV behind the first `length` tokens."""
+        """Discard the KV behind the first `length` tokens."""
         self._slab.rollback(self._row(key), length)
 
     def read(self, key: int, start: int, stop: int) -> KVBlock:
-        """A copy of the KV of these tokens."""
+        """A copy of the KV at the committed positions `start` to `stop` - 1."""
         return self._slab.read(self._row(key), start, stop)
 
     def append(self, key: int, block: KVBlock) -> None:
-        """Commit KV that `read` gave, instead of computing it again."""
+        """Commit KV that `read` returned, instead of computing it again."""
         self._slab.append(self._row(key), block)
 
     def set_state(self, key: int, state: Sequence[Tensor]) -> None:
@@ -90,7 +94,7 @@ class Rows:
         self._slab.set_state(self._row(key), state)
 
     def state(self, key: int) -> Sequence[Tensor]:
-        """What `set_state` gave the row; empty if nothing."""
+        """The row's state; empty if it has none."""
         return self._slab.state(self._row(key))
 
     def _row(self, key: int) -> int:
@@ -108,7 +112,7 @@ class Rows:
         if cells < KEY_BLOCK:
             least = KEY_BLOCK * self._slab.cell_bytes / MIB
             raise ConfigError(
-                f"kv_cache_memory: one sequence of this model takes {least:.1f} MiB at least, got "
+                f"kv_cache_memory: one sequence of this model takes at least {least:.1f} MiB, got "
                 f"{num_bytes / MIB:.1f} MiB."
             )
         self._slab.limit = cells
@@ -116,23 +120,23 @@ class Rows:
             self._slab.shrink()
 
     def shrink(self) -> None:
-        """Give back the memory of what is not in use."""
+        """Free the memory that no row uses."""
         self._slab.shrink()
 
     @property
     def most_tokens(self) -> int:
-        """Most tokens of a row that has all the memory to itself."""
+        """Most tokens of a row that has all memory to itself."""
         if self._slab.limit is None:
             return self.max_model_len
         return min(self.max_model_len, self._slab.limit // KEY_BLOCK * KEY_BLOCK - MARGIN)
 
     def has_room(self, rows: int, tokens: int, state_bytes: int = 0) -> bool:
-        """Whether the memory holds so many rows, the longest of so many tokens.
+        """Whether the memory limit allows this many rows, the longest of this many tokens.
 
         Args:
-            rows: in all.
-            tokens: of the longest.
-            state_bytes: of row state that is to come on top of what there is.
+            rows: number of rows, those in use included.
+            tokens: tokens of the longest row.
+            state_bytes: bytes of row state that is to be added.
         """
         return self._slab.has_room(rows, tokens + MARGIN, state_bytes)
 

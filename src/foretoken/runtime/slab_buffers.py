@@ -1,7 +1,8 @@
 """The memory of a KV slab: buffers that grow on demand, within a budget.
 
-Capacity grows in positions by blocks of `KEY_BLOCK` (invariant 7 needs whole blocks) and in rows by
-doubling. Buffers are made when the first pass shows the shapes: [rows, G, S, D] per layer.
+Each layer has a buffer of keys and one of values, [rows, G, S, D]. They are made when the first
+pass shows the sizes. Positions are added in whole blocks of `KEY_BLOCK`, which invariant 7 needs.
+Rows are doubled.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ class SlabFull(Exception):  # noqa: N818 - the engine makes room and tries again
 
 
 class OverBudget(SlabFull):
-    """The slab cannot grow because of its `limit`, even if there is memory."""
+    """The slab cannot grow because of its `limit`, although there may be memory."""
 
 
 class SlabBuffers:
-    """Keys and values of all rows and layers, and the state that rows carry.
+    """The keys and values of all rows and layers, and the state of rows.
 
     Attributes:
         lengths: committed tokens of each row.
-        limit: most cells (rows x positions) to grow to, row state included; None grows as long as
-            there is memory.
+        limit: most cells (rows x positions) to allocate. Row state counts as the cells that would
+            take its bytes. With None, the slab grows as long as there is memory.
     """
 
     def __init__(self) -> None:
@@ -38,40 +39,40 @@ class SlabBuffers:
         self.limit: int | None = None
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
-        self._states: list[Sequence[Tensor]] = []  # of each row
+        self._states: list[Sequence[Tensor]] = []  # by row
         self._rows = 1
         self._positions = KEY_BLOCK
         self._addresses: list[tuple[int, int, int, int]] | None = None
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of all rows' state; rows that share it count it once."""
+        """Bytes of all rows' state. A tensor that several rows share counts once."""
         tensors = {id(tensor): tensor for state in self._states for tensor in state}
         return sum(tensor.nbytes for tensor in tensors.values())
 
     def _state_cells(self, more_bytes: int = 0) -> int:
-        """Cells that row state takes out of the budget."""
+        """The cells of `limit` that row state takes."""
         taken = self.state_bytes + more_bytes
         return -(-taken // self.cell_bytes) if taken and self.cell_bytes else 0
 
     def has_room(self, rows: int, tokens: int, state_bytes: int = 0) -> bool:
-        """Whether the limit allows this many rows, the longest of this many tokens.
+        """Whether `limit` allows this many rows, the longest of this many tokens.
 
         Args:
-            rows: in all.
-            tokens: of the longest.
-            state_bytes: of row state that is to come on top of what there is.
+            rows: number of rows, those in use included.
+            tokens: tokens of the longest row.
+            state_bytes: bytes of row state that is to be added.
         """
         if self.limit is None:
             return True
         return rows * whole_blocks(tokens) + self._state_cells(state_bytes) <= self.limit
 
     def reserve(self, layers: Sequence[int], like: Tensor) -> None:
-        """Make the buffers of these layers, for a network that writes them by address.
+        """Make the buffers of these layers, for a network that writes to their addresses.
 
         Args:
-            layers: which.
-            like: [1, G, 1, D] of the right dtype.
+            layers: the layers' indices.
+            like: [1, G, 1, D] in the dtype and on the device of the buffers.
         """
         for layer in layers:
             if layer not in self._keys:
@@ -79,7 +80,7 @@ class SlabBuffers:
 
     @property
     def addresses(self) -> list[tuple[int, int, int, int]]:
-        """Of each layer: where keys and values lie, and the positions of a row in either."""
+        """By layer: the addresses of keys and values, and the positions per row of both."""
         if self._addresses is None:
             pairs = [(self._keys[layer], self._values[layer]) for layer in sorted(self._keys)]
             self._addresses = [
@@ -91,11 +92,11 @@ class SlabBuffers:
     def _new_buffer(self, states: Tensor) -> Tensor:
         _, heads, _, width = states.shape
         self._addresses = None
-        # Zeros, not empty: a masked position still enters a product, and NaN times 0 is NaN.
+        # Not `empty`: a masked position still enters a product, and NaN times 0 is NaN.
         return states.new_zeros(self._rows, heads, self._positions, width)
 
     def _grow(self, rows: int, positions: int) -> None:
-        """Room for this many positions in every row in use."""
+        """Make room for this many positions in every row in use."""
         assert rows == self._rows, "rows are added one by one"
         self._fit(max(1, len(self.lengths)), max(positions, self._positions_in_use))
 
@@ -107,12 +108,12 @@ class SlabBuffers:
 
     @property
     def cells(self) -> int:
-        """Rows x positions there is memory for."""
+        """Cells (rows x positions) that are allocated."""
         return self._rows * self._positions
 
     @torch.inference_mode()
     def shrink(self) -> None:
-        """Give back the memory of what is not in use."""
+        """Free the memory that no row uses."""
         self._resize(max(1, len(self.lengths)), self._positions_in_use)
 
     @property
@@ -120,10 +121,10 @@ class SlabBuffers:
         return whole_blocks(max(self.lengths, default=0))
 
     def _fit(self, rows: int, positions: int) -> None:
-        """Grow to at least this size, generously where that can be had.
+        """Grow to at least this size, and to twice the rows if possible.
 
         Raises:
-            SlabFull: not even this much can be had.
+            SlabFull: not even this size is possible.
         """
         ample = self._rows if rows <= self._rows else max(rows, 2 * self._rows)
         longest = max(positions, self._positions)
@@ -131,7 +132,7 @@ class SlabBuffers:
         left = None if self.limit is None else self.limit - self._state_cells()
         allowed = [s for s in shapes if left is None or s[0] * s[1] <= left]
         if not allowed:
-            raise OverBudget(f"{rows} sequences of {positions} positions are over the budget")
+            raise OverBudget(f"{rows} sequences of {positions} positions exceed the KV budget")
         for index, shape in enumerate(allowed, 1):
             try:
                 return self._resize(*shape)
@@ -143,9 +144,9 @@ class SlabBuffers:
         return None
 
     def _resize(self, rows: int, positions: int) -> None:
-        """Layer by layer, so that at no time there is more than one layer twice.
+        """Replace the buffers one by one, so that never more than one is in memory twice.
 
-        A failure leaves layers of different sizes, all of which hold what is in use.
+        After a failure, buffers have different sizes, and all of them still hold what is in use.
         """
         self._addresses = None
         buffers = [(kv, layer) for kv in (self._keys, self._values) for layer in kv]
@@ -176,7 +177,7 @@ def whole_blocks(tokens: int) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether there was no room: on a CPU PyTorch says so only in words."""
+    """Whether the error means that memory is short; on a CPU, only PyTorch's message says so."""
     if isinstance(error, SlabFull | MemoryError | torch.OutOfMemoryError):
         return True
     words = ("can't allocate memory", "not enough memory")

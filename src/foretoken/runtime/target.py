@@ -1,8 +1,8 @@
-"""Target: one causal LM with its KV slab, verifying trees of many rows in one pass.
+"""`Target`: one causal LM with its KV slab, which verifies the trees of many rows in one pass.
 
-The decoding loop uses prefill, verify, commit and rollback. A draft model is a second `Target`;
+The decoding loop calls prefill, verify, commit and rollback. A draft model is a second `Target`;
 only its caller differs. This file does not know about sampling, acceptance or drafting. `rows.py`
-manages the rows, `probing.py` checks the model, `profiling.py` measures what passes cost.
+manages the rows, `probing.py` checks the model, and `profiling.py` measures what passes cost.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from foretoken.runtime.rows import Rows
 __all__ = ["Target"]
 
 PREFILL_CHUNK = 256
-"""Prompt tokens per pass: enough to keep the kernels busy, little enough for the mask."""
+"""Prompt tokens per pass: many enough to keep the kernels busy, few enough for a small mask."""
 
 
 class Target(Rows):
     """A model that verifies token trees.
 
     Args:
-        model: a loaded causal LM; it is left as it is and may be used elsewhere.
-        max_model_len: most tokens of a row, prompt included; None takes the model's own limit.
+        model: a loaded causal LM; it is not changed and may be used elsewhere.
+        max_model_len: most tokens of a row, prompt included; None means the model's own limit.
         quantization: see `network_for`.
         runtime: see `network_for`.
 
     Attributes:
-        bit_exact: whether logits were found to have the same bits for every number of nodes
+        bit_exact: whether the checks at construction found the same bits for every number of nodes
             (invariant 7).
-        exact_trees: whether that holds for nodes of trees, too.
-        num_passes: forward passes so far.
+        exact_trees: whether this holds for nodes of trees, too.
+        num_passes: number of forward passes so far.
 
     Raises:
-        ConfigError: `max_model_len`, `quantization` or `runtime` is out of range.
-        CompatibilityError: the architecture cannot be served; the message says why.
+        ConfigError: `max_model_len`, `quantization` or `runtime` is not possible.
+        CompatibilityError: the architecture is not supported; the message says why.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class Target(Rows):
         self.num_passes = 0
 
     def with_network(self, network: Network) -> Target:
-        """This target's rows and KV under another network over the same layers.
+        """A target with the same rows and KV, and another network over the same layers.
 
-        The KV it writes stays uncommitted; the next pass of this target overwrites it.
+        The KV that it writes stays uncommitted. The next pass of this target overwrites it.
         """
         other = copy.copy(self)
         other.network = network
@@ -83,18 +83,19 @@ class Target(Rows):
     def prefill(
         self, key: int, tokens: Sequence[int], hidden_layers: tuple[int, ...] = ()
     ) -> Mapping[int, Tensor]:
-        """Compute and commit the KV of these tokens, in chunks; no logits.
+        """Compute and commit the KV of these tokens in chunks, without logits.
 
         Args:
             key: the row.
-            tokens: n of them.
-            hidden_layers: whose hidden states to return (see `Need`).
+            tokens: [n] what follows the row's committed tokens.
+            hidden_layers: the layers whose hidden states are returned (see `Need`).
 
         Returns:
             Layer id -> [n, E].
 
         Raises:
-            SlabFull: there is no room for them; none is committed, as their hidden states are lost.
+            SlabFull: there is no room for them. Then none is committed, because the hidden states
+                of the first ones would be lost.
         """
         need = Need(logits=False, hidden=hidden_layers)
         chunks: dict[int, list[Tensor]] = {layer: [] for layer in hidden_layers}
@@ -121,22 +122,25 @@ class Target(Rows):
     ) -> list[PassOutput]:
         """One forward pass over one tree per row.
 
-        The KV of all nodes is written behind the committed tokens; `commit` says what stays.
+        The KV of all nodes is written behind the committed tokens. `commit` then keeps a path.
 
         Args:
-            keys: rows, in any order.
-            trees: what follows each row's committed tokens.
-            num_computed: per row, how many of the tree's first nodes the row's last pass has
-                computed already (a drafter grows its tree level by level); None computes all.
+            keys: the rows, in any order.
+            trees: a tree per row; its root is the row's first token that is not committed.
+            num_computed: per row, how many of the tree's first nodes the row's last pass computed
+                (a drafter grows its tree level by level). None means 0.
             need: what to return.
 
         Returns:
-            Per row the output for every node computed, n + 1 - num_computed of them. It is valid
+            Per row, the output for each of the n + 1 - num_computed nodes computed. It is valid
             until the next pass.
+
+        Raises:
+            SlabFull: there is no room for the nodes. Nothing was written.
         """
         computed = num_computed or [0] * len(trees)
         output, starts = self._forward(keys, trees, computed, need)
-        if self.device.type == "cuda":  # so that timing verification times the pass
+        if self.device.type == "cuda":  # so that callers can time the pass
             torch.cuda.synchronize(self.device)
         return [
             output.rows(slice(starts[key], starts[key] + len(tree) - skipped))
@@ -150,11 +154,11 @@ class Target(Rows):
         num_computed: Sequence[int],
         need: Need,
     ) -> tuple[PassOutput, dict[int, int]]:
-        """The output for all rows' nodes, and where those of a key begin.
+        """Run one pass; return the output for all rows' nodes, and each key's first node in it.
 
-        The slab serves adjacent rows without copying, so rows in between that have no tree ride
-        along: as padding where attention is computed, and not at all where a network leaves
-        padding out. KV of padding is never committed.
+        A pass covers adjacent rows, so that the slab need not copy any. Rows in between that have
+        no tree take part as padding, unless the network leaves padding out. KV of padding is never
+        committed.
         """
         work = {
             self._row(key): (tree, skipped)

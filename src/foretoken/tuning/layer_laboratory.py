@@ -35,6 +35,7 @@ from foretoken.runtime.cuda import eager_network
 from foretoken.runtime.inputs import PassInputs, RowNodes
 from foretoken.runtime.kv_slab import KVSlab
 from foretoken.runtime.network import LOGITS, Network
+from foretoken.runtime.rows import INTERNAL_KEY
 from foretoken.runtime.target import Target
 from foretoken.speculation import Strategy
 from foretoken.tuning.skip_sets import KINDS, Run, SkipSet
@@ -198,7 +199,7 @@ class LayerLaboratory(Laboratory):
         """See `Objective.cost`."""
         model = self._target.with_network(self._without(skip))
         *context, root = self._texts[0].average
-        key = -2  # no request has it
+        key = INTERNAL_KEY
         seconds: dict[Any, list[float]] = {self._target: [], model: []}
         self._target.add(key)
         try:

@@ -196,13 +196,15 @@ def test_foreign_and_missing_files(tmp_path: Path, file: Path) -> None:
     (tmp_path / "text").write_text("no arrays here")
     (tmp_path / "empty").touch()
     for name in ("text", "empty"):
-        with pytest.raises(ForetokenError, match=f"{name} is damaged or no datastore"):
+        with pytest.raises(ForetokenError, match=f"{name} is not a valid datastore"):
             Datastore.load(tmp_path / name)
     for path in (tmp_path / "missing", tmp_path):
         with pytest.raises(ForetokenError, match="cannot read"):
             Datastore.load(path)
     save_file({"weight": torch.ones(2)}, tmp_path / "model")
-    with pytest.raises(ForetokenError, match="is no datastore: make one with 'foretoken data"):
+    with pytest.raises(
+        ForetokenError, match="is not a valid datastore: make one with 'foretoken data"
+    ):
         Datastore.load(tmp_path / "model")
     save_file(load_file(file), tmp_path / "newer", {"format": FILE.format, "version": "2"})
     with pytest.raises(ForetokenError, match=r"version 2 .* reads version 1"):
@@ -213,7 +215,7 @@ def test_a_cut_file(tmp_path: Path, file: Path) -> None:
     content = file.read_bytes()
     for size in (3, 40, len(content) // 2, len(content) - 1):
         (tmp_path / "cut").write_bytes(content[:size])
-        with pytest.raises(ForetokenError, match="cut is damaged"):
+        with pytest.raises(ForetokenError, match="cut is not a valid"):
             Datastore.load(tmp_path / "cut")
 
 

@@ -99,7 +99,7 @@ class AcceptanceRule(ABC):
     couples_draft: ClassVar[bool] = False
     """Whether a sampling drafter should draw with the target's own noise."""
     ignores_draft_lengths: ClassVar[bool] = False
-    """Whether cutting a draft changes no output token. Otherwise only the distribution stays."""
+    """Whether the output tokens are the same for all draft lengths, not only their distribution."""
 
     def __init__(self, options: Config | None = None) -> None:
         self.options = self.Options() if options is None else options

@@ -164,8 +164,8 @@ def check_target(
     """
     if highest >= vocab_size:
         raise CompatibilityError(
-            f"{path} has token {highest} and the target a vocabulary of {vocab_size} tokens: build "
-            f"it again for this model with '{made_by}'."
+            f"{path} has token {highest}, and the target's vocabulary has {vocab_size} tokens: "
+            f"build it again for this model with '{made_by}'."
         )
     if made_with is not None and tokenizer is not None and made_with != fingerprint(tokenizer):
         raise CompatibilityError(

@@ -1,7 +1,7 @@
 """Safetensors files of one format: written atomically, and mapped into memory when read.
 
 `ngrams` and `datastore` save their arrays with it. The metadata name the format and its version.
-An error can therefore say whether a file is of another kind, of another version, or damaged.
+An error can therefore say whether a file is of another version or damaged.
 """
 
 from __future__ import annotations
@@ -93,16 +93,18 @@ class TensorFile:
             raise ForetokenError(f"cannot read {path}: {error.strerror or error}") from error
         except SafetensorError as error:
             raise ForetokenError(
-                f"{path} is damaged or no {self.what}: make one with '{self.made_by}'."
+                f"{path} is not a valid {self.what}: make one with '{self.made_by}'."
             ) from error
         return tensors, metadata
 
     def _check(self, path: str | Path, metadata: Mapping[str, str]) -> None:
         if metadata.get("format") != self.format:
-            raise ForetokenError(f"{path} is no {self.what}: make one with '{self.made_by}'.")
+            raise ForetokenError(
+                f"{path} is not a valid {self.what}: make one with '{self.made_by}'."
+            )
         if metadata.get("version") != str(self.version):
             raise ForetokenError(
-                f"{path} has version {metadata.get('version')} of the format and this Foretoken "
+                f"{path} has version {metadata.get('version')} of the format, and this Foretoken "
                 f"reads version {self.version}: build it again with '{self.made_by}'."
             )
 

@@ -1,4 +1,7 @@
-"""The GPU runtime: a static slab and a CUDA graph per bucket; only `graphs.py` touches CUDA."""
+"""The GPU runtime: passes captured in CUDA graphs, over a slab whose buffers do not move.
+
+Only `graphs.py` needs a CUDA device. Tests run the other files on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +23,21 @@ def cuda_network(
     compiler: str | None = None,
     required: bool = False,
 ) -> CudaNetwork:
-    """The network of a model on a GPU; the model is left as it is.
+    """The network for a model on a GPU. The model is not changed.
 
     Args:
         model: the Transformers module.
-        capture: makes graphs; None makes CUDA graphs on the model's device.
-        compiler: a backend of `torch.compile` for what is captured, such as "inductor".
-        required: see `CudaNetwork`: True where the user asked for graphs.
+        capture: makes the graphs; None means CUDA graphs on the model's device.
+        compiler: a backend of `torch.compile` for captured passes, such as "inductor".
+        required: whether a failed capture is an error (see `CudaNetwork`).
     """
     capture = CudaGraphs(model.device) if capture is None else capture
     return CudaNetwork(decoder_for(model), model.device, capture, compiler, required=required)
 
 
 def eager_network(network: Network) -> Network:
-    """The network that computes passes one by one, of whatever nodes on whatever slab.
+    """The network without graphs, for passes that graphs cannot compute.
 
-    Graphs take their own slab only, and nodes that see all of what is committed there.
+    A graph computes on its own slab only, and its nodes see all committed tokens of their row.
     """
     return network.inner if isinstance(network, CudaNetwork) else network

@@ -1,8 +1,9 @@
-"""Which graph serves a pass: shapes are rounded up to a few, as a graph has one shape for ever.
+"""Chooses the bucket, and so the CUDA graph, of a pass.
 
-vLLM and nano-vllm capture one graph per batch size; a verification pass has nodes per row and a
-span of keys besides, so that a bucket is (rows, nodes, window, span) and graphs are captured when
-their bucket first occurs.
+A graph has a fixed shape, so the shape of a pass is rounded up to one of a few buckets. vLLM and
+nano-vllm capture a graph per batch size. The shape of a verification pass also has a number of
+nodes per row and a span of keys. So a bucket is (rows, nodes, window, span). `network.py` captures
+its graph when the bucket first occurs.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ class Bucket:
     """The shape of one graph.
 
     Args:
-        rows: B, rows of the slab from the first one on.
-        nodes: N, nodes computed in each row.
-        window: W, places behind a row's committed tokens that its nodes may see: nodes of earlier
-            passes that were not committed, and those of this one.
-        span: S, key positions attended to.
+        rows: B, the number of rows, starting with the slab's first one.
+        nodes: N, the number of nodes computed in each row.
+        window: W, the number of slots behind a row's committed tokens that its nodes may see. They
+            hold the nodes of this pass, and uncommitted nodes of earlier ones.
+        span: S, the number of slots that attention reads.
     """
 
     rows: int
@@ -33,19 +34,19 @@ class Bucket:
 
     @property
     def places(self) -> int:
-        """B N."""
+        """B N, all nodes computed, padding included."""
         return self.rows * self.nodes
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """The sizes there are.
+    """The sizes of buckets.
 
     Args:
-        rows: ascending.
-        nodes: ascending; windows take the same sizes.
-        most_places: largest B N. What is larger keeps a GPU busy for longer than its kernels take
-            to launch, and memory for its logits is reserved.
+        rows: sizes of B, ascending.
+        nodes: sizes of N and of W, ascending.
+        most_places: largest B N. A larger pass keeps a GPU busy for longer than its kernels take to
+            launch. Memory for the logits of this many nodes is reserved.
     """
 
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
@@ -53,11 +54,11 @@ class Buckets:
     most_places: int = 512
 
     def fit(self, needed: Bucket, most: Bucket) -> Bucket | None:
-        """The smallest bucket for a pass; None where it is run as it is.
+        """The smallest bucket that holds a pass; None if the pass is to run without a graph.
 
         Args:
-            needed: what the pass takes.
-            most: its `rows` and `span` are what the slab has.
+            needed: the shape of the pass.
+            most: `rows` and `span` of the slab; its other fields are not used.
         """
         rows = self.fit_rows(needed.rows, most.rows)
         nodes = _at_least(needed.nodes, self.nodes)
@@ -69,7 +70,7 @@ class Buckets:
         return bucket if bucket.places <= self.most_places else None
 
     def fit_rows(self, needed: int, most: int) -> int | None:
-        """B for a pass over so many rows of the `most` there are."""
+        """B for a pass over `needed` rows of a slab that has `most`; None if there is no such B."""
         rows = _at_least(needed, self.rows)
         return None if rows is None else min(rows, most)
 
@@ -79,7 +80,7 @@ def _at_least(size: int, sizes: tuple[int, ...]) -> int | None:
 
 
 def doubled(positions: int) -> int:
-    """The smallest of one key block, two, four, ... that has room for so many positions."""
+    """The smallest of 1, 2, 4, ... key blocks that holds this many positions; in positions."""
     span = KEY_BLOCK
     while span < positions:
         span *= 2

@@ -1,4 +1,4 @@
-"""What computes a pass on a GPU: the lean decoder for the Llama family, else the module itself."""
+"""The networks that CUDA graphs capture: `LeanDecoder` for the Llama family, else the module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["DenseLinear", "DeviceDecoder", "decoder_for"]
 
 
 class DenseLinear:
-    """`y = x W^T + b` as PyTorch computes it: cuBLAS needs no packing.
+    """`y = x W^T + b` through `F.linear`: cuBLAS needs no packed weights.
 
     Args:
         weight: [out, in].
@@ -36,7 +36,7 @@ class DenseLinear:
 
 
 class DeviceDecoder(LeanDecoder):
-    """The lean decoder without transfers to the host.
+    """`LeanDecoder` without transfers to the host, which a graph cannot capture.
 
     Args:
         model: see `LeanDecoder`.
@@ -47,15 +47,15 @@ class DeviceDecoder(LeanDecoder):
         self._turn: Any = cast("Any", model.model).rotary_emb
 
     def _angles_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """As the tables of `LeanDecoder` have them, whose size depends on the largest position."""
+        """See `LeanDecoder`; its table needs to know the largest position on the host."""
         cos, sin = self._turn(self._embedding, positions[None])  # [1, T, D]
         first, second = sin[0].chunk(2, dim=-1)
         return cos[0][:, None], torch.cat([-first, second], dim=-1)[:, None]
 
 
 def decoder_for(model: PreTrainedModel) -> Network:
-    """The network that graphs are captured of; the model is left as it is."""
+    """The network whose passes are captured. The model is not changed."""
     if not is_llama(model):
         return ModuleNetwork.sharing(model)
-    decoder: Any = DeviceDecoder(model)  # whose parts are `DeviceDecoder`s, as `_with` copies it
+    decoder: Any = DeviceDecoder(model)  # `_with` copies it, so its parts are `DeviceDecoder`s
     return cast("Network", decoder)

@@ -1,7 +1,7 @@
-"""Capture and replay: the only lines of this package that need a CUDA device.
+"""Capture and replay: the only file of this package that needs a CUDA device.
 
-Everything else is written against `Capture`, of which the tests have a strict stand-in: it records
-operations with their addresses and numbers, and replays just those.
+The other files only use the protocol `Capture`. In tests on a CPU, a strict stand-in implements it:
+it records operations with their addresses and numbers, and replays exactly these.
 """
 
 from __future__ import annotations
@@ -10,28 +10,33 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 __all__ = ["Capture", "CudaGraphs", "Staging", "Uncaptured"]
 
 WARM_UPS = 2
-"""Runs before a capture: libraries make their handles and choose their kernels in them."""
+"""Calls before a capture. In these, libraries create their handles and choose their kernels."""
 
 
 class Capture(Protocol):
-    """Makes a function of no arguments, which reads and writes fixed buffers, cheap to call."""
+    """Records a function once, so that it can be replayed cheaply.
+
+    The function has no arguments; it reads and writes fixed buffers.
+    """
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
-        """A replay of the function, on the contents its buffers have when the replay is called.
+        """Capture a function; return its replay.
 
-        The function is called a few times first, so that its buffers should have contents for
-        which it leaves nothing behind.
+        A replay computes with what the buffers contain when it is called. The function itself is
+        called a few times during the capture. So the buffers should then have contents for which it
+        does no harm.
         """
         ...
 
 
 class CudaGraphs:
-    """CUDA graphs that share one pool of memory: no two run at once, and none keeps its own output.
+    """Captures CUDA graphs that share one memory pool.
+
+    They can share it because no two run at once, and because each copies its output elsewhere.
 
     Args:
         device: a CUDA device.
@@ -39,8 +44,8 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # One stream for warm-ups and captures: libraries keep a handle per stream, and making one
-        # during a capture fails.
+        # Warm-ups and captures use the same stream, because libraries keep a handle per stream and
+        # cannot create one during a capture.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -58,13 +63,13 @@ class CudaGraphs:
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
                     function()
             finally:
-                torch.cuda.set_stream(caller)  # a capture that fails leaves its own in place
+                torch.cuda.set_stream(caller)  # a failed capture leaves its own stream set
         replay: Callable[[], None] = graph.replay
         return replay
 
 
 class Uncaptured:
-    """Runs the function at every call: what graphs are measured against."""
+    """Calls the function itself instead of a replay. Graphs are compared with it."""
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         """See `Capture.capture`."""
@@ -72,11 +77,11 @@ class Uncaptured:
 
 
 class Staging:
-    """A tensor on the host and its twin on the device, and copies between them without waiting.
+    """A tensor on the host, and one on the device that it is copied to without waiting.
 
     Args:
-        size: elements, int64.
-        device: where the twin is.
+        size: number of elements, which are int64.
+        device: the device.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -87,20 +92,11 @@ class Staging:
 
     def send(self) -> None:
         """Start copying to the device."""
-        self._copy(self.device, self.host)
-
-    def fetch(self) -> Tensor:
-        """Copy to the host; the host's tensor, once it is there."""
-        self._copy(self.host, self.device)
-        self.wait()
-        return self.host
-
-    def wait(self) -> None:
-        """Until the last copy is done: before that the host's tensor is not to be touched."""
-        if self._copied is not None:
-            self._copied.synchronize()
-
-    def _copy(self, to: Tensor, of: Tensor) -> None:
-        to.copy_(of, non_blocking=True)
+        self.device.copy_(self.host, non_blocking=True)
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self.device.device))
+
+    def wait(self) -> None:
+        """Wait until the last copy is done. Until then, the host's tensor must not be changed."""
+        if self._copied is not None:
+            self._copied.synchronize()

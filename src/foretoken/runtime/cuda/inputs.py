@@ -1,7 +1,7 @@
 """The inputs of a captured pass: fixed buffers on the device, filled by one copy from the host.
 
-A mask of [B, 1, N, S] would be most of the bytes, and all but a few of its columns are known from
-the rows' lengths: what is copied is who sees whom behind them, and the mask is made on the device.
+A mask [B, 1, N, S] would be most of the bytes, although all but W of its columns follow from the
+rows' lengths. So only those W columns are copied, and the mask is computed on the device.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["StaticInputs", "additive_mask", "device_pass"]
 
 
 class StaticInputs:
-    """The buffers of one bucket.
+    """The input buffers of one bucket's graph.
 
     Args:
-        bucket: the shapes.
-        device: where passes run.
-        scratch: position that padding writes to.
-        dtype: of the mask.
+        bucket: the shape of the graph.
+        device: device of the buffers.
+        scratch: slot that padding writes to (see `StaticSlab.scratch`).
+        dtype: dtype of the mask.
     """
 
     def __init__(
@@ -51,16 +51,16 @@ class StaticInputs:
 
     @property
     def slots(self) -> Tensor:
-        """[B, N] positions to write."""
+        """[B, N] the slot that each node writes to."""
         return self._device["slots"]
 
     @property
     def places(self) -> Tensor:
-        """[B N] which of the places are nodes of the last pass; the first T count."""
+        """[B N] whose first T numbers say which of the B N places are nodes of the last pass."""
         return self._device["places"]
 
     def clear(self) -> None:
-        """A pass of padding alone: it reads row beginnings and writes to the scratch positions."""
+        """Load a pass of nothing but padding: it reads rows' first slots and writes to scratch."""
         self._clear_host()
         self._staging.send()
 
@@ -68,14 +68,14 @@ class StaticInputs:
         self._staging.wait()
         self._staging.host.zero_()
         self._host["slots"].fill_(self._scratch)
-        self._host["visible"][:, :, 0] = 1  # so that no softmax is empty
+        self._host["visible"][:, :, 0] = 1  # a softmax over no slots would be NaN
 
     def load(self, inputs: PassInputs, lengths: Sequence[int]) -> None:
-        """Fill the buffers with a pass; its tensors are not made.
+        """Load a pass, from its numbers: the tensors of `inputs` are not made.
 
         Args:
             inputs: the pass.
-            lengths: committed tokens of its rows.
+            lengths: [rows of the pass] their committed tokens.
         """
         self._clear_host()
         places: list[int] = []
@@ -102,7 +102,7 @@ class StaticInputs:
             visible[node, [slot - length for slot in tail]] = 1
 
     def as_pass(self) -> PassInputs:
-        """The buffers as a network's inputs; the mask is computed wherever this runs."""
+        """The buffers as inputs of a network. Called in a capture, it captures the mask, too."""
         device = self._device
         mask = additive_mask(
             device["lengths"], device["visible"].bool(), self._bucket.span, self._dtype
@@ -111,29 +111,29 @@ class StaticInputs:
 
 
 def device_pass(tokens: Tensor, positions: Tensor, mask: Tensor) -> PassInputs:
-    """A pass over the first rows whose tensors are there already, and whose numbers are not known.
+    """A pass over the first rows, given as tensors; the host does not know its numbers.
 
     Args:
         tokens: [B, N].
         positions: [B, N].
-        mask: [B, 1, padded_rows(N), S] additive.
+        mask: [B, 1, padded_rows(N), S], added to the attention scores.
     """
     rows, nodes = tokens.shape
     unknown = [RowNodes(0)] * rows
     inputs = PassInputs(unknown, 0, nodes, mask.shape[3], mask.dtype, tokens.device)
-    # Fills the caches of the cached properties.
+    # Set the cached properties, which would compute them from the numbers.
     vars(inputs).update(tokens=tokens, positions=positions, mask=mask, used=None)
     return inputs
 
 
 def additive_mask(lengths: Tensor, visible: Tensor, span: int, dtype: torch.dtype) -> Tensor:
-    """[B, 1, R, S]: 0 where a node sees a position, else -inf.
+    """[B, 1, R, S]: 0 where a node sees a slot, -inf elsewhere.
 
     Args:
-        lengths: [B] committed tokens, which all nodes see.
-        visible: [B, R, W] bool, which of the positions behind them each node sees.
+        lengths: [B] committed tokens, which all nodes of a row see.
+        visible: [B, R, W] bool, which of the W slots behind those each node sees.
         span: S.
-        dtype: of the mask.
+        dtype: dtype of the mask.
     """
     rows, nodes, window = visible.shape
     behind = torch.arange(span, device=lengths.device) - lengths[:, None]  # [B, S]

@@ -1,12 +1,12 @@
-"""`CudaNetwork`: one graph per bucket over a static slab; other passes run without a graph.
+"""`CudaNetwork`: a CUDA graph per bucket over a static slab; other passes run without a graph.
 
 A small pass on a GPU takes as long as the host needs to launch its kernels, and speculative
-decoding makes many small passes. A captured pass is launched at once. Prompts, and passes of more
-than `Buckets.most_places` nodes, keep the device busy anyway.
+decoding makes many small passes. A graph launches all kernels at once. Prefill, and passes of more
+than `Buckets.most_places` nodes, keep the device busy without graphs.
 
-A capture may fail: some modules read from the device in the middle of a pass, as some expert
-routing does, or memory may be short. If the runtime is "auto", passes then run without graphs from
-that time on. If the user asked for graphs, the failure is an error.
+A capture may fail, because the module reads from the device in the middle of a pass (as some expert
+routing does) or because memory is short. With the runtime "auto", all later passes then run without
+graphs. If the user asked for graphs, the failure is an error.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ class _Graph:
 
 
 class CudaNetwork:
-    """A network behind graphs (see `Network`); its slab is a `StaticSlab`.
+    """Runs another network in CUDA graphs (see `Network`); its slab is a `StaticSlab`.
 
     Args:
-        inner: computes a pass, without transfers to the host.
-        device: where it does.
-        capture: makes graphs; None runs every pass as it is.
-        compiler: a backend of `torch.compile` for what is captured, such as "inductor"; None
-            leaves it as it is.
+        inner: the network that computes passes, without transfers to the host.
+        device: its device.
+        capture: makes the graphs; None runs every pass without one.
+        compiler: a backend of `torch.compile` for captured passes, such as "inductor"; None does
+            not compile them.
         buckets: the sizes of graphs.
-        required: whether a capture that fails is an error; else passes run as they are from then
+        required: whether a failed capture is an error. If not, passes run without graphs from then
             on.
 
     Attributes:
-        capture: as given; None once a capture has failed.
-        failure: why it did, in one line.
+        capture: as given; None after a failed capture.
+        failure: why the capture failed, in one line.
     """
 
     exact_trees = False
-    """See `Network.exact_trees`: kernels are chosen by shape."""
+    """See `Network.exact_trees`: libraries choose kernels by shape, and kernels differ in bits."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class CudaNetwork:
         *,
         required: bool = False,
     ) -> None:
-        assert capture is not None or compiler is None, "only what is captured is compiled"
+        assert capture is not None or compiler is None, "only captured passes are compiled"
         self.inner = inner
         self.device = device
         self.capture = capture
@@ -82,7 +82,7 @@ class CudaNetwork:
         self._buckets = Buckets() if buckets is None else buckets
         self._graphs: dict[tuple[Bucket, tuple[int, ...]], _Graph] = {}
         self._owner: tuple[StaticSlab, int] | None = None
-        self._output: Tensor | None = None  # [most places, V], of the graph that ran last
+        self._output: Tensor | None = None  # [most places, V], written by every replay
 
     @property
     def name(self) -> str:
@@ -122,7 +122,7 @@ class CudaNetwork:
 
     def forward(self, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:
         """See `Network.forward`."""
-        assert isinstance(slab, StaticSlab), "graphs need buffers that stay where they are"
+        assert isinstance(slab, StaticSlab), "graphs need buffers that do not move"
         lengths = slab.lengths[inputs.first : inputs.first + len(inputs.rows)]
         bucket = self._bucket(inputs, slab, lengths) if need.logits else None
         graph = None if bucket is None else self._graph(bucket, need, slab, inputs)
@@ -138,29 +138,29 @@ class CudaNetwork:
         return PassOutput(self._output.index_select(0, places), hidden=hidden)
 
     def attempt(self, prepare: Callable[[], T]) -> T | None:
-        """Call `prepare`, which captures; its result, or None if it fails and may fail.
+        """Call `prepare`, which captures, and return its result; None if it fails.
 
-        After a failure all graphs are dropped with their memory, and all passes run without graphs.
+        After a failure all graphs and their memory are freed, and all passes run without graphs.
 
         Raises:
-            CompatibilityError: it fails, and graphs were asked for.
+            CompatibilityError: it fails, and graphs are required.
         """
         try:
             return prepare()
-        except (AssertionError, ForetokenError):  # our own mistakes; what the module refuses itself
+        except (AssertionError, ForetokenError):  # our own bugs; the model's own refusals
             raise
         except Exception as error:
             self.failure = in_one_line(error)
             if self._required:
                 raise CompatibilityError(
-                    f"runtime: {self.name} needs passes that can be captured in CUDA graphs, and "
-                    f"here that failed ({self.failure}): take 'auto' or 'torch'."
+                    f"runtime: {self.name} needs CUDA graphs, and capturing a pass failed "
+                    f"({self.failure}): take 'auto' or 'torch'."
                 ) from error
         self.capture = self._output = None
         self._graphs.clear()
         warnings.warn(
-            f"passes cannot be captured in CUDA graphs here ({self.failure}): they are launched "
-            "operation by operation, which is slower.",
+            f"passes cannot be captured in CUDA graphs here ({self.failure}): they run without "
+            "graphs, which is slower.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -179,14 +179,14 @@ class CudaNetwork:
     def _graph(
         self, bucket: Bucket, need: Need, slab: StaticSlab, inputs: PassInputs
     ) -> _Graph | None:
-        """The graph for a pass that has begun; None where it cannot be captured."""
-        if self._owner != (slab, slab.version):  # graphs of buffers that are gone
+        """The graph for a pass that `slab.begin` has prepared; None if it cannot be captured."""
+        if self._owner != (slab, slab.version):  # the graphs' buffers have moved
             self._graphs.clear()
             self._owner = (slab, slab.version)
         shape = (bucket, need.hidden)
         if shape not in self._graphs:
             graph = self.attempt(lambda: self._captured(bucket, need, slab, inputs.dtype))
-            if graph is None:  # the slab was told of another pass in between
+            if graph is None:  # the attempt prepared the slab for another pass
                 starts, counts = [r.start for r in inputs.rows], [len(r) for r in inputs.rows]
                 slab.begin(inputs.first, starts, counts, inputs.nodes)
                 return None
@@ -194,7 +194,7 @@ class CudaNetwork:
         return self._graphs[shape]
 
     def _captured(self, bucket: Bucket, need: Need, slab: StaticSlab, dtype: torch.dtype) -> _Graph:
-        """A graph, captured while its inputs are padding alone."""
+        """Capture a graph, while its inputs are nothing but padding."""
         assert self.capture is not None
         inputs = StaticInputs(bucket, self.device, slab.scratch, dtype)
 
@@ -203,7 +203,7 @@ class CudaNetwork:
             found = self.inner.forward(inputs.as_pass(), slab, need)
             return (found.scores, *(found.hidden[layer] for layer in need.hidden))  # [B N, ...]
 
-        if not need.hidden:  # whose hooks cannot be traced
+        if not need.hidden:  # hidden states need hooks, which cannot be traced
             compute = self.compiled(compute)
         logits, *hidden = compute()
         outputs = (self.output(logits), *(torch.zeros_like(states) for states in hidden))
@@ -216,17 +216,17 @@ class CudaNetwork:
         return _Graph(inputs, states, self.capture.capture(run))
 
     def output(self, logits: Tensor) -> Tensor:
-        """[B N, V] for logits like these: a part of the one buffer that all graphs share."""
+        """A buffer for logits [B N, V] like these; all graphs share the same memory."""
         if self._output is None:
             self._output = logits.new_zeros(self._buckets.most_places, logits.shape[1])
         assert len(logits) <= len(self._output)
         return self._output[: len(logits)]
 
     def compiled(self, function: Callable[[], T]) -> Callable[[], T]:
-        """The function under `torch.compile` with the backend, if there is one."""
+        """The function under `torch.compile`, if a backend was given."""
         if self._compiler is None:
             return function
-        # Every bucket is a function of its own, although all of them have one source.
+        # The functions of all buckets have the same source, but each is compiled by itself.
         options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "isolate_recompiles": True}
         faster: Callable[[], T] = torch.compile(function, backend=self._compiler, **options)
         return faster

@@ -1,9 +1,9 @@
-"""The KV slab of a GPU: buffers that stay where they are, and places that are tensors.
+"""`StaticSlab`: the KV slab of a GPU, whose buffers stay where they are while it does not grow.
 
-A graph reads and writes the addresses it was captured with. Capacity is therefore taken in advance
-and doubled where it does not suffice; `version` then changes, and graphs captured before are
-dropped. Tensors on the device say where a pass writes. Every row has one position
-more than its capacity, behind all that attention reads: padding writes there.
+A graph reads and writes the addresses that it was captured with. So memory is allocated in advance,
+and doubled when it is too small. Then `version` changes, and graphs captured before are dropped.
+Tensors on the device say which slots a pass writes to. Each row has one more position than its
+capacity, behind everything that attention reads. Padding writes there.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["StaticSlab"]
 
 
 class StaticSlab(KVSlab):
-    """A `KVSlab` for captured passes, and for others.
+    """A `KVSlab` for captured passes; other passes can use it, too.
 
     Args:
-        rows: how many to begin with.
-        positions: of each row, to begin with; rounded up to whole key blocks.
+        rows: number of rows to begin with.
+        positions: positions per row to begin with, rounded up to whole key blocks.
 
     Attributes:
-        version: changes whenever buffers move.
+        version: changes whenever the buffers move.
     """
 
     def __init__(self, rows: int = 4, positions: int = KEY_BLOCK) -> None:
@@ -36,17 +36,17 @@ class StaticSlab(KVSlab):
 
     @property
     def allocated(self) -> bool:
-        """Whether a pass has shown the shapes, so that there are buffers."""
+        """Whether there are buffers. The first pass makes them."""
         return bool(self._keys)
 
     @property
     def rows(self) -> int:
-        """Rows there is memory for."""
+        """Rows that are allocated."""
         return self._rows
 
     @property
     def positions(self) -> int:
-        """Positions there is memory for in each row."""
+        """Positions that are allocated per row, without `scratch`."""
         return self._positions
 
     @property
@@ -54,44 +54,35 @@ class StaticSlab(KVSlab):
         """The position that padding writes to."""
         return self._positions
 
-    def make_room(self, tokens: int) -> None:
-        """Make rows at least this long.
-
-        Raises:
-            SlabFull: there is no room for it.
-        """
-        if tokens > self._positions:
-            self._grow(self._rows, whole_blocks(tokens))
-
     def shrink(self) -> None:
-        """Give back memory only where there is more than the limit: moving costs the graphs."""
+        """Free memory only if there is more than `limit`: when buffers move, graphs are lost."""
         if self.limit is not None and self.cells + self._state_cells() > self.limit:
             super().shrink()
 
     def begin_static(self, slots: Tensor, span: int) -> None:
-        """Instead of `begin`: a pass over the first rows whose places are read when it runs.
+        """Prepare a pass over the first rows that reads its slots from a tensor when it runs.
 
         Args:
-            slots: [B, N] positions to write, on the device; that of padding is `scratch`.
-            span: S, key positions that are read.
+            slots: [B, N] the slots to write to, on the device; `scratch` for padding.
+            span: S, the number of slots that attention reads.
         """
         rows, nodes = slots.shape
         row_numbers = torch.arange(rows, device=slots.device)
         self._first, self._last, self._span = 0, rows, span
-        self._starts = ()  # no Python number says where to write
+        self._starts = ()  # the slots below say where to write
         self._slots = slots
         self._places = row_numbers[:, None].expand(rows, nodes).flatten(), slots.flatten()
 
     @property
     def _padded_slots(self) -> Tensor:
-        """As the parent's, moved once and not in every layer."""
+        """See `KVSlab`; moved to the device once per pass, not in every layer."""
         if self._slots is None:
             self._slots = super()._padded_slots.to(self._device)
         return self._slots
 
     @property
     def _node_places(self) -> tuple[Tensor, Tensor]:
-        """As the parent's, moved once and not in every layer."""
+        """See `KVSlab`; moved to the device once per pass, not in every layer."""
         if self._places is None:
             rows, slots = super()._node_places
             self._places = rows.to(self._device), slots.to(self._device)

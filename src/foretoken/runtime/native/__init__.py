@@ -1,1 +1,1 @@
-"""The Llama family in C++, compiled on the user's machine at its first use."""
+"""The CPU runtime in C++ for the Llama family, compiled on the user's machine at its first use."""

@@ -1,4 +1,8 @@
-"""The structures that `decoder.cpp` is called with, and the arrays behind their pointers."""
+"""The C structures that `decoder.cpp` is called with, and the arrays that they point to.
+
+`decoder.py` fills them. Each has the fields of the structure of the same name in `pass.h`, without
+the C in front.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ __all__ = ["CBuffers", "CDecoder", "CLayer", "CPass", "NodeArrays"]
 
 
 class CLayer(Structure):
-    """`Layer` of decoder.cpp."""
+    """`Layer` in pass.h."""
 
     _fields_ = (
         ("qkv", CLinear),
@@ -32,7 +36,7 @@ class CLayer(Structure):
 
 
 class CDecoder(Structure):
-    """`Decoder` of decoder.cpp."""
+    """`Decoder` in pass.h."""
 
     _fields_ = (
         ("layers", POINTER(CLayer)),
@@ -53,7 +57,7 @@ class CDecoder(Structure):
 
 
 class CBuffers(Structure):
-    """`Buffers` of decoder.cpp."""
+    """`Buffers` in pass.h."""
 
     _fields_ = (
         ("keys", c_void_p),
@@ -64,7 +68,7 @@ class CBuffers(Structure):
 
 
 class CPass(Structure):
-    """`Pass` of decoder.cpp."""
+    """`Pass` in pass.h."""
 
     _fields_ = (
         ("nodes", c_int32),
@@ -90,7 +94,7 @@ class CPass(Structure):
 
 
 class NodeArrays:
-    """The nodes of all rows as the arrays that `Pass` points to."""
+    """The nodes of all rows, as the arrays that `Pass` points to."""
 
     def __init__(self, inputs: PassInputs) -> None:
         rows = [row for row in inputs.rows if len(row)]
@@ -118,6 +122,6 @@ class NodeArrays:
         return len(self._tokens)
 
     def addresses(self) -> dict[str, int]:
-        """Field of `Pass` -> address, valid as long as this object lives."""
+        """Field of `Pass` -> address of its array; valid as long as this object lives."""
         found = {name: numbers.buffer_info()[0] for name, numbers in self._ints.items()}
         return {"tokens": self._tokens.buffer_info()[0], **found}

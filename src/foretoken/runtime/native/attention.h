@@ -1,10 +1,10 @@
 // Attention of a few queries over the KV slab.
 //
 // A query sees a prefix of its row's slots. In a token tree it also sees some slots behind the
-// prefix: its ancestors and itself. The slots that it sees have ranks in order of position. Every
-// score is one dot product, and the weighted sum of values runs over the ranks in ascending order.
-// So a node of a tree gets the bits that the same tokens would get in a chain, and a chain gets
-// those of plain decoding (invariant 7).
+// prefix: its ancestors and itself. Ranks number the slots that it sees by position. Every score is
+// one dot product, and the weighted sum of values runs over the ranks in ascending order. So a node
+// of a tree gets the same bits as the same tokens in a chain, and a chain gets those of plain
+// decoding (invariant 7).
 
 #pragma once
 

@@ -1,8 +1,8 @@
-"""Compiles the C++ sources for this processor, once, and loads them.
+"""Compiles the C++ code for this processor at its first use, and loads the library.
 
 The library is stored in the cache folder. Its name is a hash of sources, flags, compiler and
-processor, so that a change of any of them gets a library of its own. Without a compiler only speed
-is lost: the caller runs PyTorch's operations instead.
+processor, so that a change of any of them makes a new library. Without a compiler, `choose.py`
+takes PyTorch's operations, which are slower.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _FLAGS = (
     "-O3",
     "-march=native",
     *(("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()),
-    "-ffp-contract=off",  # the same rounding wherever an expression is inlined (invariant 7)
-    "-fno-strict-aliasing",  # numbers are read in pairs and fours
-    "-fopenmp",  # PyTorch has loaded g++'s OpenMP library already: both share its threads
+    "-ffp-contract=off",  # so that inlining does not change the rounding (invariant 7)
+    "-fno-strict-aliasing",  # several small numbers are read as one word
+    "-fopenmp",  # of g++, which PyTorch has loaded already: both share its threads
     "-fPIC",
     "-shared",
 )
@@ -40,7 +40,7 @@ _TIMEOUT = 300.0
 
 
 class NativeLibraryError(Exception):
-    """The library is not available here; the message says why."""
+    """The library is not available on this machine; the message says why."""
 
 
 def library(*flags: str) -> ctypes.CDLL:
@@ -50,7 +50,7 @@ def library(*flags: str) -> ctypes.CDLL:
         *flags: further flags for the compiler.
 
     Raises:
-        NativeLibraryError: there is no compiler, or it failed.
+        NativeLibraryError: it cannot be compiled or loaded.
     """
     made = _library(*flags)
     if isinstance(made, NativeLibraryError):
@@ -60,9 +60,11 @@ def library(*flags: str) -> ctypes.CDLL:
 
 @cache
 def _library(*flags: str) -> ctypes.CDLL | NativeLibraryError:
-    """The library, or why there is none: a compiler that failed is not called again."""
+    """The library, or why there is none. After a failure, the compiler is not called again."""
     if os.name != "posix" or platform.machine() not in ("x86_64", "aarch64", "arm64"):
-        return NativeLibraryError(f"not written for {platform.system()} on {platform.machine()}")
+        return NativeLibraryError(
+            f"it does not support {platform.system()} on {platform.machine()}"
+        )
     try:
         return _load(_compiled(_compiler(), flags))
     except NativeLibraryError as error:
@@ -76,7 +78,9 @@ def _load(path: Path) -> ctypes.CDLL:
     for place in (path.parent, path):
         state = place.stat()
         if state.st_uid != os.getuid() or state.st_mode & 0o022:
-            raise NativeLibraryError(f"{place} may be written by others: remove it, or chmod go-w")
+            raise NativeLibraryError(
+                f"other users may write to {place}: remove it, or run chmod go-w on it"
+            )
     return ctypes.CDLL(str(path))
 
 
@@ -95,7 +99,7 @@ def _compiler() -> str:
     for name in (os.environ.get("CXX"), "g++", "clang++"):
         if name and (found := shutil.which(name)):
             return found
-    raise NativeLibraryError("there is no C++ compiler (g++ or clang++) to compile it with")
+    raise NativeLibraryError("there is no C++ compiler (g++ or clang++)")
 
 
 def _key(compiler: str, flags: tuple[str, ...]) -> str:
@@ -115,7 +119,7 @@ def _processor() -> str:
 
 
 def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
-    """Compile into a temporary file and rename it, so that no process sees half of it."""
+    """Compile to a temporary file and rename it, so that no process loads an incomplete one."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
         _run([compiler, *_FLAGS, *flags, str(_SOURCES / "decoder.cpp"), "-o", str(made)])

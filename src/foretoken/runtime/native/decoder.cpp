@@ -1,8 +1,8 @@
-// A pass of a decoder of the Llama family: tokens in, logits out, keys and values into the slab.
+// A pass of the Llama family: it takes tokens, writes keys and values to the slab, returns logits.
 //
-// The computation is that of lean.py, the readable version. Here one parallel region covers all
-// layers, and its threads meet at a barrier after each part of a layer. Numbers stay in float32
-// between linear layers. decoder.py calls this through ctypes.
+// decoder.py calls it through ctypes. lean.py is the readable version of the computation. Here one
+// parallel region covers all layers, and its threads meet at a barrier after each part of a layer.
+// Numbers stay in float32 between linear layers.
 
 #include <omp.h>
 

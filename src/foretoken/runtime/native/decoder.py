@@ -1,8 +1,8 @@
-"""`NativeDecoder`: the Llama family through the C++ of this folder (see `Network`).
+"""`NativeDecoder`: runs the Llama family through the C++ code in this folder (see `Network`).
 
-Every kernel sums in one order, regardless of the other nodes. So invariant 7 holds for any number
-of nodes, rows and processes, down to a single node, and for trees, too. Logits are float32. In
-bfloat16 and int8, numbers between the layers are rounded less often than in PyTorch.
+Every kernel sums in one order, whatever else the pass computes. So invariant 7 holds for any number
+of nodes (down to one), rows and threads, and for trees, too. Logits are float32. With bfloat16,
+int8 and int4, numbers between linear layers are rounded less often than in PyTorch.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ __all__ = ["NativeDecoder", "why_not_native"]
 
 _WIDTHS = (32, 64, 96, 128)
 _MOST_HIDDEN_SIZE = 16384
-"""`MOST_HIDDEN_SIZE` of decoder.cpp: `Run::normalise` has room for this many numbers."""
+"""`MOST_HIDDEN_SIZE` in decoder.cpp: `Run::normalise` has room for this many numbers."""
 _ANGLES = 256
-"""Number of positions whose rotary angles are computed at once."""
+"""Rotary angles are computed for this many positions at once."""
 
 _FORMATS = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16}
 _QUANTIZED = {"int8": Format.INT8, "int4": Format.INT4}
@@ -49,9 +49,12 @@ _QUANTIZED = {"int8": Format.INT8, "int4": Format.INT4}
 def why_not_native(model: PreTrainedModel) -> str | None:
     """Why the model cannot run natively here; None if it can."""
     if not is_llama(model):
-        return "it is written for Llama, Mistral, Qwen2 and Qwen3 only"
+        return "it supports only Llama, Mistral, Qwen2 and Qwen3"
     if model.device.type != "cpu" or model.dtype not in _FORMATS:
-        return f"it runs float32 and bfloat16 on CPUs, not {model.dtype} on {model.device.type}"
+        return (
+            "it supports only float32 and bfloat16 on CPUs, "
+            f"not {model.dtype} on {model.device.type}"
+        )
     if (reason := _wrong_sizes(model)) is not None:
         return reason
     try:
@@ -62,23 +65,24 @@ def why_not_native(model: PreTrainedModel) -> str | None:
 
 
 def _wrong_sizes(model: PreTrainedModel) -> str | None:
-    """Which size the kernels do not support; None if they support all."""
+    """Which of the model's sizes the kernels do not support; None if they support all."""
     config: Any = model.config
     body: Any = model.model
     embedding, head = body.embed_tokens.weight, model.get_output_embeddings()  # type: ignore[no-untyped-call]
     width = body.layers[0].self_attn.head_dim
     sizes = (config.hidden_size, config.intermediate_size)
     if width not in _WIDTHS:
-        return f"heads are to be {', '.join(map(str, _WIDTHS))} wide, and these are {width}"
+        return f"head_dim must be one of {', '.join(map(str, _WIDTHS))}, and is {width}"
     if any(size % GROUP for size in sizes):
-        return f"hidden sizes are to be multiples of {GROUP}, and these are {sizes}"
+        return f"hidden_size and intermediate_size must be multiples of {GROUP}, and are {sizes}"
     if config.hidden_size > _MOST_HIDDEN_SIZE:
-        most = _MOST_HIDDEN_SIZE
-        return f"the hidden size is to be at most {most}, and this is {config.hidden_size}"
+        return f"hidden_size must be at most {_MOST_HIDDEN_SIZE}, and is {config.hidden_size}"
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
-        return "some of its weights are not in the CPU's memory"
+        return "some of the model's weights are not in CPU memory"
     if len(embedding) < len(head.weight):
-        return "it can draw tokens that it has no embedding for"
+        return (
+            f"the model has {len(head.weight)} output tokens and only {len(embedding)} embeddings"
+        )
     return None
 
 
@@ -86,12 +90,12 @@ class NativeDecoder:
     """A decoder-only model of the Llama family (see `Network`).
 
     Args:
-        model: one for which `why_not_native` is None. Its linear layers are copied in packed form.
-        quantization: "int8", "int4" (the head in int8) or None.
-        *flags: for the compiler (see `library`).
+        model: a model for which `why_not_native` returns None. Its linear layers are packed copies.
+        quantization: "int8", "int4" (with the head in int8), or None.
+        *flags: further flags for the compiler (see `library`).
 
     Raises:
-        NativeLibraryError: there is no compiled library.
+        NativeLibraryError: the library is not available.
     """
 
     least_nodes = 1
@@ -117,7 +121,7 @@ class NativeDecoder:
         self._buffers = (CBuffers * 0)()
         self._like = _empty(1, weights.key_heads, 1, weights.width, dtype=model.dtype)
         self._decoder = CDecoder(
-            # int4 would cost the head, which ranks all tokens, more accuracy than the layers.
+            # In int4 the head, which ranks all tokens, would lose more accuracy than the layers.
             head=self._linear(weights.head, Format.INT8 if form is Format.INT4 else form),
             norm=self._float(weights.norm),
             embedding=self._keep(weights.embedding.to(model.dtype).contiguous()).data_ptr(),
@@ -166,7 +170,7 @@ class NativeDecoder:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers, those left out included."""
+        """Decoder layers, including those whose sublayers are skipped."""
         return len(self._layers)
 
     def first_layers(self, count: int) -> NativeDecoder:
@@ -215,7 +219,7 @@ class NativeDecoder:
         return PassOutput(logits, argmax, states) if need.logits else PassOutput(None, None, states)
 
     def _hidden_slots(self, layers: Sequence[int]) -> array[int]:
-        """Index of each layer's input, and of the final norm's, among `layers`; -1 if absent."""
+        """[num_layers + 1] each layer id's index in `layers`, or -1 if it is not there."""
         slots = array("i", [-1] * (self.num_layers + 1))
         for slot, layer in enumerate(layers):
             slots[layer] = slot
@@ -231,7 +235,7 @@ class NativeDecoder:
         self._library.foretoken_forward(byref(self._decoder), byref(arguments))
 
     def _buffers_of(self, slab: KVSlab) -> Array[CBuffers]:
-        """The slab's buffers as `Pass` takes them, made anew when the slab has moved."""
+        """The slab's buffers as `Pass` takes them; updated when they have moved."""
         if self._seen_addresses is not slab.addresses:
             slab.reserve([layer.index for layer in self._layers], self._like)
             addresses = self._seen_addresses = slab.addresses
@@ -239,10 +243,10 @@ class NativeDecoder:
         return self._buffers
 
     def _reach(self, positions: int) -> None:
-        """Compute the rotary angles of at least this many positions.
+        """Extend the tables of rotary angles to at least this many positions.
 
-        They are computed in pieces of one size, because PyTorch's bits may depend on the number of
-        positions (invariant 7).
+        They grow by pieces of one size, because the bits of PyTorch's results may depend on the
+        number of positions (invariant 7).
         """
         known, half = self._cos.shape
         pieces = [
@@ -255,12 +259,12 @@ class NativeDecoder:
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Memory for the C++ code, regardless of PyTorch's default dtype and device."""
+    """Memory for the C++ code, whatever PyTorch's default dtype and device are."""
     return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def _checked(loaded: CDLL) -> CDLL:
-    """The library, if its structures have the sizes of the Python ones."""
+    """The library, after a check that its structures have the sizes of the Python ones."""
     loaded.foretoken_workspace.restype = c_size_t
     sizes = (c_int32 * 6)()
     loaded.foretoken_sizes(sizes)

@@ -1,9 +1,9 @@
 // Linear layers over packed weights, in four formats.
 //
-// A weight [N, K] is cut into panels of 32 outputs, and a panel is stored in the order in which it
-// is read, front to back, once for up to ROWS input rows. Every output is one sum over k in
-// ascending order. So its bits do not depend on the other rows (invariant 7), without padding and
-// down to a single row.
+// A weight [N, K] is cut into panels of 32 outputs. A panel is stored in the order in which kernels
+// read it, and is read once for up to ROWS input rows. Every output is one sum over k in ascending
+// order. So its bits do not depend on the other rows (invariant 7). This needs no padding, not even
+// for a single row.
 //
 //   format  weights of a panel                                                  input row
 //   F32     [K][32] float32                                                     float32

@@ -1,4 +1,4 @@
-"""Packs weights in the order in which the kernels read them; `linear.h` explains the terms."""
+"""Packs weights in the order in which the kernels read them; `linear.h` describes the formats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from foretoken.runtime.llama import LinearWeights
 __all__ = ["GROUP", "PANEL", "CLinear", "Format", "PackedWeights", "in_turns", "pack"]
 
 PANEL = 32
+"""Outputs of a panel; `PANEL` in linear.h."""
+
 GROUP = 32
+"""Inputs that share a scale in int8 and int4; `GROUP` in linear.h."""
 
 _SMALLEST_SCALE = 6e-8
 """The smallest positive number in float16, the dtype of scales."""
@@ -31,7 +34,7 @@ class Format(IntEnum):
 
 
 class CLinear(Structure):
-    """`Linear` of linear.h."""
+    """`Linear` in linear.h."""
 
     _fields_ = (
         ("weight", c_void_p),
@@ -45,14 +48,14 @@ class CLinear(Structure):
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """A linear layer for the kernels; keeps alive what `c` points to.
+    """A packed linear layer. It keeps the memory alive that `c` points to.
 
     Args:
-        weight: bytes, panel after panel.
-        bias: float32 of whole panels, or None.
-        format: of the weight.
+        weight: panel after panel.
+        bias: float32, padded to whole panels, or None.
+        format: format of the weight.
         inputs: K.
-        outputs: N.
+        outputs: N, without padding.
     """
 
     weight: Tensor
@@ -63,20 +66,20 @@ class PackedWeights:
 
     @property
     def c(self) -> CLinear:
-        """The structure that the kernels take."""
+        """The layer as the kernels take it."""
         bias = None if self.bias is None else self.bias.data_ptr()
         return CLinear(self.weight.data_ptr(), bias, self.format, self.inputs, self.outputs, 0)
 
 
 def pack(layer: LinearWeights, form: Format) -> PackedWeights:
-    """Pack a layer; outputs are padded with zeros to a multiple of `PANEL`.
+    """Pack a layer. Outputs are padded with zeros to a multiple of `PANEL`.
 
-    int8 is symmetric, and int4 has a minimum per group. Both round to nearest. These are the
-    formats of GGUF's Q8_0 and Q4_1: weights loaded from such a file in float32 keep their values.
+    int8 is symmetric, and int4 has a minimum per group. Both round to nearest. They correspond to
+    GGUF's Q8_0 and Q4_1: weights that were loaded from such a file in float32 keep their values.
 
     Args:
-        layer: [N, K]; K even, and a multiple of `GROUP` for int8 and int4.
-        form: the format.
+        layer: [N, K]. K is even, and for int8 and int4 a multiple of `GROUP`.
+        form: the format to pack into.
     """
     outputs, inputs = layer.weight.shape
     missing = -outputs % PANEL
@@ -96,7 +99,7 @@ def pack(layer: LinearWeights, form: Format) -> PackedWeights:
 
 
 def in_turns(gate_up: LinearWeights) -> LinearWeights:
-    """Interleave gate and up in panels, so that a thread has both factors of a product."""
+    """Interleave the panels of gate and up, so that one thread computes both factors."""
 
     def turns(both: Tensor) -> Tensor:
         halves = both.view(2, -1, PANEL, *both.shape[1:])  # gate, up
@@ -115,6 +118,7 @@ def _int8(groups: Tensor) -> Tensor:
 
 
 def _int4(groups: Tensor) -> Tensor:
+    """[P, 32, G, 32] -> [P, G, bytes]."""
     groups = groups.float()
     least = groups.amin(dim=-1).half()
     scales = _as_float16((groups.amax(dim=-1) - least.float()) / 15)
@@ -136,5 +140,5 @@ def _quads(steps: Tensor) -> Tensor:
 
 
 def _bytes(scales: Tensor) -> Tensor:
-    """[P, 32, G] -> [P, G, 64]."""
+    """[P, 32, G] float16 -> [P, G, 64] bytes."""
     return scales.transpose(1, 2).contiguous().view(torch.uint8)

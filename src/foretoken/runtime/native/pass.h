@@ -1,4 +1,4 @@
-// The arguments of a pass (`arguments.py` has the same structures), and the barrier of its threads.
+// The arguments of a pass, and the barrier of its threads. arguments.py repeats the structures.
 
 #pragma once
 

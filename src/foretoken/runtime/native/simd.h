@@ -1,8 +1,8 @@
-// Vectors of sixteen, and the few operations on them that the kernels need.
+// Vectors of sixteen numbers, and the few operations on them that the kernels need.
 //
 // The code uses the compiler's portable vectors, so that one source serves AVX-512, AVX2 and NEON.
-// Instructions of AVX-512 are used where they are available. FORETOKEN_PORTABLE leaves them out, so
-// that the tests reach the portable code.
+// AVX-512's own instructions are used where available. Tests define FORETOKEN_PORTABLE to test the
+// portable code instead.
 
 #pragma once
 
