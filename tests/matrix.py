@@ -16,6 +16,7 @@ from foretoken.core.acceptance import RULES
 from foretoken.drafters.registry import METHODS
 from foretoken.drafters.text.datastore import Datastore, index_texts
 from foretoken.drafters.text.ngrams import NgramTables, count_ngrams
+from tests.heads import tiny_head
 from tests.tiny import tiny_model, tiny_tokenizer
 
 SPECULATIVE = [name for name in METHODS if name != "none"]
@@ -94,6 +95,8 @@ def speculative_config(
     }
     if METHODS[method].takes_model:
         config.setdefault("model", tiny_model(seed=1))
+    if METHODS[method].takes_head:
+        config.setdefault("model", tiny_head())
     return config
 
 
@@ -109,6 +112,8 @@ def tiny_llm(
     if METHODS[method].takes_model and "model" not in fields:
         vocab_size = model.config.get_text_config().vocab_size
         fields["model"] = tiny_model(seed=1, dtype=model.dtype, vocab_size=vocab_size)
+    if METHODS[method].takes_head and "model" not in fields:
+        fields["model"] = tiny_head(model.config.get_text_config().vocab_size)
     tokenizer = tiny_tokenizer() if method in WITH_TOKENIZER else None
     config = speculative_config(method, rule, gamma, **fields)
     return LLM(model, tokenizer=tokenizer, speculative_config=config)

@@ -12,7 +12,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken import LLM, SamplingParams
+from foretoken.drafters.heads.eagle_net import EagleConfig
 from foretoken.drafters.registry import METHODS
+from tests.heads import random_head
 from tests.matrix import METHOD_FIELDS, ON_CHAINS, SPECULATIVE, WITH_TOKENIZER
 from tests.tiny import reference_greedy
 
@@ -35,6 +37,17 @@ QUESTIONS = {
     "maths": "Tom has 12 apples, gives away 5 and buys twice as many as he has left. How many now?",
     "rag": f"Answer from the text.\n\nText: {PASSAGE}\n\nQuestion: When did the keeper leave?",
 }
+HEAD = EagleConfig(
+    hidden_size=576,
+    intermediate_size=64,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    head_dim=64,
+    vocab_size=49152,
+    draft_vocab_size=512,
+    aux_layers=(2, 15, 27),
+    max_position_embeddings=8192,
+)
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=0)
 SEEDED = SamplingParams(temperature=0.8, top_p=0.95, seed=7, max_tokens=TOKENS, logprobs=0)
 
@@ -60,6 +73,8 @@ def llm_with(
     config |= METHOD_FIELDS.get(method, {})
     if METHODS[method].takes_model:
         config["model"] = model  # a perfect draft model: everything accepted
+    if METHODS[method].takes_head:
+        config["model"] = random_head(HEAD)
     return LLM(
         model,
         tokenizer=tokenizer if method in WITH_TOKENIZER else None,

@@ -34,7 +34,7 @@ class SpeculativeConfig(Config):
         num_speculative_tokens: most tokens drafted per step (gamma); None takes the method's
             default.
         model: the draft model for methods that use one: a path, an alias or a loaded
-            `PreTrainedModel`.
+            `PreTrainedModel`. For `eagle`, the folder of a trained head.
         acceptance: a rule's name, a dict of its name (`rule`) and its options, or an
             `AcceptanceRule`.
         controller: how much to draft from step to step: a controller's name, or a dict of its
@@ -86,11 +86,13 @@ class SpeculativeConfig(Config):
     @model_validator(mode="after")
     def _check_parts(self) -> Self:
         _ = self.options, self.rule, self.controller_options
-        takes_model = self.drafter_spec.takes_model
-        if takes_model and self.model is None:
-            raise ConfigError(f"method '{self.method_name}' needs a draft model: set 'model'.")
-        if self.model is not None and not takes_model:
-            raise ConfigError(f"method '{self.method_name}' takes no draft model: remove 'model'.")
+        spec, name = self.drafter_spec, self.method_name
+        if spec.takes_model and self.model is None:
+            raise ConfigError(f"method '{name}' needs a draft model: set 'model'.")
+        if spec.takes_head and not isinstance(self.model, str | Path):
+            raise ConfigError(f"method '{name}' needs a trained head: set 'model' to its folder.")
+        if self.model is not None and not (spec.takes_model or spec.takes_head):
+            raise ConfigError(f"method '{name}' takes no draft model: remove 'model'.")
         return self
 
     @property

@@ -10,7 +10,8 @@ import pytest
 from typer.testing import Result
 
 from foretoken import LLM, SamplingParams, Trace
-from tests.cli.conftest import Run, error_of
+from tests.cli.conftest import Run, ascii_tokenizer, error_of
+from tests.heads import tiny_head
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 SHORT = ["--max-tokens", "20"]
@@ -43,11 +44,13 @@ def test_a_pipe_gets_the_text_and_nothing_else(run: Run, tiny: Path, llm: LLM) -
         ("none", []),
         ("ngram_table", ["--num-speculative-tokens", 3]),
         ("draft_model", ["--draft-model", "TINY"]),
+        ("eagle", ["--draft-model", "HEAD"]),
     ],
 )
 def test_the_drafter_changes_nothing(run: Run, tiny: Path, method: str, more: list[object]) -> None:
     given = ["generate", "hello", "-m", tiny, *SHORT, "--temperature", 1, "--seed", 3]
-    more = [tiny if item == "TINY" else item for item in more]
+    folders = {"TINY": tiny, "HEAD": tiny_head(len(ascii_tokenizer().get_vocab()))}
+    more = [folders.get(str(item), item) for item in more]
     expected = run(*given).stdout
     assert run(*given, "--method", method, *more).stdout == expected
 

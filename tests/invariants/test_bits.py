@@ -75,11 +75,18 @@ def test_any_drafter_any_draft_length(
         assert bits(llm, PARAMS[name], PROMPTS[:3]) == plain[name][:3]
 
 
-@pytest.mark.parametrize("controller", ["fixed", "cost_model"])
-@pytest.mark.parametrize("method", ["none", *ON_CHAINS])
+@pytest.mark.parametrize(
+    ("method", "controller"),
+    # `test_controllers.py` has the other methods with `cost_model`.
+    [*((method, "fixed") for method in ("none", *ON_CHAINS)), ("ngram", None), ("eagle", None)],
+)
 @pytest.mark.parametrize("name", list(PARAMS))
 def test_batch_equals_single(
-    model: PreTrainedModel, plain: dict[str, list[Any]], method: str, name: str, controller: str
+    model: PreTrainedModel,
+    plain: dict[str, list[Any]],
+    method: str,
+    name: str,
+    controller: str | None,
 ) -> None:
     llm = tiny_llm(model, method, controller=controller)
     alone = [bits(llm, PARAMS[name], [prompt])[0] for prompt in PROMPTS]

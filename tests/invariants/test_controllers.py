@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from transformers import PreTrainedModel
 
-from foretoken import SamplingParams
+from foretoken import LLM, RequestOutput, SamplingParams
 from foretoken.control import CONTROLLERS, Budget, Controller, CostCurve
 from foretoken.control.batch import BatchTable
 from foretoken.control.confidence import Confidence
@@ -22,18 +24,30 @@ from tests.matrix import ON_CHAINS, PROMPTS, SPECULATIVE, tiny_llm
 from tests.tiny import tiny_model
 
 
+@cache
+def llama(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return tiny_model(dtype=dtype)
+
+
+def outputs(llm: LLM) -> list[RequestOutput]:
+    """Greedy and seeded."""
+    greedy = SamplingParams(temperature=0, max_tokens=30, logprobs=1)
+    seeded = SamplingParams(temperature=1.2, seed=2, max_tokens=30, logprobs=1)
+    return [output for params in (greedy, seeded) for output in llm.generate(PROMPTS, params)]
+
+
+@cache
+def plain_outputs(dtype: torch.dtype = torch.float32) -> list[RequestOutput]:
+    return outputs(tiny_llm(llama(dtype)))
+
+
 @pytest.mark.parametrize("controller", list(CONTROLLERS))
 @pytest.mark.parametrize("method", ON_CHAINS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_the_output_is_the_same_under_all(controller: str, method: str, dtype: torch.dtype) -> None:
-    model = tiny_model(dtype=dtype)
-    plain, steered = tiny_llm(model), tiny_llm(model, method, gamma=6, controller=controller)
-    for params in (
-        SamplingParams(temperature=0, max_tokens=30, logprobs=1),
-        SamplingParams(temperature=0.8, seed=2, max_tokens=30, logprobs=1),
-    ):
-        expected = [(o.token_ids, o.logprobs) for o in plain.generate(PROMPTS, params)]
-        assert [(o.token_ids, o.logprobs) for o in steered.generate(PROMPTS, params)] == expected
+    llm = tiny_llm(llama(dtype), method, gamma=6, controller=controller)
+    expected = [(o.token_ids, o.logprobs) for o in plain_outputs(dtype)]
+    assert [(o.token_ids, o.logprobs) for o in outputs(llm)] == expected
 
 
 class WildCosts(CostCurve):
@@ -71,17 +85,11 @@ def test_whatever_is_timed_the_bits_are_the_same(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`cost_model` chooses by time: a mad clock makes it jump between depths, and nothing else."""
-    model = tiny_model()
-    greedy = SamplingParams(temperature=0, max_tokens=30, logprobs=1)
-    seeded = SamplingParams(temperature=1.2, seed=2, max_tokens=30, logprobs=1)
-    llms = tiny_llm(model), tiny_llm(model, method, gamma=6, controller="cost_model")
-    controller = llms[1].engine._speculation.default.controller
+    llm = tiny_llm(llama(), method, gamma=6, controller="cost_model")
+    controller = llm.engine._speculation.default.controller
     controller.costs = WildCosts()
     depths = Depths(controller, monkeypatch)
-    expected, found = (
-        [output for params in (greedy, seeded) for output in llm.generate(PROMPTS, params)]
-        for llm in llms
-    )
+    expected, found = plain_outputs(), outputs(llm)
     assert [o.token_ids for o in found] == [o.token_ids for o in expected]
     if method in ON_CHAINS:
         assert [o.logprobs for o in found] == [o.logprobs for o in expected]

@@ -24,13 +24,16 @@ def request_of(tokens: list[int], params: SamplingParams | None = None) -> Reque
 
 def propose(llm: LLM, batch: list[Request], budgets: list[Budget]) -> list[Draft]:
     """What the loop does before it asks for drafts: the target holds all tokens but the last."""
-    target = llm.engine.target
+    target, drafter = llm.engine.target, drafter_of(llm)
     for request in batch:
         if request.key not in target:
             target.add(request.key)
         held = target.cached(request.key)
-        target.prefill(request.key, request.token_ids[held:-1])
-    return drafter_of(llm).propose(batch, budgets)
+        tokens = request.token_ids[held:-1]
+        hidden = target.prefill(request.key, tokens, drafter.hidden_layers)
+        if hidden:
+            drafter.observe_prefill(request, held, hidden)
+    return drafter.propose(batch, budgets)
 
 
 def release(llm: LLM, request: Request) -> None:

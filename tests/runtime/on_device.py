@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
+from foretoken.runtime import passes as passes_module
 from foretoken.runtime import target as target_module
 from foretoken.runtime.cuda import cuda_network
 from foretoken.runtime.cuda.graphs import Capture
@@ -20,7 +21,7 @@ def use_cuda_runtime(monkeypatch: pytest.MonkeyPatch, **slab: int) -> Tape:
     """Every target made from now on runs on graphs; they are recorded on this tape."""
     tape = Tape()
     use_capture(monkeypatch, tape)
-    monkeypatch.setattr(target_module, "slab_for", lambda *_: StaticSlab(**slab))
+    monkeypatch.setattr(passes_module, "slab_for", lambda *_: StaticSlab(**slab))
     return tape
 
 

@@ -77,7 +77,7 @@ def test_verification_returns_the_states_of_its_nodes(target: Target) -> None:
 def test_prefill_returns_the_states_of_its_tokens(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("foretoken.runtime.target.PREFILL_CHUNK", 2)
+    monkeypatch.setattr("foretoken.runtime.passes.PREFILL_CHUNK", 2)
     found = target.prefill(0, [*CONTEXT, *PATH], LAYERS)
     expected = expected_states([*CONTEXT, *PATH])
     for layer in LAYERS:

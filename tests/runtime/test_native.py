@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from foretoken import ConfigError
 from foretoken.core.tree import TokenTree, chain
 from foretoken.runtime.choose import network_for
-from foretoken.runtime.llama import LinearWeights
+from foretoken.runtime.llama import LinearWeights, LlamaWeights
 from foretoken.runtime.module import ModuleNetwork
 from foretoken.runtime.native import build
 from foretoken.runtime.native.build import NativeLibraryError, library
@@ -85,7 +85,7 @@ ROUNDED = {"int8": rounded_int8, "int4": rounded_int4}
 @pytest.mark.parametrize("name", FAMILY)
 def test_the_module_is_the_oracle(name: str, flags: tuple[str, ...]) -> None:
     model = wide_model(name)
-    found = scores(model, NativeDecoder(model, None, *flags))
+    found = scores(model, NativeDecoder(LlamaWeights(model), None, *flags))
     assert torch.allclose(found, scores(model, ModuleNetwork.sharing(model)), atol=2e-4, rtol=1e-4)
 
 
@@ -104,7 +104,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_odd_shapes(shape: str) -> None:
     model = tiny_model(head_dim=32, **SHAPES[shape])
-    found = scores(model, NativeDecoder(model))
+    found = scores(model, NativeDecoder(LlamaWeights(model)))
     assert torch.allclose(found, scores(model, ModuleNetwork.sharing(model)), atol=2e-3, rtol=1e-3)
 
 
@@ -112,7 +112,7 @@ def test_odd_shapes(shape: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_heads_of_every_width(width: int, dtype: torch.dtype) -> None:
     model = tiny_model(head_dim=width, dtype=dtype)
-    found = scores(model, NativeDecoder(model))
+    found = scores(model, NativeDecoder(LlamaWeights(model)))
     exact = float32_scores(model)
     assert (found - exact).std() < {torch.float32: 1e-4, torch.bfloat16: 0.03}[dtype] * exact.std()
 
@@ -121,7 +121,7 @@ def test_bfloat16_is_nearer_to_float32_than_the_module() -> None:
     model = wide_model("qwen3", torch.bfloat16)
     native, module = (
         scores(model, network).float()
-        for network in (NativeDecoder(model), ModuleNetwork.sharing(model))
+        for network in (NativeDecoder(LlamaWeights(model)), ModuleNetwork.sharing(model))
     )
     exact = float32_scores(model)
     assert (native - exact).std() < (module - exact).std()
@@ -132,7 +132,7 @@ def test_bfloat16_is_nearer_to_float32_than_the_module() -> None:
 def test_rounded_weights_are_what_runs(quantization: str, flags: tuple[str, ...]) -> None:
     """Against the same weights in float32: what is left is the rounding of the inputs."""
     model = wide_model("qwen2")
-    found = scores(model, NativeDecoder(model, quantization, *flags))
+    found = scores(model, NativeDecoder(LlamaWeights(model), quantization, *flags))
     unrounded = scores(model, ModuleNetwork.sharing(model))
     expected = scores(quantized(model, quantization), ModuleNetwork.sharing(model))
     error = (found - expected).std() / expected.std()
@@ -145,7 +145,7 @@ def test_a_head_alone_in_int8(flags: tuple[str, ...]) -> None:
     """One linear layer: nothing but the rounding of its inputs, half a step of 127 at most."""
     model, every = wide_model("llama, tied"), range(2)
     exact = scores(model, ModuleNetwork.sharing(model).without(every, every))
-    found = scores(model, NativeDecoder(model, "int8", *flags).without(every, every))
+    found = scores(model, NativeDecoder(LlamaWeights(model), "int8", *flags).without(every, every))
     assert (found - exact).std() < 0.01 * exact.std()
 
 
@@ -155,7 +155,7 @@ def test_bits_do_not_depend_on_the_number_of_nodes(
     dtype: torch.dtype, quantization: str | None, flags: tuple[str, ...], rows: int
 ) -> None:
     model = wide_model("qwen3", dtype)
-    target = filled(Target(model), NativeDecoder(model, quantization, *flags), 33)
+    target = filled(Target(model), NativeDecoder(LlamaWeights(model), quantization, *flags), 33)
     together = target.verify([0], [chain(TOKENS[33:])])[0].scores.clone()
     alone = target.verify([0], [chain(TOKENS[33 : 33 + rows])])[0].scores
     assert torch.equal(alone, together[:rows])
@@ -166,7 +166,7 @@ def test_a_tree_has_the_bits_of_its_chains(
     dtype: torch.dtype, quantization: str | None, flags: tuple[str, ...]
 ) -> None:
     model = wide_model("llama", dtype)
-    target = filled(Target(model), NativeDecoder(model, quantization, *flags), 14)
+    target = filled(Target(model), NativeDecoder(LlamaWeights(model), quantization, *flags), 14)
     tree = TokenTree((5, 3, 5, 8, 9, 7, 1, 2), (-1, 0, 0, 1, 3, 2, 2, 5))
     scored = target.verify([0], [tree])[0].scores.clone()
     for node in range(len(tree)):
@@ -180,7 +180,9 @@ def test_a_row_has_its_own_bits_in_any_company(
     dtype: torch.dtype, quantization: str | None, flags: tuple[str, ...]
 ) -> None:
     model = wide_model("mistral", dtype)
-    target = filled(Target(model), NativeDecoder(model, quantization, *flags), 9, 30, 2)
+    target = filled(
+        Target(model), NativeDecoder(LlamaWeights(model), quantization, *flags), 9, 30, 2
+    )
     trees = [chain([5, 6, 7, 8]), TREE, chain([4])]
     together = [output.scores.clone() for output in target.verify([0, 1, 2], trees)]
     for key, tree in enumerate(trees):
@@ -198,12 +200,12 @@ def test_bits_do_not_depend_on_threads_or_chunks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = wide_model("llama", dtype)
-    network = NativeDecoder(model, quantization, *flags)
+    network = NativeDecoder(LlamaWeights(model), quantization, *flags)
     five = chain(TOKENS[40:45])
     expected = filled(Target(model), network, 40).verify([0], [five])[0].scores.clone()
     for threads, chunk in ((1, 3), (2, 17), (3, 40)):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        monkeypatch.setattr("foretoken.runtime.target.PREFILL_CHUNK", chunk)
+        monkeypatch.setattr("foretoken.runtime.passes.PREFILL_CHUNK", chunk)
         found = filled(Target(model), network, 40).verify([0], [five])[0]
         assert torch.equal(found.scores, expected)
 
@@ -227,7 +229,7 @@ def test_layers_can_be_left_out() -> None:
     for change in changes:
         found, expected = (
             scores(model, change(network))
-            for network in (NativeDecoder(model), ModuleNetwork.sharing(model))
+            for network in (NativeDecoder(LlamaWeights(model)), ModuleNetwork.sharing(model))
         )
         assert torch.allclose(found, expected, atol=2e-4, rtol=1e-4)
 
@@ -356,10 +358,10 @@ def test_fewer_threads_than_asked_for() -> None:
 
 def test_another_default_dtype() -> None:
     model = wide_model()
-    expected = scores(model, NativeDecoder(model))
+    expected = scores(model, NativeDecoder(LlamaWeights(model)))
     torch.set_default_dtype(torch.float64)
     try:
-        assert torch.equal(scores(model, NativeDecoder(model)), expected)
+        assert torch.equal(scores(model, NativeDecoder(LlamaWeights(model))), expected)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -371,7 +373,7 @@ def test_a_broken_number_shows(value: float, quantization: str | None, place: in
     model = wide_model()
     with torch.no_grad():
         model.get_input_embeddings().weight[TREE.tokens[0], place] = value  # type: ignore[operator]
-    network = NativeDecoder(model, quantization)
+    network = NativeDecoder(LlamaWeights(model), quantization)
     target = Target(wide_model()).with_network(network)
     target.add(0)
     target.prefill(0, [1, 2])

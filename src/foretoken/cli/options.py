@@ -168,7 +168,10 @@ class SpeculationOptions:
         int | None, _speculation("Maximum tokens drafted per step.", show_default="the method's")
     ] = None
     draft_model: Annotated[
-        str | None, _speculation("Folder, .gguf file or alias, for --method draft_model.")
+        str | None,
+        _speculation(
+            "Folder, .gguf file or alias, for --method draft_model; a head's folder for eagle."
+        ),
     ] = None
     acceptance: Annotated[
         str | None, _speculation("Acceptance rule.", show_default="coupled, lossless")

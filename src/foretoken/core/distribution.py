@@ -131,6 +131,16 @@ class Distribution:
         total = probs.sum()
         return self.normalised(probs / total) if float(total) > 0 else self
 
+    def renamed(self, token_ids: Tensor) -> Distribution:
+        """The same probabilities for other tokens: `token_ids[t]` in the place of token t.
+
+        Args:
+            token_ids: [n] ascending.
+        """
+        if self.certain is not None:
+            return Distribution.one_hot(int(token_ids[self.certain]))
+        return Distribution(self.probs, token_ids[self.tokens])
+
     def normalised(self, probs: Tensor) -> Distribution:
         """A distribution with other probabilities on the same support; zeros leave the support.
 

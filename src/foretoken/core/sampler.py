@@ -71,7 +71,7 @@ class Sampler:
 
         One argmax call then serves all nodes of a tree.
         """
-        return self.params.greedy and not self._changes_logits
+        return self.params.greedy and not self.changes_logits
 
     @cached_property
     def _penalises(self) -> bool:
@@ -80,7 +80,7 @@ class Sampler:
         return penalties != (1.0, 0.0, 0.0)
 
     @cached_property
-    def _changes_logits(self) -> bool:
+    def changes_logits(self) -> bool:
         """Whether masks, bias, grammar or penalties change the logits."""
         params = self.params
         masks = params.logit_bias or params.allowed_token_ids is not None or params.min_tokens
@@ -111,7 +111,7 @@ class Sampler:
             [V] logits in float32, or in float64 if the input is float64.
         """
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        if not self._changes_logits:
+        if not self.changes_logits:
             return logits
         logits = logits.clone()
         if self._bias is not None:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from foretoken.runtime.target import Target
+from foretoken.runtime.rows import Rows
 
 __all__ = ["rows_that_fit"]
 
 
 def rows_that_fit(
-    model: Target, wanted: Mapping[int, int], held: Mapping[int, int]
+    model: Rows, wanted: Mapping[int, int], held: Mapping[int, int]
 ) -> tuple[set[int], list[int]]:
     """Choose the requests whose rows fit into the model's memory together.
 

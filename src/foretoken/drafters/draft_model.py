@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import model_validator
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from foretoken.core.common_prefix import common_prefix
@@ -22,7 +23,7 @@ from foretoken.drafters.admission import rows_that_fit
 from foretoken.drafters.shapes import TreeOptions
 from foretoken.request import Request
 from foretoken.runtime.network import PassOutput
-from foretoken.runtime.target import Target
+from foretoken.runtime.passes import Passes
 
 __all__ = ["DraftModelOptions", "OwnModel"]
 
@@ -73,8 +74,9 @@ class OwnModel:
     """
 
     reads_target_kv = False
+    token_ids: Tensor | None = None
 
-    def __init__(self, model: Target, *, partial: bool = False) -> None:
+    def __init__(self, model: Passes, *, partial: bool = False) -> None:
         self.partial = partial
         self._model = model
         self._cached: dict[int, list[int]] = {}  # request key -> tokens whose KV the model holds
@@ -112,10 +114,14 @@ class OwnModel:
         agreed = common_prefix(self._cached[key], tokens[:-1])
         self._model.rollback(key, agreed)
         if len(tokens) - agreed > FIRST_PASS:
-            self._model.prefill(key, tokens[agreed:-1])
+            self._prefill(request, agreed, len(tokens) - 1)
             agreed = len(tokens) - 1
         self._cached[key] = tokens[:agreed]
         return tokens[agreed:]
+
+    def _prefill(self, request: Request, start: int, stop: int) -> None:
+        """Compute and commit the KV of `seen(request)[start:stop]`."""
+        self._model.prefill(request.key, self.seen(request)[start:stop])
 
     def verify(
         self, keys: Sequence[int], trees: Sequence[TokenTree], num_computed: Sequence[int]
@@ -129,7 +135,10 @@ class OwnModel:
         self._cached[request.key] = list(self.seen(request))
 
     def release(self, request: Request) -> None:
-        """Free the request's KV row."""
+        """Free the request's KV row; after a failure its numbers, which may be NaN, too."""
+        failed = request.failure is not None or request.metrics.drafter_failure is not None
+        if failed and request.key in self._cached:
+            self._model.wipe(request.key)
         self._free(request.key)
 
     def _free(self, key: int) -> None:

@@ -180,7 +180,10 @@ class _Stage:
             drafted.add(draft)
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
-        if not self._drafter.hidden_layers:  # with hidden layers it needs all outcomes
+        if self._drafter.hidden_layers:  # it needs all outcomes
+            for outcome in outcomes:
+                self._seen.setdefault(outcome.request.key, [])  # so that `release` reaches it
+        else:
             outcomes = [outcome for outcome in outcomes if outcome.request.key in self._seen]
         if outcomes:
             self._drafter.observe(outcomes, times)

@@ -1,4 +1,4 @@
-"""`ModelDrafter`: drafting with a model, for `draft_model`, `early_exit` and `layer_skip`.
+"""`ModelDrafter`: drafting with a model, for `draft_model`, `eagle`, `early_exit`, `layer_skip`.
 
 A tree grows level by level, with one pass of the drafting model per level for all requests
 together. A chain is a tree of width 1. The methods differ in their `Scorer`: which model scores the
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,6 +26,10 @@ from foretoken.runtime.network import PassOutput
 __all__ = ["ModelDrafter", "Scorer"]
 
 
+_Drawn: TypeAlias = tuple[int, Distribution, float]
+"""A drafted token, the q it was drawn from, and its probability."""
+
+
 class Scorer(Protocol):
     """A drafting model with its KV: the part of `ModelDrafter` that differs between methods."""
 
@@ -34,6 +38,10 @@ class Scorer(Protocol):
 
     partial: bool
     """Whether the drafting model lacks some of the target's tokens. Their logits are -inf."""
+
+    token_ids: Tensor | None
+    """[Vd] the target's ids of the tokens that logits stand for, ascending; None if these are all
+    tokens of the target."""
 
     def room(self, request: Request) -> int:
         """Most tokens it can draft after the committed ones; below 1 it cannot draft."""
@@ -58,7 +66,8 @@ class Scorer(Protocol):
             num_computed: [B] nodes at the beginning of each tree that earlier passes computed.
 
         Returns:
-            [B] outputs with logits [n, V] of the n new nodes of each tree.
+            [B] outputs with logits [n, V] of the n new nodes of each tree, or [n, Vd] with
+            `token_ids`.
         """
         ...
 
@@ -203,13 +212,15 @@ class ModelDrafter(Drafter):
 
         Args:
             growth: the tree of one request.
-            logits: [n, V] of the n new nodes of the pass; the last ones are the frontier's.
+            logits: [n, V] or [n, Vd] of the n new nodes of the pass; the last ones are the
+                frontier's.
         """
         frontier, budget = growth.frontier, growth.budget
         growth.num_computed = len(growth.pending) + len(growth.scored)
         level: list[Node] = []
-        for node, row in zip(frontier, logits[-len(frontier) :], strict=True):
-            level += self._children(growth, node, row)
+        drawn = self._draw_level(growth, logits[-len(frontier) :])
+        for node, children in zip(frontier, drawn, strict=True):
+            level += self._children(growth, node, children)
         growth.nodes += level
         depth = level[0].depth if level else budget.depth
         wanted: list[Node] = []
@@ -219,28 +230,53 @@ class ModelDrafter(Drafter):
         growth.frontier = list(wanted)
         growth.scored += wanted
 
-    def _children(self, growth: _Growth, node: Node | None, logits: Tensor) -> list[Node]:
+    def _children(self, growth: _Growth, node: Node | None, drawn: Sequence[_Drawn]) -> list[Node]:
         ranks = () if node is None else node.ranks
         path_prob = 1.0 if node is None else node.path_prob
         children = []
-        drawn = self._draw(growth, node, logits, self._shape.width(ranks))
         for rank, (token, distribution, token_prob) in enumerate(drawn):
             child = Node(token, distribution, node, (*ranks, rank), path_prob * token_prob)
             child.stopped = growth.budget.stops_below(token_prob, child.path_prob)
             children.append(child)
         return children
 
-    def _draw(
-        self, growth: _Growth, node: Node | None, logits: Tensor, width: int
-    ) -> list[tuple[int, Distribution, float]]:
-        """For each child: its token, the q it was drawn from, and its probability."""
+    def _draw_level(self, growth: _Growth, logits: Tensor) -> list[list[_Drawn]]:
+        """The children of each node of the frontier, from its logits [f, V] or [f, Vd]."""
+        frontier = growth.frontier
+        widths = [self._shape.width(node.ranks if node else ()) for node in frontier]
+        request, ids = growth.request, self._scorer.token_ids
+        most_probable = self._options.takes_most_probable(self._temperature(request))
+        best = None
+        if most_probable and not request.sampler.changes_logits:
+            best = logits.float().softmax(-1).topk(min(max(widths), logits.shape[-1]))
+        if best is None or best.values.isnan().any():  # `_draw` refuses NaN
+            nodes = zip(frontier, logits, widths, strict=True)
+            return [self._draw(growth, *each) for each in nodes]
+        # What `_draw` does, for all nodes at once.
+        tokens = best.indices if ids is None else ids[best.indices]
+        rows = zip(tokens.tolist(), best.values.tolist(), widths, strict=True)
+        return [
+            [
+                (token, Distribution.one_hot(token), probability)
+                for token, probability in zip(tokens[:width], values[:width], strict=True)
+                if probability > 0
+            ]
+            for tokens, values, width in rows
+        ]
+
+    def _draw(self, growth: _Growth, node: Node | None, logits: Tensor, width: int) -> list[_Drawn]:
+        """The children of one node."""
         request, output = growth.request, growth.output_to(node)
-        if self._scorer.partial and _excluded(request.sampler.shaped(logits, output)):
+        sampler, ids = request.sampler, self._scorer.token_ids
+        if ids is not None and sampler.changes_logits:  # masks and penalties are of all tokens
+            logits, ids = _spread(logits, ids, sampler.vocab_size), None
+        some_excluded = self._scorer.partial or self._scorer.token_ids is not None
+        if some_excluded and _excluded(sampler.shaped(logits, output)):
             return []
         temperature = self._temperature(request)
         if self._options.takes_most_probable(temperature):
-            return most_probable(request.sampler.untempered(logits, output), width)
-        distribution = request.sampler.distribution(logits, output, temperature)
+            return most_probable(_named(sampler.untempered(logits, output), ids), width)
+        distribution = _named(sampler.distribution(logits, output, temperature), ids)
         depth = 0 if node is None else node.depth
         noise = request.noise.at(len(request.token_ids)).drafting(coupled=self._coupled)
         if self._options.expansion == "sample_with_replacement":
@@ -252,12 +288,24 @@ class ModelDrafter(Drafter):
         return request.params.temperature if own is None else own
 
 
+def _spread(logits: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
+    """[V] logits from those [Vd] of `token_ids`; -inf for all others."""
+    spread = logits.new_full((vocab_size,), -torch.inf)
+    spread[token_ids] = logits
+    return spread
+
+
+def _named(distribution: Distribution, token_ids: Tensor | None) -> Distribution:
+    """A distribution over places in `token_ids` as one over the target's tokens."""
+    return distribution if token_ids is None else distribution.renamed(token_ids)
+
+
 def _excluded(logits: Tensor) -> bool:
     """Whether the request allows none of the drafting model's tokens, so that there is no q."""
     return bool(logits.max() == -torch.inf)
 
 
-def most_probable(distribution: Distribution, width: int) -> list[tuple[int, Distribution, float]]:
+def most_probable(distribution: Distribution, width: int) -> list[_Drawn]:
     """The `width` most probable tokens with their q (one-hot) and their probability."""
     best = distribution.probs.topk(min(width, len(distribution.probs)))
     tokens = distribution.tokens[best.indices].tolist()
@@ -267,9 +315,7 @@ def most_probable(distribution: Distribution, width: int) -> list[tuple[int, Dis
     ]
 
 
-def distinct(
-    distribution: Distribution, noise: Noise, depth: int, width: int
-) -> list[tuple[int, Distribution, float]]:
+def distinct(distribution: Distribution, noise: Noise, depth: int, width: int) -> list[_Drawn]:
     """`width` draws without replacement: the q of each excludes its earlier siblings."""
     drawn, left = [], distribution
     for token in noise.draw_distinct(distribution, depth, width):
@@ -279,9 +325,7 @@ def distinct(
     return drawn
 
 
-def independent(
-    distribution: Distribution, noise: Noise, depth: int, width: int
-) -> list[tuple[int, Distribution, float]]:
+def independent(distribution: Distribution, noise: Noise, depth: int, width: int) -> list[_Drawn]:
     """`width` independent draws with a shared q; a token that is drawn twice is drafted twice."""
     tokens = [noise.draw(distribution, depth, trial) for trial in range(width)]
     return [(token, distribution, distribution.prob(token)) for token in tokens]

@@ -23,6 +23,8 @@ from foretoken.drafters.combine import CombineOptions, Ensemble, Switch, SwitchO
 from foretoken.drafters.copy import CopyDrafter, CopyOptions
 from foretoken.drafters.corpus_ngram import CorpusNgramDrafter, CorpusNgramOptions, load_corpus
 from foretoken.drafters.draft_model import DraftModelOptions
+from foretoken.drafters.heads.checkpoint import read_checkpoint
+from foretoken.drafters.heads.eagle import EagleDrafter, EagleOptions, load_head
 from foretoken.drafters.horizontal import HorizontalCascade, HorizontalOptions
 from foretoken.drafters.lookahead import LookaheadDrafter, LookaheadOptions
 from foretoken.drafters.model_drafter import ModelDrafter, Scorer
@@ -45,6 +47,7 @@ from foretoken.drafters.shapes import shape_of
 from foretoken.drafters.suffix import SuffixDrafter, SuffixOptions
 from foretoken.drafters.vocabulary import DraftModel, Vocabularies
 from foretoken.errors import ConfigError
+from foretoken.runtime.rows import Rows
 from foretoken.runtime.target import Target
 
 __all__ = ["METHODS", "DrafterParts", "DrafterSpec", "drafter_spec", "spec_of"]
@@ -58,6 +61,8 @@ class DrafterParts:
         options: the method's own options.
         coupled: whether the acceptance rule wants drafts drawn with the target's own noise.
         target: the target, for methods that draft with a part of it.
+        model: what the user gave as `model`; only for methods with `takes_head`.
+        share_memory: counts KV rows of the drafter into `kv_cache_memory`.
         load_model: loads the draft model, with any vocabulary; only for methods with
             `takes_model`.
         build: constructs another drafter, for methods that combine several. Its arguments are the
@@ -69,6 +74,8 @@ class DrafterParts:
     options: Any
     coupled: bool
     target: Target
+    model: Any
+    share_memory: Callable[[Rows], None]
     load_model: Callable[[], DraftModel]
     build: Callable[[Mapping[str, Any], Target, bool], Drafter]
     tokenizer: PreTrainedTokenizerBase | None
@@ -84,6 +91,7 @@ class DrafterSpec:
         build: constructs the drafter.
         default_num_speculative_tokens: the default draft length, in drafted nodes.
         takes_model: whether the method needs a draft model (`model`).
+        takes_head: whether the method needs the folder of a trained head (`model`).
         steady: whether the method reads its next draft from the target's output at the nodes of
             its last one. A skipped or shortened draft then makes the next one worse, too. So the
             default controller is `fixed`.
@@ -94,6 +102,7 @@ class DrafterSpec:
     build: Callable[[DrafterParts], Drafter]
     default_num_speculative_tokens: int
     takes_model: bool = False
+    takes_head: bool = False
     steady: bool = False
     summary: str = ""
 
@@ -162,6 +171,15 @@ def _draft_model(parts: DrafterParts) -> Drafter:
     return drafter
 
 
+def _eagle(parts: DrafterParts) -> Drafter:
+    checkpoint = read_checkpoint(parts.model)
+    head, rows = load_head(checkpoint, parts.target)
+    parts.share_memory(rows)
+    layers = checkpoint.description.config.aux_layers
+    shape = shape_of(parts.options)
+    return EagleDrafter(head, layers, parts.options, shape, coupled=parts.coupled)
+
+
 METHODS: dict[str, DrafterSpec] = {
     "none": DrafterSpec(
         NoOptions, lambda _: NoDrafter(), 0, summary="no speculation: the baseline"
@@ -172,6 +190,13 @@ METHODS: dict[str, DrafterSpec] = {
         5,
         takes_model=True,
         summary="a smaller model, best with the same vocabulary",
+    ),
+    "eagle": DrafterSpec(
+        EagleOptions,
+        _eagle,
+        4,
+        takes_head=True,
+        summary="a trained head that reads the target's hidden states (EAGLE-3)",
     ),
     "cascade": DrafterSpec(
         CascadeOptions,

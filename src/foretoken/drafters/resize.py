@@ -39,10 +39,14 @@ class _Resized(Target):
         self.vocab_size = vocab_size
 
     def prefill(
-        self, key: int, tokens: Sequence[int], hidden_layers: tuple[int, ...] = ()
+        self,
+        key: int,
+        tokens: Sequence[int],
+        hidden_layers: tuple[int, ...] = (),
+        states: Tensor | None = None,
     ) -> Mapping[int, Tensor]:
-        """See `Target.prefill`."""
-        return super().prefill(key, self._without_padding(tokens), hidden_layers)
+        """See `Passes.prefill`."""
+        return super().prefill(key, self._without_padding(tokens), hidden_layers, states)
 
     def verify(
         self,
@@ -50,10 +54,11 @@ class _Resized(Target):
         trees: Sequence[TokenTree],
         num_computed: Sequence[int] | None = None,
         need: Need = LOGITS,
+        states: Sequence[Tensor] | None = None,
     ) -> list[PassOutput]:
-        """See `Target.verify`."""
+        """See `Passes.verify`."""
         trees = [TokenTree(self._without_padding(tree.tokens), tree.parents) for tree in trees]
-        outputs = super().verify(keys, trees, num_computed, need)
+        outputs = super().verify(keys, trees, num_computed, need, states)
         # Without an argmax: the network's may be a token that is cut off.
         return [PassOutput(self._fitted(o.scores), hidden=o.hidden) for o in outputs]
 

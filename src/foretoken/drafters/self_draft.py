@@ -13,6 +13,7 @@ from typing import Annotated, Self
 
 from annotated_types import Ge
 from pydantic import PrivateAttr, model_validator
+from torch import Tensor
 
 from foretoken.core.config import PathText
 from foretoken.core.tree import TokenTree
@@ -106,6 +107,7 @@ class SharedLayers:
 
     reads_target_kv = True
     partial = False
+    token_ids: Tensor | None = None
 
     def __init__(self, target: Target, network: Network) -> None:
         self._target = target.with_network(network)

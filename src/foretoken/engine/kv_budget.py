@@ -9,7 +9,7 @@ from __future__ import annotations
 from foretoken.core.memory import MIB
 from foretoken.errors import ConfigError
 from foretoken.runtime.attention import KEY_BLOCK
-from foretoken.runtime.target import Target
+from foretoken.runtime.rows import Rows
 
 __all__ = ["KVBudget"]
 
@@ -23,10 +23,10 @@ class KVBudget:
 
     def __init__(self, num_bytes: int | None) -> None:
         self._num_bytes = num_bytes
-        self._models: list[Target] = []  # waiting for `share`
+        self._models: list[Rows] = []  # waiting for `share`
         self._positions: int | None = None  # for each model, set by `share`
 
-    def add(self, model: Target) -> None:
+    def add(self, model: Rows) -> None:
         """Count a model in.
 
         A model that comes after `share` gets as many positions as the others, in addition to the

@@ -134,6 +134,8 @@ class StrategyFactory:
             options=config.options,
             coupled=coupled,
             target=target,
+            model=config.model,
+            share_memory=self._kv_budget.add,
             tokenizer=self._tokenizer,
             grammars=self._grammars,
             load_model=lambda: self._load(config.model),

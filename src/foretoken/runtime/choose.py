@@ -10,13 +10,13 @@ from foretoken.runtime.cpu import check_quantization, linear_layer
 from foretoken.runtime.cuda import StaticSlab, cuda_network
 from foretoken.runtime.cuda.network import CudaNetwork
 from foretoken.runtime.kv_slab import KVSlab
-from foretoken.runtime.lean import LeanDecoder
-from foretoken.runtime.llama import is_llama
+from foretoken.runtime.lean import DenseLinear, LeanDecoder
+from foretoken.runtime.llama import DecoderWeights, LlamaWeights, is_llama
 from foretoken.runtime.module import ModuleNetwork
-from foretoken.runtime.native.decoder import NativeDecoder, why_not_native
+from foretoken.runtime.native.decoder import NativeDecoder, why_not_native, wrong_sizes
 from foretoken.runtime.network import Network
 
-__all__ = ["network_for", "slab_for"]
+__all__ = ["head_network", "network_for", "slab_for"]
 
 _STATIC_POSITIONS = 2048
 """Positions per row of a new GPU slab. When the slab grows, the captured graphs are lost."""
@@ -53,7 +53,7 @@ def network_for(
         return cuda_network(model, compiler=compiler, required=runtime != "auto")
     reason = "the runtime is 'torch'" if runtime == "torch" else why_not_native(model)
     if reason is None:
-        return NativeDecoder(model, quantization)
+        return NativeDecoder(LlamaWeights(model), quantization)
     if runtime == "native":
         raise ConfigError(
             f"runtime: native is not available for this model on this machine: {reason}."
@@ -65,7 +65,9 @@ def network_for(
     linear = linear_layer(model.dtype, model.device, quantization)
     if linear is None:
         return ModuleNetwork.sharing(model)
-    return LeanDecoder(model, linear) if is_llama(model) else ModuleNetwork.packed(model, linear)
+    if is_llama(model):
+        return LeanDecoder(LlamaWeights(model), linear)
+    return ModuleNetwork.packed(model, linear)
 
 
 def slab_for(network: Network, max_model_len: int) -> KVSlab:
@@ -73,3 +75,17 @@ def slab_for(network: Network, max_model_len: int) -> KVSlab:
     if not isinstance(network, CudaNetwork):
         return KVSlab()
     return StaticSlab(positions=min(max_model_len, _STATIC_POSITIONS))
+
+
+def head_network(weights: DecoderWeights, target: Network, quantization: str | None) -> Network:
+    """The network of a drafting head that works for a target.
+
+    Args:
+        weights: the head's, on the target's device and in its dtype.
+        target: the target's network: a native target gets a native head, if it supports the sizes.
+        quantization: the target's. A native head of a quantized target is quantized to int8.
+    """
+    dtype, device = weights.embedding.dtype, weights.embedding.device
+    if isinstance(target, NativeDecoder) and wrong_sizes(weights) is None:
+        return NativeDecoder(weights, None if quantization is None else "int8")
+    return LeanDecoder(weights, linear_layer(dtype, device, None) or DenseLinear)

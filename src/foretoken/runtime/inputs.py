@@ -1,6 +1,6 @@
 """The inputs of a pass: the nodes of several rows, and the slots that each node sees.
 
-`Target` makes them. Native code reads the numbers. Networks on PyTorch's operations read tensors,
+`Passes` makes them. Native code reads the numbers. Networks on PyTorch's operations read tensors,
 which are made when they are first accessed.
 
 Rows may have different numbers of nodes. Attention then needs a rectangle with padding, [B, N]. All
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.core.tree import TokenTree
@@ -78,6 +79,8 @@ class PassInputs:
         span: S, the number of slots that attention reads, a multiple of `KEY_BLOCK`.
         dtype: dtype of the mask.
         device: device of the tensors.
+        states: [T, E] the nodes' states, row by row, for a drafting head that reads a state beside
+            each token; None for a language model.
     """
 
     rows: Sequence[RowNodes]
@@ -86,6 +89,15 @@ class PassInputs:
     span: int
     dtype: torch.dtype
     device: torch.device
+    states: Tensor | None = None
+
+    @property
+    def states_of_nodes(self) -> Tensor:
+        """[T, E] `states`, and zeros for the padding of a single row, which is computed."""
+        assert self.states is not None, "this network reads states"
+        if len(self.rows) > 1:
+            return self.states
+        return F.pad(self.states, (0, 0, 0, self.nodes - len(self.states)))
 
     @cached_property
     def tokens(self) -> Tensor:

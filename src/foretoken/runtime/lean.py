@@ -13,24 +13,53 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import ClassVar, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from foretoken.runtime.attention import attend_grouped, grouped_mask
-from foretoken.runtime.cpu import Int8Linear, PackedLinear
 from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.kv_slab import KVSlab
-from foretoken.runtime.llama import LayerWeights, LinearWeights, LlamaWeights
+from foretoken.runtime.llama import DecoderWeights, LayerWeights, LinearWeights
 from foretoken.runtime.network import Need, PassOutput
 
-__all__ = ["LeanDecoder", "Linear"]
+__all__ = ["DenseLinear", "LeanDecoder", "Linear", "LinearLayer"]
 
 Linear: TypeAlias = Callable[[Tensor], Tensor]
 """[T, in] -> [T, out]."""
+
+
+class LinearLayer(Protocol):
+    """A linear layer made of a weight [out, in] and a bias [out] (see `cpu.linear_layer`)."""
+
+    LEAST_ROWS: ClassVar[int]
+    """Fewest rows for which each row's result has the same bits (see `Network.least_nodes`)."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None: ...
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out]."""
+        ...
+
+
+class DenseLinear:
+    """`y = x W^T + b` through `F.linear`, which needs no packed weights on a GPU.
+
+    Args:
+        weight: [out, in].
+        bias: [out] or None.
+    """
+
+    LEAST_ROWS: ClassVar[int] = 1
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight.detach(), bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out]."""
+        return F.linear(x, self._weight, self._bias)
 
 
 @dataclass(frozen=True)
@@ -57,21 +86,20 @@ class _Layer:
 
 
 class LeanDecoder:
-    """A decoder-only model of the Llama family (see `Network`).
+    """A decoder of the Llama family, or a drafting head with such layers (see `Network`).
 
     Args:
-        model: the Transformers module. Its embedding and norms are shared, and its linear layers
-            are converted.
+        weights: its weights. Embedding and norms are shared, and linear layers are converted.
         linear: the class of linear layers to use.
     """
 
-    def __init__(self, model: PreTrainedModel, linear: type[PackedLinear | Int8Linear]) -> None:
+    def __init__(self, weights: DecoderWeights, linear: type[LinearLayer]) -> None:
         self._least_nodes = linear.LEAST_ROWS
-        weights = LlamaWeights(model)
         self._rotary = weights.rotary
         self._heads, self._key_heads = weights.heads, weights.key_heads
         self._width, self._scaling, self._epsilon = weights.width, weights.scaling, weights.epsilon
         self._embedding, self._norm = weights.embedding, weights.norm
+        self._joint = weights.joint
         self._angles: tuple[Tensor, Tensor] | None = None
         self._layers = [
             _layer(index, weights.layer(index), linear) for index in range(weights.num_layers)
@@ -111,7 +139,7 @@ class LeanDecoder:
 
     def forward(self, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:
         """See `Network.forward`."""
-        x = F.embedding(inputs.flat(inputs.tokens), self._embedding)  # [T, E]
+        x, joined = self._begin(inputs)
         cos, sin = self._angles_at(inputs.flat(inputs.positions))  # [T, 1, D]
         nodes, group = inputs.nodes, self._heads // self._key_heads
         mask = grouped_mask(inputs.mask, nodes, group)
@@ -120,18 +148,31 @@ class LeanDecoder:
             if place in need.hidden:
                 hidden[place] = x
             if layer.attends:
-                x = x + self._attention(layer, x, (cos, sin), inputs, mask, slab)
+                read = self._normalised(x, layer.attention_norm) if joined is None else joined
+                x = x + self._attention(layer, read, (cos, sin), inputs, mask, slab)
+                joined = None  # only the first layer of a drafting head reads it
             if layer.computes:
                 x = x + self._mlp(layer, x)
         if len(self._layers) in need.hidden:
-            hidden[len(self._layers)] = x
+            behind = self._joint is not None and self._joint.norm_output
+            hidden[len(self._layers)] = self._normalised(x, self._norm) if behind else x
         logits = self._head(self._normalised(x, self._norm)) if need.logits else None
         return PassOutput(logits, hidden=hidden)
+
+    def _begin(self, inputs: PassInputs) -> tuple[Tensor, Tensor | None]:
+        """The residual stream [T, E]; of a drafting head, also its first attention's input."""
+        x = F.embedding(inputs.flat(inputs.tokens), self._embedding)
+        if self._joint is None:
+            return x, None
+        states = inputs.states_of_nodes
+        normed = self._normalised(states, self._joint.state_norm)
+        joined = torch.cat([self._normalised(x, self._joint.embedding_norm), normed], dim=-1)
+        return (normed if self._joint.norm_before_residual else states), joined
 
     def _attention(
         self,
         layer: _Layer,
-        x: Tensor,
+        read: Tensor,
         angles: tuple[Tensor, Tensor],
         inputs: PassInputs,
         mask: Tensor,
@@ -139,8 +180,8 @@ class LeanDecoder:
     ) -> Tensor:
         cos, sin = angles
         heads, turned = self._heads, self._heads + self._key_heads
-        qkv = layer.qkv(self._normalised(x, layer.attention_norm))
-        qkv = qkv.view(len(x), turned + self._key_heads, self._width)
+        qkv = layer.qkv(read)
+        qkv = qkv.view(len(read), turned + self._key_heads, self._width)
         qk = qkv[:, :turned]
         if layer.query_norm is not None and layer.key_norm is not None:
             q = self._normalised(qk[:, :heads], layer.query_norm)
@@ -176,7 +217,7 @@ class LeanDecoder:
         return cos, sin * signs
 
 
-def _layer(index: int, weights: LayerWeights, linear: type[PackedLinear | Int8Linear]) -> _Layer:
+def _layer(index: int, weights: LayerWeights, linear: type[LinearLayer]) -> _Layer:
     def of(part: LinearWeights) -> Linear:
         # `forward` itself, because `nn.Module.__call__` would add overhead four times a layer.
         return linear(part.weight, part.bias).forward

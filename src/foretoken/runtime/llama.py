@@ -7,13 +7,21 @@ architectures run through their Transformers modules (`module.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-__all__ = ["LayerWeights", "LinearWeights", "LlamaWeights", "Rotary", "is_llama"]
+__all__ = [
+    "DecoderWeights",
+    "JointInput",
+    "LayerWeights",
+    "LinearWeights",
+    "LlamaWeights",
+    "Rotary",
+    "is_llama",
+]
 
 _ARCHITECTURES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 
@@ -86,6 +94,57 @@ class LayerWeights:
     down: LinearWeights
 
 
+@dataclass(frozen=True)
+class JointInput:
+    """How a drafting head reads and hands on states (EAGLE-3).
+
+    The state takes the place of the embedding at the beginning of the residual stream. The first
+    layer's attention reads both, `[norm(embedding); norm(state)]`, so its `qkv` is 2 E -> (H + 2 G)
+    D and its `attention_norm` is not used.
+
+    Args:
+        embedding_norm: [E] weight of the embedding's RMSNorm.
+        state_norm: [E] weight of the state's RMSNorm.
+        norm_before_residual: whether the residual stream begins with the normalised state.
+        norm_output: whether the states handed on, which are the hidden states behind the last
+            layer, are those after the final norm.
+    """
+
+    embedding_norm: Tensor
+    state_norm: Tensor
+    norm_before_residual: bool
+    norm_output: bool
+
+
+class DecoderWeights(Protocol):
+    """What `lean.py` and `native/` read of a decoder; letters are those of `LayerWeights`.
+
+    V is the size of the vocabulary that can be read, and Vo of the one that can be predicted.
+    """
+
+    heads: int
+    key_heads: int
+    hidden_size: int
+    inner_size: int
+    width: int
+    scaling: float
+    epsilon: float
+    num_layers: int
+    embedding: Tensor
+    """[V, E], in the dtype of the KV and of the inputs of linear layers."""
+    norm: Tensor
+    """[E] of the final norm."""
+    head: LinearWeights
+    """E -> Vo."""
+    rotary: Rotary
+    joint: JointInput | None
+    """None for a language model, whose residual stream begins with the embedding."""
+
+    def layer(self, index: int) -> LayerWeights:
+        """The weights of a layer."""
+        ...
+
+
 class LlamaWeights:
     """A model's sizes and weights. The weights of a layer are merged when `layer` is called.
 
@@ -111,6 +170,7 @@ class LlamaWeights:
         self.num_layers = len(body.layers)
         self._layers = body.layers
         self.rotary = Rotary(body.rotary_emb, self.embedding.device)
+        self.joint: JointInput | None = None
 
     def layer(self, index: int) -> LayerWeights:
         """The weights of a layer; the merged ones are new copies."""

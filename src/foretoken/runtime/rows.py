@@ -1,4 +1,4 @@
-"""`Rows`: the rows of a KV slab, addressed by keys. `Target` adds passes to it."""
+"""`Rows`: the rows of a KV slab, addressed by keys. `Passes` adds passes to it."""
 
 from __future__ import annotations
 

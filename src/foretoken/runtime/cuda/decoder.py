@@ -2,48 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from foretoken.runtime.lean import LeanDecoder
-from foretoken.runtime.llama import is_llama
+from foretoken.runtime.lean import DenseLinear, LeanDecoder
+from foretoken.runtime.llama import LlamaWeights, is_llama
 from foretoken.runtime.module import ModuleNetwork
 from foretoken.runtime.network import Network
 
-__all__ = ["DenseLinear", "DeviceDecoder", "decoder_for"]
-
-
-class DenseLinear:
-    """`y = x W^T + b` through `F.linear`: cuBLAS needs no packed weights.
-
-    Args:
-        weight: [out, in].
-        bias: [out] or None.
-    """
-
-    LEAST_ROWS: ClassVar[int] = 1
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, self._bias = weight.detach(), bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out]."""
-        return F.linear(x, self._weight, self._bias)
+__all__ = ["DeviceDecoder", "decoder_for"]
 
 
 class DeviceDecoder(LeanDecoder):
     """`LeanDecoder` without transfers to the host, which a graph cannot capture.
 
     Args:
-        model: see `LeanDecoder`.
+        model: the Transformers module.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(model, cast("Any", DenseLinear))
+        super().__init__(LlamaWeights(model), DenseLinear)
         self._turn: Any = cast("Any", model.model).rotary_emb
 
     def _angles_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -52,7 +52,10 @@ class CDecoder(Structure):
         ("is_bf16", c_int32),
         ("epsilon", c_float),
         ("scaling", c_float),
-        ("unused", c_int32),
+        ("norm_before_residual", c_int32),
+        ("norm_output", c_int32),
+        ("embedding_norm", c_void_p),
+        ("state_norm", c_void_p),
     )
 
 
@@ -76,6 +79,7 @@ class CPass(Structure):
         ("threads", c_int32),
         ("most_seen", c_int32),
         ("tokens", c_void_p),
+        ("states", c_void_p),
         ("positions", c_void_p),
         ("rows", c_void_p),
         ("slots", c_void_p),

@@ -40,7 +40,7 @@ public:
         Format format = d_.layers[0].qkv.format;
         stream_ = (float*)take(nodes * d_.hidden_size * sizeof(float));
         qkv_ = (float*)take(nodes * heads() * d_.width * sizeof(float));
-        normed_ = take(nodes * row_bytes(format, d_.hidden_size));
+        normed_ = take(nodes * row_bytes(format, d_.layers[0].qkv.inputs));
         mixed_ = take(nodes * row_bytes(format, d_.heads * d_.width));
         inner_ = take(nodes * row_bytes(format, d_.intermediate));
         stride_ = (p_.most_seen + LANES - 1) / LANES * LANES;
@@ -50,7 +50,10 @@ public:
     }
 
     void thread(int id) {
-        share(p_.nodes, id, [&](int node) { embed(node); });
+        share(p_.nodes, id, [&](int node) {
+            if (joint()) join(node);
+            else embed(node, stream_ + (long)node * d_.hidden_size);
+        });
         barrier_.wait();
         for (int i = 0; i < d_.num_layers; i++) {
             const Layer& layer = d_.layers[i];
@@ -119,11 +122,31 @@ private:
         for (long i = count * id / threads_; i < count * (id + 1) / threads_; i++) work((int)i);
     }
 
-    void embed(int node) {
-        float* to = stream_ + (long)node * d_.hidden_size;
-        const uint8_t* from = d_.embedding + p_.tokens[node] * d_.hidden_size * (d_.is_bf16 ? 2 : 4);
+    // Row `row` of a [.., E] matrix in the model's dtype, as floats.
+    void widen_row(const uint8_t* matrix, long row, float* to) {
+        const uint8_t* from = matrix + row * d_.hidden_size * (d_.is_bf16 ? 2 : 4);
         for (int i = 0; i < d_.hidden_size; i += LANES)
             store(to + i, d_.is_bf16 ? widen((const bf16*)from + i) : load<f32x16>((const float*)from + i));
+    }
+
+    void embed(int node, float* to) { widen_row(d_.embedding, p_.tokens[node], to); }
+
+    bool joint() const { return d_.state_norm != nullptr; }
+
+    // A drafting head: the stream begins with the state, and the first layer reads both.
+    void join(int node) {
+        float x[MOST_HIDDEN_SIZE];
+        int size = d_.hidden_size;
+        const Linear& qkv = d_.layers[0].qkv;
+        uint8_t* inputs = normed_ + node * row_bytes(qkv.format, qkv.inputs);
+        float* stream = stream_ + (long)node * size;
+        embed(node, x);
+        rms_norm(x, d_.embedding_norm, d_.epsilon, size, x);
+        encode(qkv.format, x, inputs, qkv.inputs, 0, size);
+        widen_row(p_.states, node, stream);
+        rms_norm(stream, d_.state_norm, d_.epsilon, size, x);
+        encode(qkv.format, x, inputs, qkv.inputs, size, size);
+        if (d_.norm_before_residual) std::memcpy(stream, x, size * sizeof(float));
     }
 
     // Copy the residual stream entering a layer, if the caller asked for it. The threads have met since
@@ -131,7 +154,12 @@ private:
     void keep_hidden(int layer, int id) {
         if (!p_.hidden || p_.hidden_slots[layer] < 0) return;
         share(p_.nodes, id, [&](int node) {
+            float normal[MOST_HIDDEN_SIZE];
             const float* from = stream_ + (long)node * d_.hidden_size;
+            if (d_.norm_output && layer == d_.num_layers) {
+                rms_norm(from, d_.norm, d_.epsilon, d_.hidden_size, normal);
+                from = normal;
+            }
             long place = ((long)p_.hidden_slots[layer] * p_.nodes + node) * d_.hidden_size;
             for (int i = 0; i < d_.hidden_size; i += LANES) {
                 if (d_.is_bf16) Bf16Cache::write(from + i, (bf16*)p_.hidden + place + i);
@@ -184,7 +212,7 @@ private:
     }
 
     void attention(const Layer& layer, int id) {
-        normalise(layer.attention_norm, layer.qkv.format, id);
+        if (!joint() || &layer != d_.layers) normalise(layer.attention_norm, layer.qkv.format, id);
         long size = heads() * d_.width;
         multiply<1>(layer.qkv, normed_, p_.nodes, id, threads_, [&](long node, long panel, const float* sums) {
             std::memcpy(qkv_ + node * size + panel * PANEL, sums, PANEL * sizeof(float));

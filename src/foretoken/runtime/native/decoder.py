@@ -28,17 +28,24 @@ from transformers import PreTrainedModel
 
 from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.kv_slab import KVSlab
-from foretoken.runtime.llama import LayerWeights, LinearWeights, LlamaWeights, is_llama
+from foretoken.runtime.llama import (
+    DecoderWeights,
+    JointInput,
+    LayerWeights,
+    LinearWeights,
+    LlamaWeights,
+    is_llama,
+)
 from foretoken.runtime.native.arguments import CBuffers, CDecoder, CLayer, CPass, NodeArrays
 from foretoken.runtime.native.build import NativeLibraryError, library
 from foretoken.runtime.native.pack import GROUP, CLinear, Format, PackedWeights, in_turns, pack
 from foretoken.runtime.network import Need, PassOutput
 
-__all__ = ["NativeDecoder", "why_not_native"]
+__all__ = ["NativeDecoder", "why_not_native", "wrong_sizes"]
 
 _WIDTHS = (32, 64, 96, 128)
 _MOST_HIDDEN_SIZE = 16384
-"""`MOST_HIDDEN_SIZE` in decoder.cpp: `Run::normalise` has room for this many numbers."""
+"""`MOST_HIDDEN_SIZE` in decoder.cpp: functions of `Run` have room for this many numbers."""
 _ANGLES = 256
 """Rotary angles are computed for this many positions at once."""
 
@@ -55,8 +62,14 @@ def why_not_native(model: PreTrainedModel) -> str | None:
             "it supports only float32 and bfloat16 on CPUs, "
             f"not {model.dtype} on {model.device.type}"
         )
-    if (reason := _wrong_sizes(model)) is not None:
+    weights = LlamaWeights(model)
+    if (reason := wrong_sizes(weights)) is not None:
         return reason
+    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+        return "some of the model's weights are not in CPU memory"
+    embeddings, outputs = len(weights.embedding), len(weights.head.weight)
+    if embeddings < outputs:
+        return f"the model has {outputs} output tokens and only {embeddings} embeddings"
     try:
         library()
     except NativeLibraryError as error:
@@ -64,33 +77,24 @@ def why_not_native(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _wrong_sizes(model: PreTrainedModel) -> str | None:
-    """Which of the model's sizes the kernels do not support; None if they support all."""
-    config: Any = model.config
-    body: Any = model.model
-    embedding, head = body.embed_tokens.weight, model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    width = body.layers[0].self_attn.head_dim
-    sizes = (config.hidden_size, config.intermediate_size)
-    if width not in _WIDTHS:
-        return f"head_dim must be one of {', '.join(map(str, _WIDTHS))}, and is {width}"
+def wrong_sizes(weights: DecoderWeights) -> str | None:
+    """Which of the sizes the kernels do not support; None if they support all."""
+    sizes = (weights.hidden_size, weights.inner_size)
+    if weights.width not in _WIDTHS:
+        return f"head_dim must be one of {', '.join(map(str, _WIDTHS))}, and is {weights.width}"
     if any(size % GROUP for size in sizes):
         return f"hidden_size and intermediate_size must be multiples of {GROUP}, and are {sizes}"
-    if config.hidden_size > _MOST_HIDDEN_SIZE:
-        return f"hidden_size must be at most {_MOST_HIDDEN_SIZE}, and is {config.hidden_size}"
-    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
-        return "some of the model's weights are not in CPU memory"
-    if len(embedding) < len(head.weight):
-        return (
-            f"the model has {len(head.weight)} output tokens and only {len(embedding)} embeddings"
-        )
+    if weights.hidden_size > _MOST_HIDDEN_SIZE:
+        return f"hidden_size must be at most {_MOST_HIDDEN_SIZE}, and is {weights.hidden_size}"
     return None
 
 
 class NativeDecoder:
-    """A decoder-only model of the Llama family (see `Network`).
+    """A decoder of the Llama family, or a drafting head with such layers (see `Network`).
 
     Args:
-        model: a model for which `why_not_native` returns None. Its linear layers are packed copies.
+        weights: its weights, in float32 or bfloat16; those of a model for which `why_not_native`
+            returns None. Linear layers are packed copies.
         quantization: "int8", "int4" (with the head in int8), or None.
         *flags: further flags for the compiler (see `library`).
 
@@ -103,12 +107,12 @@ class NativeDecoder:
     exact_trees = True
 
     def __init__(
-        self, model: PreTrainedModel, quantization: str | None = None, *flags: str
+        self, weights: DecoderWeights, quantization: str | None = None, *flags: str
     ) -> None:
         self._library = _checked(library(*flags))
         self._lock = Lock()  # the workspace serves one thread at a time
-        form = _FORMATS[model.dtype] if quantization is None else _QUANTIZED[quantization]
-        weights = LlamaWeights(model)
+        dtype = weights.embedding.dtype
+        form = _FORMATS[dtype] if quantization is None else _QUANTIZED[quantization]
         self._kept: list[Tensor | PackedWeights] = []
         layers = [
             self._layer(index, weights.layer(index), form) for index in range(weights.num_layers)
@@ -119,22 +123,34 @@ class NativeDecoder:
         self._workspace = _empty(0, dtype=torch.uint8)
         self._seen_addresses: list[tuple[int, int, int, int]] = []
         self._buffers = (CBuffers * 0)()
-        self._like = _empty(1, weights.key_heads, 1, weights.width, dtype=model.dtype)
+        self._like = _empty(1, weights.key_heads, 1, weights.width, dtype=dtype)
         self._decoder = CDecoder(
             # In int4 the head, which ranks all tokens, would lose more accuracy than the layers.
             head=self._linear(weights.head, Format.INT8 if form is Format.INT4 else form),
             norm=self._float(weights.norm),
-            embedding=self._keep(weights.embedding.to(model.dtype).contiguous()).data_ptr(),
+            embedding=self._keep(weights.embedding.contiguous()).data_ptr(),
             hidden_size=weights.hidden_size,
             heads=weights.heads,
             key_heads=weights.key_heads,
             width=weights.width,
             intermediate=weights.inner_size,
-            is_bf16=model.dtype == torch.bfloat16,
+            is_bf16=dtype == torch.bfloat16,
             epsilon=weights.epsilon,
             scaling=weights.scaling,
+            **self._joint(weights.joint),
         )
         self._use(layers)
+
+    def _joint(self, joint: JointInput | None) -> dict[str, Any]:
+        """The fields of `CDecoder` for a drafting head's input."""
+        if joint is None:
+            return {}
+        return {
+            "embedding_norm": self._float(joint.embedding_norm),
+            "state_norm": self._float(joint.state_norm),
+            "norm_before_residual": joint.norm_before_residual,
+            "norm_output": joint.norm_output,
+        }
 
     def _use(self, layers: Sequence[CLayer]) -> None:
         self._layers = (CLayer * len(layers))(*layers)
@@ -212,6 +228,11 @@ class NativeDecoder:
         if need.hidden:
             slots = self._hidden_slots(need.hidden)
             arguments.hidden, arguments.hidden_slots = hidden.data_ptr(), slots.buffer_info()[0]
+        assert (inputs.states is None) == (not self._decoder.state_norm)
+        if inputs.states is not None:
+            assert len(inputs.states) == len(nodes)
+            given = inputs.states.to(self._like.dtype).contiguous()
+            arguments.states = given.data_ptr()
         with self._lock:
             self._reach(inputs.span)
             self._run(arguments, slab)

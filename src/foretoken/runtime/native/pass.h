@@ -24,7 +24,11 @@ struct Decoder {
     int32_t num_layers, hidden_size, heads, key_heads, width, intermediate;
     int32_t is_bf16;  // dtype of embedding and slab; float32 otherwise
     float epsilon, scaling;
-    int32_t unused;
+    // A drafting head reads a state beside each token; its first layer's inputs are twice as wide:
+    // the normalised embedding, then the normalised state. Null norms for a language model.
+    int32_t norm_before_residual;  // whether the stream begins with the normalised state
+    int32_t norm_output;           // whether hidden states behind the last layer are normalised
+    const float *embedding_norm, *state_norm;
 };
 
 // Keys and values of a layer, [rows, G, S, D] each.
@@ -36,6 +40,7 @@ struct Buffers {
 struct Pass {
     int32_t nodes, need_logits, threads, most_seen;
     const int64_t* tokens;       // [T]
+    const uint8_t* states;       // [T, E] in the model's dtype, for a drafting head
     const int32_t* positions;    // [T]
     const int32_t* rows;         // [T] of the slab
     const int32_t* slots;        // [T] where a node's keys and values go

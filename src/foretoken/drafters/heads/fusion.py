@@ -1,0 +1,54 @@
+"""The states of an EAGLE head's committed tokens, from the target's hidden states.
+
+A state has the same bits for any number of tokens that are computed with it. So drafts do not
+depend on how the tokens came to be committed (invariant 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foretoken.drafters.heads.eagle_net import EagleNet, RMSNorm
+from foretoken.runtime.cpu import linear_layer
+from foretoken.runtime.lean import DenseLinear, LinearLayer
+
+__all__ = ["Fusion"]
+
+
+class Fusion:
+    """`EagleNet.fuse` for serving, in the target's dtype.
+
+    Args:
+        net: the head.
+        dtype: of the target's hidden states.
+        device: where they are.
+    """
+
+    def __init__(self, net: EagleNet, dtype: torch.dtype, device: torch.device) -> None:
+        self._config = net.config
+        self._norms = [
+            n.weight.detach().to(device, dtype) for n in cast("list[RMSNorm]", list(net.fc_norm))
+        ]
+        weight = net.fc.weight.detach().to(device, dtype)
+        kind: type[LinearLayer] = linear_layer(dtype, device, None) or DenseLinear
+        self._least_rows = kind.LEAST_ROWS
+        self._fc = kind(weight, None).forward
+
+    def __call__(self, hidden: Mapping[int, Tensor]) -> Tensor:
+        """Layer id -> [n, E] hidden states of n tokens -> [n, E] their states."""
+        parts = [hidden[layer] for layer in self._config.aux_layers]
+        if self._norms:
+            parts = [self._normed(*each) for each in zip(parts, self._norms, strict=True)]
+        joined = torch.cat(parts, dim=-1)
+        missing = self._least_rows - len(joined)
+        if missing > 0:
+            joined = F.pad(joined, (0, 0, 0, missing))
+        return self._fc(joined)[: len(parts[0])]
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)

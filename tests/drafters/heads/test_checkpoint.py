@@ -1,0 +1,204 @@
+"""Folders of trained heads: what is written is read, and what does not fit is refused in a line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from foretoken import LLM, CompatibilityError, ConfigError, ForetokenError, SamplingParams
+from foretoken.drafters.heads.checkpoint import read_checkpoint, write_checkpoint
+from foretoken.drafters.heads.config_file import Description, Verifier
+from tests.heads import save_head, tiny_config, tiny_net
+from tests.tiny import tiny_model
+
+LINE = SamplingParams(temperature=0, max_tokens=6)
+
+
+VERIFIER = Verifier("tiny", ("LlamaForCausalLM",), 2)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "head"
+    net = tiny_net(tiny_config(), tiny_model())
+    write_checkpoint(path, net, Description(net.config, VERIFIER, {"seed": 3}))
+    return path
+
+
+def load(folder: Path, **fields: Any) -> LLM:
+    return LLM(tiny_model(**fields), speculative_config={"method": "eagle", "model": str(folder)})
+
+
+def test_what_is_written_is_read(folder: Path) -> None:
+    net = tiny_net(tiny_config(), tiny_model())
+    found = read_checkpoint(folder)
+    assert found.description == Description(net.config, VERIFIER, {"seed": 3})
+    for name, tensor in net.state_dict().items():
+        expected = tensor.bfloat16() if tensor.is_floating_point() else tensor
+        assert torch.equal(found.tensors[name], expected)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_it_drafts(folder: Path) -> None:
+    (output,) = load(folder).generate([[1, 2, 3]], LINE, speculative_config=None)
+    (plain,) = LLM(tiny_model()).generate([[1, 2, 3]], LINE)
+    assert output.token_ids == plain.token_ids
+
+
+def test_head_rows_of_other_engines_are_not_read(folder: Path) -> None:
+    change_tensors(folder, lambda t: t.update({"lm_head.weight": torch.full((48, 64), torch.nan)}))
+    (output,) = load(folder).generate([[1, 2, 3]], LINE)
+    assert output.metrics.drafter_failure is None
+
+
+def test_without_a_map_the_draft_vocabulary_is_the_target_s(tmp_path: Path) -> None:
+    net = tiny_net(tiny_config(draft_vocab_size=96), tiny_model())
+    save_head(tmp_path, net)
+
+    def drop_maps(tensors: dict[str, Tensor]) -> None:
+        del tensors["d2t"], tensors["t2d"]
+
+    change_tensors(tmp_path, drop_maps)
+    assert read_checkpoint(tmp_path).draft_tokens().tolist() == list(range(96))
+    load(tmp_path)
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def change_config(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def change_layer(folder: Path, **fields: Any) -> None:
+    layer = json.loads((folder / "config.json").read_text())["transformer_layer_config"]
+    change_config(folder, transformer_layer_config={**layer, **fields})
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "does not exist"),
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json does not exist"),
+    "no JSON": (lambda f: (f / "config.json").write_text("{"), "cannot be read"),
+    "no object": (lambda f: (f / "config.json").write_text("[]"), "no JSON object"),
+    "truncated": (truncate, "cannot be read"),
+    "another kind": (lambda f: change_config(f, speculators_model_type="dflash"), "'dflash'"),
+    "a language model": (lambda f: change_config(f, speculators_model_type=None), "None"),
+    "no layer": (
+        lambda f: change_config(f, transformer_layer_config={}),
+        "hidden_size: .*required",
+    ),
+    "no layer ids": (
+        lambda f: change_config(f, eagle_aux_hidden_state_layer_ids=None),
+        "eagle_aux_hidden_state_layer_ids",
+    ),
+    "a negative layer id": (
+        lambda f: change_config(f, eagle_aux_hidden_state_layer_ids=[0, -1]),
+        "eagle_aux_hidden_state_layer_ids.1: input should be greater than or equal to 0",
+    ),
+    "no verifier": (lambda f: change_config(f, speculators_config=3), "speculators_config"),
+    "notes of another kind": (lambda f: change_config(f, foretoken="x"), "foretoken"),
+    "no tokens": (lambda f: change_config(f, draft_vocab_size=0), "draft_vocab_size"),
+    "a size in words": (lambda f: change_layer(f, hidden_size="x"), "hidden_size: .*integer"),
+    "a size of 0": (lambda f: change_layer(f, num_attention_heads=0), "num_attention_heads"),
+    "an infinite number": (lambda f: change_layer(f, rms_norm_eps=1e999), "rms_norm_eps"),
+    "another activation": (lambda f: change_layer(f, hidden_act="gelu"), "hidden_act"),
+    "two layers": (lambda f: change_layer(f, num_hidden_layers=2), "num_hidden_layers"),
+    "an unknown rotation": (
+        lambda f: change_layer(f, rope_parameters={"rope_type": "dynamic"}),
+        "rope_type",
+    ),
+    "key heads that do not divide": (
+        lambda f: change_layer(f, num_attention_heads=3, num_key_value_heads=2),
+        "not a multiple",
+    ),
+    "a missing tensor": (
+        lambda f: change_tensors(f, lambda t: t.pop("fc.weight")),
+        "'fc.weight' is missing",
+    ),
+    "a foreign tensor": (
+        lambda f: change_tensors(f, lambda t: t.update(x=torch.zeros(1))),
+        "'x' is not part of",
+    ),
+    "a wrong shape": (
+        lambda f: change_tensors(f, lambda t: t.update({"norm.weight": torch.zeros(3)})),
+        r"'norm.weight' has shape \[3\]",
+    ),
+    "a NaN": (
+        lambda f: change_tensors(
+            f, lambda t: t.update({"norm.weight": torch.full((64,), torch.nan)})
+        ),
+        "'norm.weight' has numbers that are not finite",
+    ),
+    "no map": (lambda f: change_tensors(f, lambda t: t.pop("d2t")), "'d2t' is missing"),
+    "a falling map": (
+        lambda f: change_tensors(f, lambda t: t.update(d2t=-2 * torch.arange(48))),
+        "ascending",
+    ),
+    "a map of negative tokens": (
+        lambda f: change_tensors(f, lambda t: t.update(d2t=t["d2t"] - 5)),
+        "ascending",
+    ),
+    "a map of fractions": (
+        lambda f: change_tensors(f, lambda t: t.update(d2t=t["d2t"].float())),
+        "ascending",
+    ),
+    "a square map": (
+        lambda f: change_tensors(f, lambda t: t.update(d2t=t["d2t"].view(6, 8))),
+        "ascending",
+    ),
+    "a map beyond the vocabulary": (
+        lambda f: change_tensors(f, lambda t: t.update(d2t=torch.full((48,), 60))),
+        "below 96",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_refused(folder: Path, fault: str) -> None:
+    change, message = FAULTS[fault]
+    change(folder)
+    with pytest.raises(ForetokenError, match=message) as caught:
+        load(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "other", [{"num_hidden_layers": 3}, {"vocab_size": 100}, {"hidden_size": 128}], ids=str
+)
+def test_another_target_is_refused(folder: Path, other: dict[str, Any]) -> None:
+    with pytest.raises(CompatibilityError, match="trained for tiny"):
+        load(folder, **other)
+
+
+def test_layers_that_the_target_does_not_have_are_refused(folder: Path) -> None:
+    change_config(folder, eagle_aux_hidden_state_layer_ids=[0, 1, 9])
+    with pytest.raises(CompatibilityError, match="layer 9"):
+        load(folder)
+
+
+@pytest.mark.parametrize("model", [None, 3, tiny_model()], ids=["nothing", "a number", "a module"])
+def test_a_head_is_given_by_its_folder(model: Any) -> None:
+    with pytest.raises(ConfigError, match="needs a trained head"):
+        LLM(tiny_model(), speculative_config={"method": "eagle", "model": model})
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ForetokenError, match="cannot be written"):
+        save_head(tmp_path / "file" / "head", tiny_net(tiny_config(), tiny_model()))

@@ -1,0 +1,240 @@
+"""`eagle`: what serves computes what training computes, for every level, runtime and form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from foretoken import LLM, SamplingParams
+from foretoken.core.tree import TokenTree
+from foretoken.drafters.heads.checkpoint import read_checkpoint
+from foretoken.drafters.heads.eagle import EagleHead, load_head
+from foretoken.drafters.heads.eagle_net import EagleNet, KeysValues
+from foretoken.drafters.heads.eagle_weights import head_passes
+from foretoken.drafters.heads.fusion import Fusion
+from foretoken.outputs import CompletionOutput
+from foretoken.request import Request
+from foretoken.runtime.target import Target
+from tests.heads import save_head, tiny_config, tiny_net
+from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
+
+FORMS: dict[str, dict[str, Any]] = {
+    "EAGLE-3.1": {},
+    "EAGLE-3": {"fc_norm": False, "norm_output": False, "norm_before_residual": False},
+    "normalised heads": {"qk_norm": True},
+    "two features": {"aux_layers": (2, 0)},
+    "scaled rotation": {
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
+    },
+    "narrow heads": {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "an odd inner size": {"intermediate_size": 80},
+}
+LEVELS = 4
+
+
+def levels(net: EagleNet, hidden: Tensor, tokens: Tensor) -> list[Tensor]:
+    """[T, Vd] logits of each level from every pair, as training computes them."""
+    length = len(tokens) - LEVELS
+    positions = torch.arange(length)[None]
+    mask = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
+    states = net.fuse(hidden[None, :length])
+    earlier: list[KeysValues] = []
+    found: list[Tensor] = []
+    for level in range(LEVELS):
+        these = tokens[None, level + 1 : level + 1 + length]
+        outputs, earlier = net(these, states, positions + level, mask, earlier)
+        found.append(net.logits(outputs)[0])
+        states = net.next_states(outputs)
+    return found
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("runtime", ["native", "torch"])
+@torch.inference_mode()
+def test_serving_computes_what_training_computes(form: str, runtime: str, tmp_path: Any) -> None:
+    model = tiny_model(head_dim=32)
+    net = tiny_net(tiny_config(**FORMS[form]), model)
+    save_head(tmp_path, net)
+    target = Target(model, runtime=runtime)
+    net = read_checkpoint(tmp_path).net(*vocabulary_weights(model))
+    head, _ = load_head(read_checkpoint(tmp_path), target)
+    tokens = torch.randint(0, VOCAB_SIZE, (50,))
+    layers = net.config.aux_layers
+    target.add(0)
+    hidden = target.prefill(0, tokens.tolist(), tuple(sorted(layers)))
+    expected = levels(net, torch.stack([hidden[layer] for layer in layers], 1), tokens)
+    for root in (1, 2, 40):  # the pair before the root is the last one with the target's states
+        found = drafted(head, hidden, tokens.tolist(), root)
+        for level in range(LEVELS):
+            torch.testing.assert_close(
+                found[level], expected[level][root - 1], atol=2e-3, rtol=1e-3
+            )
+
+
+def vocabulary_weights(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    weights = Target(model).vocabulary_weights
+    assert weights is not None
+    return weights
+
+
+def drafted(head: EagleHead, hidden: Any, tokens: list[int], root: int) -> list[Tensor]:
+    """The logits of a chain of the text's own tokens behind `root`."""
+    request = Request(
+        tokens[: root + 1], SamplingParams(), vocab_size=VOCAB_SIZE, max_model_len=CONTEXT
+    )
+    head.keep(request, 0, {layer: states[:root] for layer, states in hidden.items()})
+    pending = head.pending(request)
+    found, computed = [], 0
+    for level in range(LEVELS):
+        nodes = (*pending, *tokens[root + 1 : root + 1 + level])
+        tree = TokenTree(tuple(nodes), tuple(range(-1, len(nodes) - 1)))
+        (output,) = head.verify([request.key], [tree], [computed])
+        computed = len(nodes)
+        found.append(output.scores[-1].clone())
+    head.finish_draft(request, len(pending))
+    head.release(request)
+    return found
+
+
+@torch.inference_mode()
+def test_a_path_of_a_tree_has_the_logits_of_a_chain() -> None:
+    """Each node continues the state of its parent, not that of the node before it."""
+    model = tiny_model(head_dim=32)
+    target = Target(model, runtime="native")
+    net = tiny_net(tiny_config(), model)
+    head = EagleHead(
+        head_passes(net, target), Fusion(net, target.dtype, target.device), net.draft_tokens
+    )
+    tokens = [5, 3, 8, 1, 9, 2]
+    target.add(0)
+    hidden = target.prefill(0, tokens[:-1], net.config.aux_layers)
+    by_path = {
+        path: grown(head, hidden, tokens, [[node] for node in path])[-1]
+        for path in ((10,), (20,), (10, 11), (20, 21))
+    }
+    tree = grown(head, hidden, tokens, [[10, 20], [11, 21]])
+    for (*_, path), logits in zip(by_path.items(), tree, strict=True):
+        torch.testing.assert_close(logits, path, rtol=0, atol=0)
+
+
+def grown(head: EagleHead, hidden: Any, tokens: list[int], added: list[list[int]]) -> list[Tensor]:
+    """Logits of the nodes of a tree that is grown by these tokens level by level.
+
+    The i-th token of a level is the child of the i-th of the level above; those of the first level
+    are children of the root.
+    """
+    request = Request(tokens, SamplingParams(), vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
+    head.keep(request, 0, hidden)
+    pending = head.pending(request)
+    nodes, parents = list(pending), list(range(-1, len(pending) - 1))
+    above = [len(pending) - 1] * max(map(len, added))
+    found: list[Tensor] = []
+    (output,) = head.verify([request.key], [TokenTree(tuple(nodes), tuple(parents))], [0])
+    for level in added:
+        computed = len(nodes)
+        nodes += level
+        parents += above[: len(level)]
+        above = list(range(computed, len(nodes)))
+        tree = TokenTree(tuple(nodes), tuple(parents))
+        (output,) = head.verify([request.key], [tree], [computed])
+        found += [row.clone() for row in output.scores]
+    head.finish_draft(request, len(pending))
+    head.release(request)
+    return found
+
+
+def head_of(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
+    net = tiny_net(tiny_config(draft_vocab_size=VOCAB_SIZE), model)
+    save_head(folder, net)
+    return {"method": "eagle", "model": str(folder), "controller": "fixed"}
+
+
+PROMPTS = [[3, 5, 7, 3, 5], [11, 4], list(range(1, 40)), [8, 8, 8], [1], [2, 2]]
+
+
+@pytest.mark.parametrize("tree", [None, [2, 2, 1], "dynamic"], ids=str)
+@pytest.mark.parametrize("runtime", ["native", "torch"])
+def test_drafts_do_not_depend_on_the_schedule(tree: Any, runtime: str, tmp_path: Path) -> None:
+    """Alone, in a batch, in chunks, and after preemption: the same drafts (invariant 4)."""
+    model = tiny_model(head_dim=32, max_position_embeddings=1024)
+    config = head_of(model, tmp_path) | ({} if tree is None else {"tree": tree})
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=40)
+    fields: dict[str, Any] = {"speculative_config": config, "runtime": runtime}
+    alone = LLM(model, max_num_seqs=1, **fields).generate(PROMPTS, params)
+    cells = Target(model).cell_bytes + 2 * 32 * 4
+    tight = LLM(model, max_num_batched_tokens=7, kv_cache_memory=3 * 512 * cells, **fields)
+    together = tight.generate(PROMPTS, params)
+    if runtime == "native" or tree is None:
+        for one, other in zip(alone, together, strict=True):
+            assert other.token_ids == one.token_ids
+            assert other.metrics.drafter_failure is None
+            if other.metrics.preemptions == 0:
+                assert drafts(other) == drafts(one)
+    assert sum(o.metrics.num_draft_tokens for o in together) > 100
+
+
+def drafts(output: Any) -> list[tuple[int, ...]]:
+    """What was drafted where, for positions at which something was."""
+    return [step.drafted for step in output.trace if step.drafted]
+
+
+def test_a_text_of_one_token_has_no_state_to_draft_from(tmp_path: Path) -> None:
+    model = tiny_model(head_dim=32)
+    llm = LLM(model, speculative_config=head_of(model, tmp_path))
+    (output,) = llm.generate([[1]], SamplingParams(temperature=0, max_tokens=6))
+    assert next(iter(output.trace)).drafted == ()
+    assert output.metrics.num_drafts > 0
+    assert output.metrics.drafter_failure is None
+
+
+def test_penalties_and_masks_hold_for_the_tokens_of_the_draft_vocabulary(tmp_path: Path) -> None:
+    """Only even tokens can be drafted; of these only the allowed ones are."""
+    model = tiny_model(head_dim=32)
+    save_head(tmp_path, tiny_net(tiny_config(), model))
+    config = {"method": "eagle", "model": str(tmp_path), "controller": "fixed"}
+    for allowed, some in (([4, 6, 9], True), ([3, 5], False)):
+        params = SamplingParams(allowed_token_ids=allowed, seed=1, max_tokens=30)
+        (output,) = LLM(model, speculative_config=config).generate([[1, 2, 3]], params)
+        drafted = {token for step in output.trace for token in step.drafted}
+        assert drafted <= set(allowed)
+        assert bool(drafted) == some
+
+
+def test_a_preempted_request_goes_on_drafting(tmp_path: Path) -> None:
+    """Its states were kept in steps, and are shown again outside of a step."""
+    model = tiny_model(head_dim=32, max_position_embeddings=1024)
+    llm = LLM(model, speculative_config=head_of(model, tmp_path))
+    engine, params = llm.engine, SamplingParams(temperature=0, max_tokens=150)
+    for _ in range(2):
+        engine.add_request([1], params)
+    for _ in range(40):
+        engine.step()
+    scheduler = engine._scheduler
+    scheduler._preempt(scheduler._running[-1])
+    outputs: list[CompletionOutput] = []
+    while len(outputs) < 2:
+        outputs += [chunk.output for chunk in engine.step() if chunk.output is not None]
+    for output in outputs:
+        assert output.metrics.drafter_failure is None
+    assert max(output.metrics.preemptions for output in outputs) == 1
+
+
+def test_a_nan_does_not_outlive_its_request(tmp_path: Path) -> None:
+    model = tiny_model(head_dim=32)
+    llm = LLM(model, speculative_config=head_of(model, tmp_path), runtime="torch")
+    drafter: Any = llm.engine._speculation.default.drafter
+    fusion = drafter._head._fusion
+    weight = fusion._norms[0].clone()
+    fusion._norms[0].fill_(torch.nan)
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=20)
+    (poisoned,) = llm.generate([PROMPTS[2]], params)
+    assert poisoned.metrics.drafter_failure is not None
+    fusion._norms[0].copy_(weight)
+    (next_one,) = llm.generate([PROMPTS[0]], params)
+    assert next_one.metrics.drafter_failure is None
+    assert next_one.metrics.num_drafts > 0
