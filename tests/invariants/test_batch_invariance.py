@@ -20,6 +20,7 @@ from foretoken import LLM, CompletionOutput, SamplingParams
 from foretoken.drafters.registry import METHODS
 from foretoken.engine.prefix_cache import BLOCK
 from foretoken.runtime.attention import KEY_BLOCK
+from tests.heads import random_head, tiny_config
 from tests.matrix import METHOD_FIELDS, ON_CHAINS, WITH_TOKENIZER
 from tests.tiny import VOCAB_SIZE, tiny_model
 
@@ -42,6 +43,8 @@ def config_of(method: str, dtype: torch.dtype) -> dict[str, Any] | None:
     config: dict[str, Any] = {"method": method, **METHOD_FIELDS.get(method, {})}
     if METHODS[method].takes_model:
         config["model"] = tiny_model(seed=1, dtype=dtype, max_position_embeddings=CONTEXT)
+    if METHODS[method].takes_head:
+        config["model"] = random_head(tiny_config(max_position_embeddings=CONTEXT))
     return config
 
 

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from foretoken import LLM, SamplingParams
 from foretoken.core.sampler import Sampler
 from foretoken.drafters.registry import METHODS
+from tests.heads import tiny_head
 from tests.matrix import SPECULATIVE, WITH_TOKENIZER, fits, speculative_config
 from tests.tiny import tiny_model
 
@@ -43,7 +44,7 @@ CASES = [
 """Methods that know tokens by their text would need more than this vocabulary."""
 QUICK = {
     "coupled": {"none"},
-    "rejection": {"draft_model", "ngram_table", "cascade", "ensemble", "ngram"},
+    "rejection": {"draft_model", "eagle", "ngram_table", "cascade", "ensemble", "ngram"},
     "block": {"draft_model", "ngram"},
 }
 """Cases that differ in what they run. Under `coupled` outputs are those of `none` to the bit
@@ -107,7 +108,11 @@ def sample(llm: LLM, temperature: float) -> Counter[tuple[int, ...]]:
 def test_output_distribution(
     model: PreTrainedModel, method: str, rule: str, temperature: float
 ) -> None:
-    fields = {"model": tiny_model(seed=1, vocab_size=VOCAB)} if METHODS[method].takes_model else {}
+    fields: dict[str, Any] = {}
+    if METHODS[method].takes_model:
+        fields["model"] = tiny_model(seed=1, vocab_size=VOCAB)
+    if METHODS[method].takes_head:
+        fields["model"] = tiny_head(VOCAB)
     config = speculative_config(method, rule, 2, **fields)
     llm = LLM(model, speculative_config=config, max_num_seqs=64)
     counts = sample(llm, temperature)
