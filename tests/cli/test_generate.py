@@ -55,6 +55,12 @@ def test_the_drafter_changes_nothing(run: Run, tiny: Path, method: str, more: li
     assert run(*given, "--method", method, *more).stdout == expected
 
 
+def test_a_head_is_given_by_its_folder(run: Run, tiny: Path) -> None:
+    given = ["generate", "hello", "-m", tiny, "--method", "eagle"]
+    assert "add --draft-model with its folder" in error_of(run(*given))
+    assert "no model 'nowhere'" in error_of(run(*given, "--draft-model", "nowhere"))
+
+
 def test_json_has_every_field(run: Run, tiny: Path, llm: LLM) -> None:
     (expected,) = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=20, logprobs=2))
     value = parsed(run("generate", "hello", "-m", tiny, *SHORT, "--json", "--logprobs", 2))

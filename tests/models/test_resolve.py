@@ -70,7 +70,7 @@ def test_a_changed_gguf_file_is_converted_anew(make_gguf: Any) -> None:
     ("model", "message"),
     [
         ("smolm2-135M", "no model 'smolm2-135M': .*did you mean smollm2-135m"),
-        ("org/some-large-model", "no such folder, .gguf file or alias; known aliases: smollm2"),
+        ("org/some-large-model", "run hf download 'org/some-large-model' --local-dir FOLDER"),
         ("missing.gguf", "no model 'missing.gguf'"),
         ("", "no model ''"),
         ("~nobody-of-that-name/model", "no model"),

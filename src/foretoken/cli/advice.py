@@ -32,6 +32,9 @@ _FIELDS = (
 
 _PHRASES = {
     "needs a draft model: set 'model'": "needs a draft model: add --draft-model",
+    "needs a trained head: set 'model' to its folder": (
+        "needs a trained head: add --draft-model with its folder"
+    ),
     "takes no draft model: remove 'model'": "takes no draft model: remove --draft-model",
     "pass text instead of messages": "use --no-chat",
     "pass token ids, or LLM(tokenizer=...)": "the command line needs one",

@@ -90,6 +90,12 @@ def _build_gguf(path: Path, name: str) -> Path:
 def _not_found(model: str, is_file: bool) -> str:
     if is_file:
         return f"{model} is neither a Hugging Face folder nor a .gguf file"
+    if model.count("/") == 1 and not model.startswith((".", "/", "~")):
+        return (
+            f"no model {model!r}: there is no such folder, and Foretoken downloads nothing from "
+            f"the Hugging Face Hub: run hf download {model!r} --local-dir FOLDER, then give it "
+            "that folder"
+        )
     names = list(aliases())
     near = difflib.get_close_matches(model.lower(), names, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known aliases: {', '.join(names)}"

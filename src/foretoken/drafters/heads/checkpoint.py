@@ -124,6 +124,8 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         ModelError: it does not exist, is damaged, or is of another kind.
     """
     folder = Path(path)
+    if not folder.is_dir():
+        raise ModelError(f"there is no folder {path}: give the folder of a trained head.")
     description = read_description(folder / CONFIG)
     return Checkpoint(folder, description, _read_tensors(folder / WEIGHTS))
 
