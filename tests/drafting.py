@@ -154,10 +154,9 @@ class Reader(Drafter):
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
         for outcome in outcomes:
             request = outcome.request
-            root = len(request.token_ids) - len(outcome.committed) - 1
             # The end of the output may cut the accepted path.
-            tokens = request.token_ids[root:-1][: 1 + len(outcome.accepted.path)]
-            self._keep(request, root, tokens, outcome.hidden)
+            tokens = request.token_ids[outcome.root : -1][: 1 + len(outcome.accepted.path)]
+            self._keep(request, outcome.root, tokens, outcome.hidden)
             self._check(request)
 
     def rewind(self, request: Request) -> None:

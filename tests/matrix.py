@@ -60,6 +60,7 @@ METHOD_FIELDS: dict[str, dict[str, Any]] = {
         "drafters": [{"method": "ngram", "prompt_lookup_min": 1}, {"method": "ngram_table"}],
         "try_every": 2,
     },
+    "hybrid": {"lookup": {"method": "ngram", "prompt_lookup_min": 1}},
     "horizontal_cascade": {
         "drafters": [{"method": "ngram", "prompt_lookup_min": 1}, {"method": "ngram_table"}],
         "tokens": [2, 3],
@@ -96,7 +97,7 @@ def speculative_config(
     if METHODS[method].takes_model:
         config.setdefault("model", tiny_model(seed=1))
     if METHODS[method].takes_head:
-        config.setdefault("model", tiny_head())
+        config.setdefault("model", tiny_head(method))
     return config
 
 
@@ -113,7 +114,7 @@ def tiny_llm(
         vocab_size = model.config.get_text_config().vocab_size
         fields["model"] = tiny_model(seed=1, dtype=model.dtype, vocab_size=vocab_size)
     if METHODS[method].takes_head and "model" not in fields:
-        fields["model"] = tiny_head(model.config.get_text_config().vocab_size)
+        fields["model"] = tiny_head(method, model.config.get_text_config().vocab_size)
     tokenizer = tiny_tokenizer() if method in WITH_TOKENIZER else None
     config = speculative_config(method, rule, gamma, **fields)
     return LLM(model, tokenizer=tokenizer, speculative_config=config)

@@ -168,6 +168,8 @@ DRAFTERS = [{"method": "ngram"}, {"method": "ngram_table"}]
         ({"model": "some/folder", "tree": [2, 1]}, "cost_model"),
         ({"method": "ensemble", "drafters": DRAFTERS}, "cost_model"),
         ({"method": "horizontal_cascade", "drafters": DRAFTERS, "tokens": [2, 2]}, "cost_model"),
+        ({"method": "hybrid", "model": "some/folder"}, "cost_model"),
+        ({"method": "hybrid", "model": "some/folder", "acceptance": "rejection"}, "fixed"),
         ({"method": "ngram", "controller": "heuristic"}, "heuristic"),
         ({"method": "ngram", "controller": {"rule": "fixed"}}, "fixed"),
         ({"method": "none"}, "fixed"),

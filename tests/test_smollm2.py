@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from foretoken import LLM, SamplingParams
 from foretoken.drafters.heads.eagle_net import EagleConfig
 from foretoken.drafters.registry import METHODS
-from tests.heads import random_head
+from tests.heads import random_head, random_state_head, state_config
 from tests.matrix import METHOD_FIELDS, ON_CHAINS, SPECULATIVE, WITH_TOKENIZER
 from tests.tiny import reference_greedy
 
@@ -48,6 +48,8 @@ HEAD = EagleConfig(
     aux_layers=(2, 15, 27),
     max_position_embeddings=8192,
 )
+SIZES: dict[str, Any] = {"hidden_size": 576, "vocab_size": 49152, "draft_vocab_size": 512}
+"""Of heads without attention."""
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=0)
 SEEDED = SamplingParams(temperature=0.8, top_p=0.95, seed=7, max_tokens=TOKENS, logprobs=0)
 
@@ -74,7 +76,12 @@ def llm_with(
     if METHODS[method].takes_model:
         config["model"] = model  # a perfect draft model: everything accepted
     if METHODS[method].takes_head:
-        config["model"] = random_head(HEAD)
+        state = {**SIZES, "inner_size": 576} if method == "mlp_speculator" else SIZES
+        config["model"] = (
+            random_head(HEAD)
+            if method in ("eagle", "hybrid")
+            else random_state_head(method, state_config(method, **state))
+        )
     return LLM(
         model,
         tokenizer=tokenizer if method in WITH_TOKENIZER else None,

@@ -34,7 +34,8 @@ class SpeculativeConfig(Config):
         num_speculative_tokens: most tokens drafted per step (gamma); None takes the method's
             default.
         model: the draft model for methods that use one: a path, an alias or a loaded
-            `PreTrainedModel`. For `eagle`, the folder of a trained head.
+            `PreTrainedModel`. For `eagle`, `medusa`, `hydra`, `blockwise` and `mlp_speculator`, the
+            folder of a trained head.
         acceptance: a rule's name, a dict of its name (`rule`) and its options, or an
             `AcceptanceRule`.
         controller: how much to draft from step to step: a controller's name, or a dict of its

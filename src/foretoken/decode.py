@@ -64,10 +64,17 @@ class Outcome:
     p: TreeDistributions
 
     @property
+    def root(self) -> int:
+        """Index of the root in the request's tokens."""
+        return len(self.request.token_ids) - len(self.committed) - 1
+
+    @property
     def hidden(self) -> Mapping[int, Tensor]:
         """Layer id -> [1 + path, E] hidden states of the root and the accepted path."""
         nodes = [0, *self.accepted.path]
-        return {layer: states[nodes] for layer, states in self.output.hidden.items()}
+        in_order = nodes[-1] == len(nodes) - 1
+        which = slice(len(nodes)) if in_order else nodes  # a slice copies nothing
+        return {layer: states[which] for layer, states in self.output.hidden.items()}
 
 
 class Verifier(Protocol):

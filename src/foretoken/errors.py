@@ -20,10 +20,12 @@ from typing import Any
 __all__ = [
     "CompatibilityError",
     "ConfigError",
+    "DataError",
     "ForetokenError",
     "ModelError",
     "PromptError",
     "RequestError",
+    "TrainingError",
 ]
 
 
@@ -45,6 +47,14 @@ class PromptError(ForetokenError):
 
 class ModelError(ForetokenError):
     """A model cannot be found, fetched, read or converted."""
+
+
+class DataError(ForetokenError):
+    """Data to train on cannot be read, or is of no use."""
+
+
+class TrainingError(ForetokenError):
+    """Training cannot go on; what was reached so far is kept."""
 
 
 class RequestError(ForetokenError):

@@ -37,8 +37,9 @@ class LLM:
         model: a Hugging Face folder (safetensors), a GGUF file, an alias (`foretoken models`), or a
             loaded `PreTrainedModel`, which is left unchanged.
         tokenizer: the tokenizer of a loaded model. Without one, prompts must be token ids.
-        speculative_config: how to draft and what to accept (`SpeculativeConfig` or a dict); None
-            is plain decoding.
+        speculative_config: how to draft and what to accept (`SpeculativeConfig` or a dict);
+            {"method": "none"} is plain decoding. None takes the head that comes with the package
+            for a model with an alias, if the model runs on a CPU; other models decode plainly.
         dtype: "float32", "bfloat16", "float16" (GPU only) or a torch dtype; "auto" is bfloat16 if
             the processor supports it. A loaded model keeps its dtype.
         device: "cpu", "cuda", ...; "auto" takes a GPU if there is one. A loaded model stays
@@ -100,7 +101,7 @@ class LLM:
             None if kv_cache_memory is None else num_bytes("kv_cache_memory", kv_cache_memory)
         )
         prefix_bytes = num_bytes("prefix_cache_memory", prefix_cache_memory)
-        self.speculative_config = SpeculativeConfig.parse(speculative_config)
+        given = None if speculative_config is None else SpeculativeConfig.parse(speculative_config)
         loaded = LoadedModel.of(model, tokenizer, dtype, device)
         self.model_path, self.tokenizer = loaded.path, loaded.tokenizer
         options = EngineOptions(
@@ -112,7 +113,8 @@ class LLM:
             quantization=quantization,
             runtime=runtime,
         )
-        self.engine = LLMEngine(loaded, self.speculative_config, options)
+        self.engine = LLMEngine(loaded, given, options)
+        self.speculative_config = self.engine.strategies.config
         self.eos_token_ids = loaded.eos_token_ids
 
     @property

@@ -45,11 +45,13 @@ def test_a_pipe_gets_the_text_and_nothing_else(run: Run, tiny: Path, llm: LLM) -
         ("ngram_table", ["--num-speculative-tokens", 3]),
         ("draft_model", ["--draft-model", "TINY"]),
         ("eagle", ["--draft-model", "HEAD"]),
+        ("hybrid", ["--draft-model", "HEAD"]),
+        ("medusa", ["--draft-model", "HEAD"]),
     ],
 )
 def test_the_drafter_changes_nothing(run: Run, tiny: Path, method: str, more: list[object]) -> None:
     given = ["generate", "hello", "-m", tiny, *SHORT, "--temperature", 1, "--seed", 3]
-    folders = {"TINY": tiny, "HEAD": tiny_head(len(ascii_tokenizer().get_vocab()))}
+    folders = {"TINY": tiny, "HEAD": tiny_head(method, len(ascii_tokenizer().get_vocab()))}
     more = [folders.get(str(item), item) for item in more]
     expected = run(*given).stdout
     assert run(*given, "--method", method, *more).stdout == expected

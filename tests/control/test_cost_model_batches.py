@@ -9,7 +9,7 @@ import pytest
 
 from foretoken.analysis import expected_tokens
 from foretoken.control import CostCurve
-from foretoken.control.cost_model import CostModel
+from foretoken.control.cost_model import CostModel, _levels
 from tests.control.worlds import (
     acceptance_rates,
     cheap,
@@ -185,7 +185,8 @@ def test_the_first_measurement_is_not_spoilt_by_newcomers() -> None:
     model = CostModel(4, costs=CostCurve({1: 0.01, 16: 0.011}))
     first, second = request_of(), request_of()
     seen = []
-    for step, seconds in enumerate((1.0, 0.004, 1.0, 0.004)):
+    # Two requests that draft together take longer than one of them.
+    for step, seconds in enumerate((1.0, 0.004, 1.0, 0.004 * _levels(1.0, 2.0))):
         batch = [first, second] if step else [first]
         lengths = [budget.chain for budget in model.budgets(batch, len(batch))]
         seen.append(lengths)

@@ -287,7 +287,7 @@ def test_controllers_are_told_how_large_levels_are() -> None:
 
 def test_the_size_of_a_dynamic_tree_is_bounded_by_its_limit() -> None:
     assert Dynamic(top_k=4, depth=3).level_sizes(99) == [4, 16, 16]
-    assert Dynamic(top_k=4, depth=3).level_sizes(10) == [4, 6]
+    assert Dynamic(top_k=4, depth=3).level_sizes(10) == [4, 5, 1]
     assert Dynamic(top_k=4, depth=3).level_sizes(0) == []
 
 

@@ -428,7 +428,7 @@ def test_state_is_released(way: str) -> None:
     assert isinstance(writer, ModelDrafter)
     scorer = writer._scorer
     assert isinstance(scorer, OwnModel)
-    holders = [drafter, scorer]
+    holders: list[object] = [drafter, scorer]
     if way != "same":
         holders.append(translator_of(llm))
     for holder in holders:

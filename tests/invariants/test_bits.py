@@ -78,7 +78,10 @@ def test_any_drafter_any_draft_length(
 @pytest.mark.parametrize(
     ("method", "controller"),
     # `test_controllers.py` has the other methods with `cost_model`.
-    [*((method, "fixed") for method in ("none", *ON_CHAINS)), ("ngram", None), ("eagle", None)],
+    [
+        *((method, "fixed") for method in ("none", *ON_CHAINS)),
+        *((method, None) for method in ("ngram", "eagle", "hybrid")),
+    ],
 )
 @pytest.mark.parametrize("name", list(PARAMS))
 def test_batch_equals_single(

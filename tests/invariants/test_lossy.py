@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from foretoken.core.acceptance import RULES, AcceptanceRule
+from foretoken.core.acceptance.distance import Distance
 from foretoken.core.acceptance.lenient import Lenient
+from foretoken.core.acceptance.rejection import Rejection
 from foretoken.core.acceptance.top_beta import TopBeta
 from foretoken.core.acceptance.typical import Typical, entropy
 from foretoken.core.distribution import Distribution
@@ -100,7 +102,7 @@ class DrawsTheOnly(ScriptedNoise):
         return distribution.certain
 
 
-@pytest.mark.parametrize("rule", ["lenient", "top_beta"])
+@pytest.mark.parametrize("rule", ["lenient", "top_beta", "distance"])
 def test_a_sampled_distribution_of_one_token_is_not_greedy_decoding(rule: str) -> None:
     """Truncation can leave a single token; what it cut off is impossible, not merely unlikely."""
     only = random_distributions(5, 3, zeros=4)
@@ -146,6 +148,66 @@ def test_top_beta_keeps_the_best_within_the_gap(beta: int, tau: float) -> None:
         assert bool(decision.path) == (token in ranked[:beta] and gap <= tau)
 
 
+@pytest.mark.parametrize("epsilon", [0, 1, 3])
+def test_distance_is_that_of_token_ids(epsilon: int) -> None:
+    p = random_distributions(5, 3, sharpness=0.7)
+    best = int(p(()).probs.argmax())
+    for token in range(5):
+        draft = Draft.deterministic(chain([0, token]))
+        decision = Distance(Distance.Options(epsilon=epsilon)).accept(
+            draft, GreedyDistributions(p, draft.tree), DrawsTheOnly()
+        )
+        assert bool(decision.path) == (abs(token - best) <= epsilon)
+
+
+def test_distance_0_is_greedy_verification() -> None:
+    """What remains is the draft that the target would have written."""
+    p = random_distributions(4, 2)
+    rule = Distance(Distance.Options(epsilon=0))
+    for draft, _ in trees(random_distributions(4, 102), without_replacement, 2, 2):
+        ours = rule.accept(draft, GreedyDistributions(p, draft.tree), DrawsTheOnly())
+        exact = Rejection().accept(draft, GreedyDistributions(p, draft.tree), AcceptsTheCertain())
+        assert (ours.path, ours.token) == (exact.path, exact.token)
+
+
+class AcceptsTheCertain(DrawsTheOnly):
+    """For rules that compare one-hot distributions: a ratio is 0 or at least 1."""
+
+    def accepts(self, ratio: float, depth: int, trial: int = 0) -> bool:
+        assert ratio == 0 or ratio >= 1
+        return ratio >= 1
+
+
+@pytest.mark.parametrize("rule", [Distance, TopBeta])
+@pytest.mark.parametrize("minimum", [1, 2, 3, 9])
+def test_a_minimum_block_is_committed(rule: type[Distance | TopBeta], minimum: int) -> None:
+    """The longest path that passes, then what was drafted first below it."""
+    p = random_distributions(4, 3)
+    best = int(p(()).probs.argmax())
+    other = (best + 2) % 4
+    tree = TokenTree((0, other, best, other, best, other), (-1, 0, 0, 1, 1, 2))
+    wide = {"epsilon": 0} if rule is Distance else {"beta": 1}
+    decide = rule(rule.Options(minimum_block=minimum, **wide))
+    draft = Draft.deterministic(tree)
+    decision = decide.accept(draft, GreedyDistributions(p, tree), DrawsTheOnly())
+    passing = [2, 5]
+    after = int(p((best,)).probs.argmax())
+    longest = 2 if after == other else 1
+    assert decision.path == tuple(passing[: max(longest, min(2, minimum - 1))])
+
+
+@pytest.mark.parametrize("rule", [Distance, TopBeta])
+def test_a_minimum_block_has_no_impossible_tokens(rule: type[Distance | TopBeta]) -> None:
+    """What a mask excludes is not committed, however short the block."""
+    p = random_distributions(5, 3, zeros=4)
+    best = p(()).certain
+    assert best is not None
+    draft = Draft.deterministic(chain([0, (best + 1) % 5, best]))
+    decide = rule(rule.Options(minimum_block=3))
+    for decision, _ in decisions(decide, draft, p):
+        assert (decision.path, decision.token) == ((), best)
+
+
 @pytest.mark.parametrize("rule", JUDGING_TOKENS)
 def test_the_longest_passing_path_wins(rule: str) -> None:
     def distribution_of(context: Context) -> Distribution:
@@ -157,6 +219,7 @@ def test_the_longest_passing_path_wins(rule: str) -> None:
     every: dict[str, dict[str, Any]] = {
         "top_beta": {"beta": 3},
         "typical": {"posterior_alpha": 0.5},
+        "distance": {"epsilon": 2},
     }
     options = every[rule]
     accept = RULES[rule](RULES[rule].Options(**options))

@@ -44,7 +44,17 @@ CASES = [
 """Methods that know tokens by their text would need more than this vocabulary."""
 QUICK = {
     "coupled": {"none"},
-    "rejection": {"draft_model", "eagle", "ngram_table", "cascade", "ensemble", "ngram"},
+    "rejection": {
+        "draft_model",
+        "eagle",
+        "hybrid",
+        "medusa",
+        "hydra",
+        "ngram_table",
+        "cascade",
+        "ensemble",
+        "ngram",
+    },
     "block": {"draft_model", "ngram"},
 }
 """Cases that differ in what they run. Under `coupled` outputs are those of `none` to the bit
@@ -112,7 +122,7 @@ def test_output_distribution(
     if METHODS[method].takes_model:
         fields["model"] = tiny_model(seed=1, vocab_size=VOCAB)
     if METHODS[method].takes_head:
-        fields["model"] = tiny_head(VOCAB)
+        fields["model"] = tiny_head(method, VOCAB)
     config = speculative_config(method, rule, 2, **fields)
     llm = LLM(model, speculative_config=config, max_num_seqs=64)
     counts = sample(llm, temperature)

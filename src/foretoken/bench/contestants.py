@@ -153,7 +153,8 @@ def _complete(fields: dict[str, Any], draft_model: str | None) -> None:
     from foretoken.config import SpeculativeConfig
     from foretoken.drafters.registry import drafter_spec
 
-    if draft_model is not None and drafter_spec(fields["method"]).takes_model:
+    spec = drafter_spec(fields["method"])
+    if draft_model is not None and (spec.takes_model or spec.takes_head):
         fields.setdefault("model", draft_model)
     SpeculativeConfig.parse(fields)
 

@@ -20,12 +20,14 @@ from foretoken.cli import (
     chat,
     datastore,
     demo,
+    export,
     generate,
     methods,
     models,
     ngrams,
     plan,
     trace,
+    train,
     tree,
     tune_layers,
 )
@@ -61,6 +63,8 @@ app.command(epilog=plan.EXAMPLES)(plan.plan)
 app.command(epilog=bench.EXAMPLES)(bench.bench)
 app.command(epilog=tree.EXAMPLES)(tree.tree)
 app.command("tune-layers", epilog=tune_layers.EXAMPLES)(tune_layers.tune_layers)
+app.command(epilog=train.EXAMPLES)(train.train)
+app.command(epilog=export.EXAMPLES)(export.export)
 app.add_typer(models.app, name="models")
 app.add_typer(ngrams.app, name="ngrams")
 app.add_typer(datastore.app, name="datastore")

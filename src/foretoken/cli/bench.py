@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +20,7 @@ from foretoken.cli.root import UsageError, examples
 from foretoken.cli.session import resolve
 
 if TYPE_CHECKING:
+    from foretoken.bench.contestants import Contestant, Setting
     from foretoken.bench.journal import Journal
     from foretoken.bench.prompts_file import Prompt
     from foretoken.bench.run import Plan
@@ -48,7 +50,7 @@ class Contenders:
         in_panel(
             "Contestants",
             "A method, or a JSON speculative_config (quantization allowed). Repeatable.",
-            show_default=DEFAULT_METHOD,
+            show_default=f"{DEFAULT_METHOD}; hybrid where a head comes with the package",
         ),
     ] = None
     peers: Annotated[
@@ -187,7 +189,7 @@ def _plan(
     file: Path, contenders: Contenders, target: Target, engine: BenchEngine, amount: Amount
 ) -> Plan:
     """The plan of the run, with every check that needs no model loaded."""
-    from foretoken.bench.contestants import Setting, methods, peers
+    from foretoken.bench.contestants import Setting, peers
     from foretoken.bench.run import Plan
 
     sample = amount.sample(file)
@@ -210,7 +212,7 @@ def _plan(
         max_model_len=target.max_model_len,
         **{"max_num_seqs": max((16, *sizes)), **engine.arguments()},
     )
-    own = methods(contenders.method or [DEFAULT_METHOD], setting.draft_model, target.quantization)
+    own = _methods(contenders, setting, target.quantization)
     others = peers(contenders.peers, setting)
     _refuse_unused(contenders, [one.kind for one in others], [dict(one.config) for one in own])
     folder = resolve(setting.model)
@@ -221,6 +223,20 @@ def _plan(
     if setting.draft_model is not None:
         resolve(setting.draft_model)
     return Plan((*own, *others), setting, sample, amount.rounds, sizes, amount.control)
+
+
+def _methods(
+    contenders: Contenders, setting: Setting, quantization: str | None
+) -> list[Contestant]:
+    """The baseline, and what is chosen, or the default of the model."""
+    from foretoken.bench.contestants import methods
+    from foretoken.drafters.heads.shipped import shipped_config
+
+    shipped = None if contenders.method else shipped_config(setting.model, trees=True)
+    if shipped is None:
+        return methods(contenders.method or [DEFAULT_METHOD], setting.draft_model, quantization)
+    baseline, default = methods([json.dumps(shipped)], None, quantization)
+    return [baseline, replace(default, label=shipped["method"])]
 
 
 def _refuse_unused(

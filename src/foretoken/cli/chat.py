@@ -62,12 +62,13 @@ def chat(
     Ctrl-C stops an answer. Ctrl-D, or Ctrl-C at the prompt, ends the chat.
     """
     with working("Starting", quiet=quiet):
-        config, params = speculation.config(), sampling.params()
+        config, params = speculation.config_for(target.model), sampling.params()
     llm = open_llm(target, config, quiet=quiet, **engine.arguments())
     if llm.tokenizer is None or not llm.tokenizer.chat_template:
         raise UsageError(f"{target.model} has no chat template: use `foretoken generate --no-chat`")
     if errors().is_terminal and not quiet:
-        _note(f"{target.model} with {config.method}; /help for help, Ctrl-D to end")
+        method = llm.speculative_config.method_name
+        _note(f"{target.model} with {method}; /help for help, Ctrl-D to end")
     conversation = Conversation(llm, params, system, quiet=quiet)
     while (line := _read_line()) is not None:
         if line.startswith("/"):

@@ -58,9 +58,7 @@ def demo(
     with working("Starting"):
         from foretoken.core.params import SamplingParams
 
-        if speculation == SpeculationOptions():
-            speculation = SpeculationOptions(num_speculative_tokens=DEFAULT_NUM_SPECULATIVE_TOKENS)
-        config = speculation.config()
+        config = _config(speculation, target.model)
         params = SamplingParams(temperature=0, max_tokens=max_tokens)
     without, speculative = _load(target, config)
     _show_setting(target, speculative)
@@ -73,6 +71,18 @@ def demo(
     _show_table(comparisons, rounds)
     if not all(comparison.identical for comparison in comparisons):
         raise typer.Exit(1)
+
+
+def _config(speculation: SpeculationOptions, model: str) -> SpeculativeConfig:
+    """How to draft; the default is the head that comes with the package, else short lookups."""
+    from foretoken.config import SpeculativeConfig
+    from foretoken.drafters.heads.shipped import shipped_config
+
+    if speculation == SpeculationOptions():
+        if shipped := shipped_config(model, trees=True):
+            return SpeculativeConfig.parse(shipped)
+        speculation = SpeculationOptions(num_speculative_tokens=DEFAULT_NUM_SPECULATIVE_TOKENS)
+    return speculation.config()
 
 
 def _load(target: ModelOptions, config: SpeculativeConfig) -> tuple[LLM, LLM]:

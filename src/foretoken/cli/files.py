@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from foretoken.cli.root import UsageError
+from foretoken.core import files
 
 __all__ = ["check_writable", "write_whole"]
 
@@ -23,18 +23,9 @@ def check_writable(path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a temporary file beside it, then rename. Write to a pipe or a device directly.
+    """Write text in UTF-8 (see `core.files.write_whole`).
 
     Raises:
         OSError: the file cannot be written. Its old content is untouched.
     """
-    path = path.resolve()
-    if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")
-        return
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    files.write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))

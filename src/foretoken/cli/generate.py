@@ -115,7 +115,7 @@ def generate(
         engine.refuse_what_is_for_several()
     text = read_prompt(prompt, file)
     with working("Starting", quiet=quiet):
-        config = speculation.config()
+        config = speculation.config_for(target.model)
         params = sampling.params(n=n, logprobs=logprobs)
     llm = open_llm(target, config, quiet=quiet, **engine.arguments())
     conversation = shaped(llm, text, chat)

@@ -162,7 +162,10 @@ class SpeculationOptions:
 
     method: Annotated[
         str | None,
-        _speculation("Drafter (`foretoken methods`).", show_default=DEFAULT_METHOD),
+        _speculation(
+            "Drafter (`foretoken methods`).",
+            show_default=f"{DEFAULT_METHOD}; hybrid where a head comes with the package",
+        ),
     ] = None
     num_speculative_tokens: Annotated[
         int | None, _speculation("Maximum tokens drafted per step.", show_default="the method's")
@@ -170,7 +173,7 @@ class SpeculationOptions:
     draft_model: Annotated[
         str | None,
         _speculation(
-            "Folder, .gguf file or alias, for --method draft_model; a head's folder for eagle."
+            "Folder, .gguf file or alias, for --method draft_model; the folder of a trained head."
         ),
     ] = None
     acceptance: Annotated[
@@ -190,6 +193,19 @@ class SpeculationOptions:
         ),
     ] = None
 
+    def config_for(self, model: str) -> SpeculativeConfig | None:
+        """See `config`; the default method of a model with a head of ours is to use it.
+
+        Returns:
+            None, `LLM`'s own default, if nothing was chosen for such a model.
+        """
+        from foretoken.drafters.heads.shipped import shipped_config
+
+        fields, shipped = self._fields(), shipped_config(model, trees=True)
+        if shipped is None or {"method", "model"} & fields.keys():
+            return _speculative_config(fields)
+        return _speculative_config({**shipped, **fields}) if fields else None
+
     def config(self) -> SpeculativeConfig:
         """The configuration that flags and JSON describe together.
 
@@ -197,6 +213,9 @@ class SpeculationOptions:
             UsageError: the JSON is not an object, or a flag contradicts it.
             ConfigError: a value is unknown or out of range.
         """
+        return _speculative_config(self._fields())
+
+    def _fields(self) -> dict[str, Any]:
         fields = parse_object("--speculative-config", self.speculative_config)
         flags = {
             "method": self.method,
@@ -215,7 +234,7 @@ class SpeculationOptions:
                     "--speculative-config"
                 )
             fields.setdefault(name, value)
-        return _speculative_config(fields)
+        return fields
 
 
 def parse_object(flag_name: str, text: str | None) -> dict[str, Any]:

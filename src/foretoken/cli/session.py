@@ -19,17 +19,17 @@ __all__ = ["open_llm", "open_tokenizer", "resolve", "shaped"]
 
 
 def open_llm(
-    options: ModelOptions, config: SpeculativeConfig, *, quiet: bool = False, **engine: Any
+    options: ModelOptions, config: SpeculativeConfig | None, *, quiet: bool = False, **engine: Any
 ) -> LLM:
     """Load the target, and the draft model if the configuration names one.
 
     Args:
         options: the target.
-        config: how to draft.
+        config: how to draft; None takes `LLM`'s default.
         quiet: show no progress.
         engine: further arguments of `LLM`.
     """
-    for name in (options.model, config.model):
+    for name in (options.model, None if config is None else config.model):
         if name is not None:
             resolve(name)
     with working(f"Loading {options.model}", quiet=quiet):

@@ -8,6 +8,7 @@ from foretoken.control.confidence import Confidence
 from foretoken.control.cost_model import CostModel
 from foretoken.control.fixed import Fixed
 from foretoken.control.heuristic import Heuristic
+from foretoken.control.hybrid_model import HybridModel
 from foretoken.control.lookup_model import LookupModel
 from foretoken.core.config import nearest
 from foretoken.errors import ConfigError
@@ -24,17 +25,24 @@ CONTROLLERS: dict[str, type[Controller]] = {
 FOR_LOOKUPS: dict[str, type[Controller]] = {LookupModel.name: LookupModel}
 """Replacements, by name, for drafters that look their tokens up (`Drafter.looks_up`)."""
 
+FOR_HYBRIDS: dict[str, type[Controller]] = {HybridModel.name: HybridModel}
+"""Replacements, by name, for drafters that have a lookup and a trained draft (`hybrid`)."""
 
-def controller_class(name: str, *, looks_up: bool = False) -> type[Controller]:
+
+def controller_class(
+    name: str, *, looks_up: bool = False, hybrid: bool = False
+) -> type[Controller]:
     """The controller of this name.
 
     Args:
         name: the controller's name.
         looks_up: whether the drafter looks its tokens up (`Drafter.looks_up`).
+        hybrid: whether the drafter has a lookup and a trained draft to choose from.
 
     Raises:
         ConfigError: no controller has this name.
     """
     if name not in CONTROLLERS:
         raise ConfigError(f"unknown controller '{name}': {nearest(name, list(CONTROLLERS))}")
-    return FOR_LOOKUPS.get(name, CONTROLLERS[name]) if looks_up else CONTROLLERS[name]
+    replacements = FOR_HYBRIDS if hybrid else FOR_LOOKUPS if looks_up else {}
+    return replacements.get(name, CONTROLLERS[name])

@@ -19,7 +19,7 @@ from foretoken.decode import Outcome
 from foretoken.request import Request
 from foretoken.runtime.costs import CostCurve
 
-__all__ = ["Budget", "Controller"]
+__all__ = ["Budget", "Controller", "Expected"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,30 @@ class Budget:
     def stops_below(self, token_prob: float, path_prob: float) -> bool:
         """Whether to draft nothing below a token with these probabilities."""
         return token_prob < self.min_token_prob or path_prob < self.min_path_prob
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a step is expected to bring and to cost.
+
+    Args:
+        tokens: committed tokens of all its requests.
+        positions: nodes that the pass verifies, roots included.
+        seconds: time of drafting.
+    """
+
+    tokens: float
+    positions: float
+    seconds: float = 0.0
+
+    @staticmethod
+    def plain(rows: int) -> Expected:
+        """A step without drafts."""
+        return Expected(rows, rows)
+
+    def rate(self, costs: CostCurve, rows: int) -> float:
+        """Tokens per second in a pass over this many rows."""
+        return self.tokens / (self.seconds + costs(self.positions, rows))
 
 
 class Controller(ABC):

@@ -29,13 +29,15 @@ again and for no others.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 from annotated_types import Ge
+from numpy.typing import NDArray
 
-from foretoken.control.base import Budget, Controller, within
+from foretoken.control.base import Budget, Controller, Expected, within
 from foretoken.control.evidence import Frequency
 from foretoken.core.config import Config
 from foretoken.decode import Outcome
@@ -52,6 +54,17 @@ _PRICE, _SOONEST = 0.01, 8
 _LEAST_NODES = 0.01
 """A level is taken to add at least this many nodes, even if noisy averages say less."""
 
+_PLANNED_AGAIN = 8
+"""Steps after which a plan is made again although nothing was learnt: costs may have changed."""
+
+_SHARED = 0.7
+"""Part of the time of a level of one request that further requests of the same pass share. With an
+EAGLE head, the levels of 8 requests take 3 times as long as those of one."""
+
+_SERVED = 4.0
+"""A step with a draft from elsewhere counts as at most so many plain ones until the next probe: a
+model that might be better is probed sooner than one that might not pay at all."""
+
 _UNKNOWN = 0.5
 """Acceptance rate before anything was observed: high enough to try drafts."""
 
@@ -62,6 +75,9 @@ def smoothed(known: float, seconds: float) -> float:
     A measurement counts as at most twice the mean, since it may be an outlier.
     """
     return known + 0.1 * (min(seconds, 2 * known) - known)
+
+
+_Floats: TypeAlias = NDArray[np.float64]
 
 
 class _History:
@@ -77,7 +93,8 @@ class _History:
         depth: how deep the request may draft in the current step.
         caught_up: whether it could also draft in the previous step.
         tried: whether it has ever drafted.
-        plain_steps: number of steps since it could last draft.
+        plain_steps: number of steps since it could last draft; served ones count more.
+        missed: seconds that drafts would have saved before the first one.
     """
 
     def __init__(self, memory: float, levels: int, *, trees: bool) -> None:
@@ -87,7 +104,7 @@ class _History:
         memory_of_rates = memory**0.5 if trees else memory
         self._passed = [Frequency(memory_of_rates, 2.0) for _ in range(levels if trees else 1)]
         self._drafted = Frequency(memory, 2.0)
-        self.depth = self.plain_steps = 0
+        self.depth, self.plain_steps, self.missed = 0, 0.0, 0.0
         self.caught_up = self.tried = False
 
     @property
@@ -98,10 +115,20 @@ class _History:
         """
         return self.depth > 0 and not self.caught_up
 
-    def allow(self, depth: int, *, wanted: bool) -> None:
-        """Record how deep the request may draft in the current step."""
-        self.plain_steps = 0 if wanted else self.plain_steps + 1
+    def allow(self, depth: int, *, wanted: bool, counts: float = 1.0) -> None:
+        """Record how deep the request may draft in the current step.
+
+        Args:
+            depth: so deep.
+            wanted: whether more than 0 was chosen.
+            counts: plain steps as which it counts, if it drafts nothing.
+        """
+        self.plain_steps = 0.0 if wanted else self.plain_steps + counts
         self.caught_up, self.depth = self.depth > 0, depth
+
+    def skip(self) -> None:
+        """Record a step in which a draft from elsewhere cannot be beaten."""
+        self.caught_up, self.depth = self.depth > 0, 0
 
     def add(self, outcome: Outcome, allowed: int) -> None:
         """Learn from one draft, which may have had up to `allowed` levels."""
@@ -135,31 +162,71 @@ class _History:
         return rates
 
 
+_Number = TypeVar("_Number", float, _Floats)
+
+
+def _levels(deepest: _Number, drafted: _Number) -> _Number:
+    """What drafting costs, in levels of one request.
+
+    Args:
+        deepest: the depth of the deepest draft.
+        drafted: the depths of all drafts together.
+    """
+    return _SHARED * deepest + (1 - _SHARED) * drafted
+
+
 class _DraftingCosts:
     """Seconds of drafting, without the target's pass.
 
     Attributes:
-        level: seconds of one level. It is an upper bound as long as all timed drafts included
-            reading a text.
-        start: seconds of a step in which a request's text was read; None before the first one.
+        level: seconds of one level of one request. It is an upper bound as long as all timed drafts
+            included reading a text.
+        token: seconds to read a token of a request's text; None before the first reading.
         bound: whether `level` is only an upper bound.
     """
 
     def __init__(self) -> None:
         self.level, self.bound = 0.0, True
-        self.start: float | None = None
+        self.token: float | None = None
 
-    def add(self, seconds: float, depth: int, *, caught_up: bool) -> None:
-        """Learn from a step that drafted to this depth."""
-        per_level = seconds / max(1, depth)
-        if not caught_up:
-            self.start = smoothed(self.start or seconds, seconds)
+    def add(self, seconds: float, levels: float, *, caught_up: bool, read: int = 0) -> None:
+        """Learn from a step that drafted, after reading so many tokens of texts.
+
+        Args:
+            seconds: of drafting.
+            levels: see `_levels`.
+            caught_up: whether all drafting requests could draft in the previous step, too.
+            read: tokens of texts that were read.
+        """
+        per_level = seconds / max(1.0, levels)
+        if read:
+            per_token = max(0.0, seconds - levels * self.level) / read
+            self.token = smoothed(self.token or per_token, per_token)
         if caught_up and self.bound:
             self.level, self.bound = per_level, False
         elif self.bound:
             self.level = min(per_level, self.level or per_level)
         elif caught_up or per_level < self.level:
             self.level = smoothed(self.level, per_level)
+
+
+@dataclass
+class _Plan:
+    """The best step with drafts.
+
+    Attributes:
+        depths: the draft depth of each request.
+        rate: expected tokens per second; without the time of drafting if that is to be measured.
+        expected: the step.
+        made_for: the arguments it was made for.
+        steps: how many steps it was used for.
+    """
+
+    depths: list[int]
+    rate: float
+    expected: Expected
+    made_for: object
+    steps: int = 0
 
 
 class CostModel(Controller):
@@ -186,6 +253,9 @@ class CostModel(Controller):
         self._drafting_costs = _DraftingCosts()
         self._gain = 1.0  # tokens per second as last planned, over those without drafts
         self._drafted_steps = 0  # since the last step without drafts
+        self.patient = False  # whether to wait until reading a text is worth it
+        self._plan: _Plan | None = None  # None if something was learnt since
+        self.planned = Expected.plain(1)  # the last step of which depths were chosen
 
     def _new(self, memory: float) -> _History:
         return _History(memory, len(self._nodes), trees=self._trees)
@@ -200,97 +270,226 @@ class CostModel(Controller):
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
         """See `Controller.budgets`."""
+        plain = Expected.plain(rows)
+        return self.budgets_beside(batch, rows, plain, plain, [False] * len(batch))
+
+    def budgets_beside(
+        self,
+        batch: Sequence[Request],
+        rows: int,
+        beside: Expected,
+        instead: Expected,
+        served: Sequence[bool],
+    ) -> list[Budget]:
+        """The budgets of some requests of a step in which others have drafts from elsewhere.
+
+        Args:
+            batch: these requests.
+            rows: number of requests in the whole step.
+            beside: the step if none of them drafts.
+            instead: the step if this model drafts nothing. They draft if that is better.
+            served: for each of them, whether it has a draft from elsewhere in that step.
+        """
         histories = [self._history(request) for request in batch]
         depths = [0] * len(batch)
-        if self._nodes and self.costs and not self._plain_step_is_due():
+        if batch and self._nodes and self.costs and not self._plain_step_is_due():
             measuring = self._drafting_costs.bound and any(h.just_started for h in histories)
-            depths = self._probing(histories, self._best_depths(histories, rows, measuring), rows)
+            depths = self._best_depths(batch, rows, beside, instead, measuring)
+            depths = self._probing(batch, depths, rows)
             if measuring:
                 depths = [
                     depth if history.depth else 0
                     for history, depth in zip(histories, depths, strict=True)
                 ]
-        return [self._budget(*each) for each in zip(batch, histories, depths, strict=True)]
+        of_served = self._served_steps(rows) if any(served) else 1.0
+        counts = [of_served if has else 1.0 for has in served]
+        chosen = zip(batch, histories, depths, counts, strict=True)
+        return [self._budget(*each) for each in chosen]
+
+    def _served_steps(self, rows: int) -> float:
+        """As how many plain steps one with drafts from elsewhere counts.
+
+        The probes that follow cost at most one percent of the time.
+        """
+        level = self._drafting_costs.level / self.costs(rows, rows)
+        return min(_SERVED, self._probe_every * _PRICE / level) if level else _SERVED
 
     def _plain_step_is_due(self) -> bool:
         """Whether it costs at most one percent of what drafts gained since the last plain step."""
         steps = self._drafted_steps
         return steps >= _SOONEST and _PRICE * steps >= self._gain - 1
 
-    def _budget(self, request: Request, history: _History, depth: int) -> Budget:
+    def skip(self, batch: Sequence[Request]) -> None:
+        """These requests have drafts from elsewhere in this step, which cannot be beaten."""
+        for request in batch:
+            self._history(request).skip()
+
+    def _budget(self, request: Request, history: _History, depth: int, counts: float) -> Budget:
         budget = within(request, depth)
-        history.allow(budget.depth, wanted=depth > 0)
+        history.allow(budget.depth, wanted=depth > 0, counts=counts)
         if self._trees and depth:
             return Budget(self.num_speculative_tokens, budget.depth)
         return budget
 
-    def _best_depths(self, batch: Sequence[_History], rows: int, measuring: bool) -> list[int]:
+    def _best_depths(
+        self,
+        batch: Sequence[Request],
+        rows: int,
+        beside: Expected,
+        instead: Expected,
+        measuring: bool,
+    ) -> list[int]:
+        """The draft depth of each request; all are 0 if the step is better without."""
+        made_for = tuple(request.key for request in batch), rows, beside, measuring
+        plan = self._plan
+        if plan is None or plan.made_for != made_for or plan.steps >= _PLANNED_AGAIN:
+            plan = self._plan = _Plan(*self._best_plan(batch, rows, beside, measuring), made_for)
+        plan.steps += 1
+        self.planned = instead
+        rate = instead.rate(self.costs, rows)
+        if plan.rate <= rate:
+            return [0] * len(batch)
+        saved = plan.expected.tokens * (1 / rate - 1 / plan.rate) / len(batch)
+        depths = [
+            depth if depth and self._worth_reading(request, saved) else 0
+            for request, depth in zip(batch, plan.depths, strict=True)
+        ]
+        if any(depths):
+            self.planned = plan.expected
+        return depths
+
+    def _worth_reading(self, request: Request, saved: float) -> bool:
+        """Whether drafts would already have saved the time that reading the text takes.
+
+        A text may end soon. Whoever waits so long loses at most twice as much as with foresight.
+
+        Args:
+            request: a request that may draft in this step.
+            saved: seconds that this would save.
+        """
+        history = self._history(request)
+        if not self.patient or history.tried or self._drafting_costs.token is None:
+            return True
+        history.missed += saved
+        return history.missed >= self._drafting_costs.token * len(request.token_ids)
+
+    def _best_plan(
+        self, batch: Sequence[Request], rows: int, beside: Expected, measuring: bool
+    ) -> tuple[list[int], float, Expected]:
         """The draft depth of each request that maximizes the batch's tokens per second.
 
         Levels are taken in order of their expected tokens per node (see the module's docstring).
 
         Args:
-            batch: the histories of the R requests.
+            batch: the R requests.
             rows: number of requests in the whole step.
+            beside: see `budgets_beside`.
             measuring: whether to leave out the cost of drafting, because only an upper bound of it
                 is known and this step measures it.
         """
         levels = len(self._nodes)
-        nodes = np.maximum(np.diff(self._nodes, prepend=0.0), _LEAST_NODES)  # [L]
-        prior, prior_drafts = self._overall.acceptance_rates(), self._overall.draft_rate()
-        share = np.array([h.draft_rate(prior_drafts) for h in batch])[:, None]  # [R, 1]
-        passed = np.cumprod([h.acceptance_rates(prior) for h in batch], axis=1)  # [R, L]
+        share, passed, nodes = self._chances(batch)
         # A level needs those above it, so it is worth no more than they are.
         worth = np.minimum.accumulate(passed / nodes, axis=1)
         order = np.argsort(-worth, axis=None, kind="stable")  # [R x L]
-        tokens = rows + np.cumsum((share * passed).ravel()[order])
-        positions = rows + np.cumsum((share * nodes).ravel()[order])
+        tokens = beside.tokens + np.cumsum((share * passed).ravel()[order])
+        positions = beside.positions + np.cumsum((share * nodes).ravel()[order])
         row, level = np.divmod(order, levels)
         likely = np.maximum.accumulate(share[row, 0])  # lower bound of P(any has a draft)
         per_level = 0.0 if measuring else self._drafting_costs.level
-        drafting = per_level * likely * np.maximum.accumulate(level + 1)
+        drafting = (
+            per_level
+            * likely
+            * _levels(np.maximum.accumulate(level + 1.0), np.arange(1.0, len(level) + 1))
+        )
         rates = tokens / (drafting + self.costs.drafting(positions, rows))
         best = int(rates.argmax())
         self._gain = float(rates[best]) * self.costs(rows, rows) / rows
-        if self._gain <= 1:
-            return [0] * len(batch)
+        expected = Expected(float(tokens[best]), float(positions[best]), float(drafting[best]))
         depths: list[int] = np.bincount(row[: best + 1], minlength=len(batch)).tolist()
-        return depths
+        return depths, float(rates[best]), expected
 
-    def _probing(self, batch: Sequence[_History], depths: Sequence[int], rows: int) -> list[int]:
+    def _chances(self, batch: Sequence[Request]) -> tuple[_Floats, _Floats, _Floats]:
+        """Of R requests and L levels what is expected.
+
+        Returns:
+            [R, 1] the probability that a request has a draft; [R, L] that a level of a draft is
+            passed; [L] the nodes of each level.
+        """
+        nodes = np.maximum(np.diff(self._nodes, prepend=0.0), _LEAST_NODES)
+        prior, prior_drafts = self._overall.acceptance_rates(), self._overall.draft_rate()
+        histories = [self._history(request) for request in batch]
+        share = np.array([h.draft_rate(prior_drafts) for h in histories])[:, None]
+        rates = np.array([h.acceptance_rates(prior) for h in histories])
+        passed: _Floats = np.cumprod(rates, axis=1)
+        return share, passed, nodes
+
+    def gains(self, batch: Sequence[Request], rows: int, node_cost: float) -> list[float]:
+        """For each request the saving of its best draft, if all of them share the drafting.
+
+        Args:
+            batch: the requests.
+            rows: number of requests in the whole step.
+            node_cost: what a node adds to a pass, as a share of the time of a plain pass.
+
+        Returns:
+            Shares of the time of a plain pass.
+        """
+        share, passed, nodes = self._chances(batch)
+        per_level = _levels(1.0, float(len(batch))) / len(batch)
+        per_level *= self._drafting_costs.level / self.costs(rows, rows)
+        levels = share * (passed / rows - nodes * node_cost) - per_level
+        gains: list[float] = np.cumsum(levels, axis=1).max(axis=1).tolist()
+        return gains
+
+    def _probing(self, batch: Sequence[Request], depths: Sequence[int], rows: int) -> list[int]:
         """These depths, plus one level now and then for requests that do not draft."""
-        plain, nodes = self.costs(rows, rows), len(batch) * self._nodes[0]
-        # A request that has never drafted tries as soon as a first draft costs at most one percent
-        # of its steps so far. This needs an estimate of that cost.
-        first = self._probe_every
-        if self._drafting_costs.start is not None:
-            price = (self._drafting_costs.start + self.costs(rows + nodes, rows)) / plain - 1
-            first = min(first, round(max(_SOONEST, price / _PRICE)))
         return [
-            depth or int(history.plain_steps + 1 >= (self._probe_every if history.tried else first))
-            for history, depth in zip(batch, depths, strict=True)
+            depth or int(self._probes(request, rows, len(batch)))
+            for request, depth in zip(batch, depths, strict=True)
         ]
+
+    def _probes(self, request: Request, rows: int, num_requests: int) -> bool:
+        """Whether a request without drafts tries one.
+
+        One that has never drafted tries as soon as a first draft costs at most one percent of its
+        steps so far. This needs an estimate of that cost.
+        """
+        history = self._history(request)
+        steps = history.plain_steps + 1
+        if steps >= self._probe_every:
+            return True
+        if history.tried or steps < _SOONEST or self._drafting_costs.token is None:
+            return False
+        reading = self._drafting_costs.token * len(request.token_ids)
+        nodes = num_requests * self._nodes[0]
+        price = (reading + self.costs(rows + nodes, rows)) / self.costs(rows, rows) - 1
+        return steps >= price / _PRICE
 
     # After a step
 
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
         """Learn acceptance rates, the sizes of drafts, and the cost of drafting."""
-        deepest, may_draft, caught_up = 0, False, True
+        deepest, drafted, may_draft, caught_up, read = 0, 0, False, True, 0
         for outcome in outcomes:
             tree, history = outcome.draft.tree, self._history(outcome.request)
             depth = max(tree.depths) if self._trees else tree.num_drafted
             allowed = max(depth, history.depth)
             if allowed:
+                if depth and not history.tried:
+                    read += len(outcome.request.token_ids)
                 history.add(outcome, allowed)
                 self._overall.add(outcome, allowed)
                 may_draft, caught_up = True, caught_up and history.caught_up
             if depth and self._trees:
                 index = min(allowed, len(self._nodes)) - 1
                 self._nodes[index] += 0.1 * (tree.num_drafted - self._nodes[index])
-            deepest = max(deepest, depth)
+            deepest, drafted = max(deepest, depth), drafted + depth
         self._drafted_steps = self._drafted_steps + 1 if deepest else 0
         if may_draft:
-            self._drafting_costs.add(draft_seconds, deepest, caught_up=caught_up)
+            self._plan = None
+            levels = _levels(deepest, drafted)
+            self._drafting_costs.add(draft_seconds, levels, caught_up=caught_up, read=read)
 
     def release(self, request: Request) -> None:
         """Forget the request; the estimates over all requests stay."""

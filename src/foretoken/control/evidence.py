@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from foretoken.core.tree import Draft
+from foretoken.decode import Outcome
 
 __all__ = [
     "LONGEST_CONTEXT",
@@ -12,8 +13,11 @@ __all__ = [
     "NUM_RANKS",
     "AcceptanceRates",
     "Frequency",
+    "agreed",
     "by_match",
     "by_rank",
+    "disagreed",
+    "is_graft",
     "path_probs",
     "prior_rate",
 ]
@@ -55,7 +59,11 @@ LONGEST_CONTEXT, NUM_RANKS = 3, 8
 _BY_MATCH: list[float] = [0.0, *(1 - 0.8 / length**0.7 for length in range(1, LONGEST_MATCH + 1))]
 _LATER_RANKS: list[float] = [0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01]
 _BY_RANK = [rate for first in (0.4, 0.5, 0.6) for rate in (first, *_LATER_RANKS)]
-_PRIOR_RATES: list[float] = [*_BY_MATCH, *_BY_RANK]
+_ALONE = [*_BY_MATCH, *_BY_RANK]
+_NUM_ALONE = len(_ALONE)
+_AGREED = [(1 + rate) / 2 for rate in _ALONE]
+_DISAGREED = [rate / 4 for rate in _ALONE]
+_PRIOR_RATES: list[float] = [*_ALONE, *_AGREED, *_DISAGREED]
 """Prior acceptance rate by feature: 0.2 after a match of 1 token, 0.9 after one of 16."""
 
 
@@ -71,6 +79,21 @@ def by_match(length: int, drafted: int) -> tuple[int, ...]:
 def by_rank(rank: int, context: int = 1) -> int:
     """Feature of the token of this rank (from 0) after a context of `context` tokens."""
     return LONGEST_MATCH + 1 + NUM_RANKS * (context - 1) + rank
+
+
+def agreed(feature: int) -> int:
+    """Feature of a looked-up token that a trained drafter proposes in the same place."""
+    return _NUM_ALONE + feature
+
+
+def disagreed(feature: int) -> int:
+    """Feature of a looked-up token beside which a trained drafter proposes only others."""
+    return 2 * _NUM_ALONE + feature
+
+
+def is_graft(feature: int) -> bool:
+    """Whether a token was looked up and not proposed by a trained drafter; its feature is 0."""
+    return feature > 0 and not _NUM_ALONE <= feature < 2 * _NUM_ALONE
 
 
 def prior_rate(feature: int) -> float:
@@ -111,3 +134,24 @@ class AcceptanceRates:
         seen = self._seen[feature]
         seen.add(right, not right)
         self._rates[feature] = seen.given(_PRIOR_RATES[feature])
+
+    def learn(self, proposal: Draft, outcome: Outcome) -> None:
+        """Follow the generated tokens through a proposal, and count which children were right.
+
+        Args:
+            proposal: what was looked up for the step; it need not be what was verified.
+            outcome: what became of the step.
+        """
+        if not proposal.features:
+            return
+        drafted, accepted = outcome.draft.tree, outcome.accepted
+        tree, node = proposal.tree, 0
+        for true in (*(drafted.tokens[kept] for kept in accepted.path), accepted.token):
+            children, node = tree.children[node], -1
+            for child in children:
+                right = tree.tokens[child] == true
+                self.add(proposal.features[child - 1], right=right)
+                if right:
+                    node = child
+            if node < 0:
+                return

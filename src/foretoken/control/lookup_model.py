@@ -18,21 +18,22 @@ plain decoding.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import ClassVar
 
 import numpy as np
 
-from foretoken.control.base import Budget, Controller, within
+from foretoken.control.base import Budget, Controller, Expected, within
 from foretoken.control.cost_model import CostModel, smoothed
 from foretoken.control.evidence import AcceptanceRates, path_probs
 from foretoken.core.tree import Draft
 from foretoken.decode import Outcome
 from foretoken.request import Request
+from foretoken.runtime.costs import CostCurve
 
-__all__ = ["LookupModel"]
+__all__ = ["LookupModel", "LookupPlan", "how_many"]
 
 _POLLING = 0.001
 """Share of the time that may go into polling requests whose lookups do not pay."""
@@ -58,6 +59,29 @@ class _State:
     new: bool = True
 
 
+@dataclass(frozen=True)
+class LookupPlan:
+    """Which looked-up tokens of a step to verify.
+
+    Args:
+        nodes: row of the batch -> nodes of its draft to keep, for every request with a lookup.
+        tokens: row -> expected number of accepted tokens.
+        gains: row -> saving as a share of the time of a plain pass.
+        node_cost: what each of these nodes adds to the pass, as a share of the same.
+    """
+
+    nodes: dict[int, list[int]]
+    tokens: dict[int, float]
+    gains: dict[int, float]
+    node_cost: float
+
+    def expected(self, rows: int, left_out: Collection[int] = ()) -> Expected:
+        """What the step brings and costs, if the drafts of some rows are left out."""
+        kept = [row for row in self.nodes if row not in left_out]
+        tokens = sum(self.tokens[row] for row in kept)
+        return Expected(rows + tokens, rows + sum(len(self.nodes[row]) for row in kept))
+
+
 class LookupModel(Controller):
     """Drafts of at most `num_speculative_tokens` tokens, cut to those that pay."""
 
@@ -78,8 +102,7 @@ class LookupModel(Controller):
         self._lookup_seconds = 0.0  # of one request's lookup; 0 while unknown
         self._step = 0
         self._next_poll = 0.0  # the next step that looks up for all requests
-        # Requests with a lookup in this step: key -> row of the batch, and state.
-        self._asked: dict[int, tuple[int, _State]] = {}
+        self._asked: dict[int, _State] = {}  # of the requests with a lookup in this step, by key
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
         """See `Controller.budgets`: the full length where lookups pay, else nothing."""
@@ -96,82 +119,90 @@ class LookupModel(Controller):
             state = self._states.setdefault(request.key, _State(self._gain))
             if poll or state.gain >= price:
                 budgets[row] = within(request, self.num_speculative_tokens)
-                self._asked[request.key] = row, state
+                self._asked[request.key] = state
         return budgets
 
     def trim(self, batch: Sequence[Request], drafts: Sequence[Draft], rows: int) -> list[Draft]:
         """See `Controller.trim`: keeps the most probable tokens of all drafts, as many as pay."""
+        plan = self.plan(batch, drafts, rows)
+        self.follow(batch, plan)
         trimmed = list(drafts)
+        for row, nodes in plan.nodes.items():
+            trimmed[row] = drafts[row].only(nodes)
+        return trimmed
+
+    def plan(self, batch: Sequence[Request], drafts: Sequence[Draft], rows: int) -> LookupPlan:
+        """Choose the most probable tokens of all drafts, as many as pay; see `trim`."""
+        asked = [row for row, request in enumerate(batch) if request.key in self._asked]
         likely: list[tuple[float, int, int]] = []  # probability, row, node
-        for row, state in self._asked.values():
-            state.proposal = proposal = drafts[row]
+        for row in asked:
+            self._asked[batch[row].key].proposal = proposal = drafts[row]
             if proposal.features:
                 paths = path_probs(proposal, self._rates.of)
                 likely += [(p, row, node) for node, p in enumerate(paths, 1)]
         # The sort is stable: no token comes before its parent.
         likely.sort(key=itemgetter(0), reverse=True)
-        count, cost = self._how_many([p for p, _, _ in likely], rows)
-        gains = dict.fromkeys((row for row, _ in self._asked.values()), 0.0)
-        nodes: dict[int, list[int]] = {row: [] for row in gains}
+        probs = [p for p, _, _ in likely]
+        count, cost = how_many(probs, self.costs, rows, Expected.plain(rows))
+        nodes: dict[int, list[int]] = {row: [] for row in asked}
+        tokens, gains = dict.fromkeys(asked, 0.0), dict.fromkeys(asked, 0.0)
         for p, row, node in likely[:count]:
             nodes[row].append(node)
+            tokens[row] += p
             gains[row] += p / rows - cost
-        for row, state in self._asked.values():
-            trimmed[row] = drafts[row].only(nodes[row])
-            state.gain += 0.1 * (gains[row] - state.gain)
-            self._gain += 0.05 * (gains[row] - self._gain)
-        return trimmed
+        return LookupPlan(nodes, tokens, gains, cost)
 
-    def _how_many(self, probs: Sequence[float], rows: int) -> tuple[int, float]:
-        """How many of the most probable tokens to verify, and the cost of each.
-
-        Args:
-            probs: the path probabilities of all tokens, the largest first.
-            rows: number of requests in the whole step.
-
-        Returns:
-            The number that maximizes expected tokens per second, and what each of these tokens adds
-            to the pass, as a share of the time of a plain pass.
-        """
-        if not probs:
-            return 0, 0.0
-        positions = rows + np.arange(len(probs) + 1.0)
-        passes = self.costs.drafting(positions, rows) / self.costs(rows, rows)
-        rates = (rows + np.cumsum((0.0, *probs))) / passes
-        best = int(rates.argmax())
-        return best, float(passes[best] - 1) / max(1, best)
+    def follow(
+        self, batch: Sequence[Request], plan: LookupPlan, left_out: Collection[int] = ()
+    ) -> None:
+        """Record what the lookups of a plan gain; those of some rows are not verified."""
+        for row, planned in plan.gains.items():
+            gain = 0.0 if row in left_out else planned
+            state = self._asked[batch[row].key]
+            state.gain += 0.1 * (gain - state.gain)
+            self._gain += 0.05 * (gain - self._gain)
 
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
         """Learn which tokens were right, and what a lookup costs, including this learning."""
         if not self._asked:
             return
         began = time.perf_counter()
-        all_have_read = not any(state.new for _, state in self._asked.values())
+        all_have_read = not any(state.new for state in self._asked.values())
         for outcome in outcomes:
-            if asked := self._asked.get(outcome.request.key):
-                self._learn(asked[1], outcome)
+            if state := self._asked.get(outcome.request.key):
+                if state.proposal:
+                    self._rates.learn(state.proposal, outcome)
+                state.proposal, state.new = None, False
         seconds = (draft_seconds + time.perf_counter() - began) / len(self._asked)
         if all_have_read:
             self._lookup_seconds = smoothed(self._lookup_seconds or seconds, seconds)
-
-    def _learn(self, state: _State, outcome: Outcome) -> None:
-        """Follow the generated tokens through the proposal, and count which children were right."""
-        proposal, state.proposal, state.new = state.proposal, None, False
-        if proposal is None or not proposal.features:
-            return
-        drafted, accepted = outcome.draft.tree, outcome.accepted
-        tree, node = proposal.tree, 0
-        for true in (*(drafted.tokens[kept] for kept in accepted.path), accepted.token):
-            children, node = tree.children[node], -1
-            for child in children:
-                right = tree.tokens[child] == true
-                self._rates.add(proposal.features[child - 1], right=right)
-                if right:
-                    node = child
-            if node < 0:
-                return
 
     def release(self, request: Request) -> None:
         """Forget the request; what was learnt from its drafts stays."""
         self._states.pop(request.key, None)
         self._asked.pop(request.key, None)
+
+
+def how_many(
+    probs: Sequence[float], costs: CostCurve, rows: int, beside: Expected
+) -> tuple[int, float]:
+    """How many of the most probable tokens to verify, and the cost of each.
+
+    Args:
+        probs: the path probabilities of all tokens, the largest first.
+        costs: the cost of passes.
+        rows: number of requests in the whole step.
+        beside: what the step brings and costs without these tokens.
+
+    Returns:
+        The number that maximizes expected tokens per second, and what each of these tokens adds
+        to the pass, as a share of the time of a plain pass.
+    """
+    if not probs:
+        return 0, 0.0
+    plain = costs(rows, rows)
+    positions = beside.positions + np.arange(len(probs) + 1.0)
+    seconds = (beside.seconds + costs.drafting(positions, rows)) / plain
+    rates = (beside.tokens + np.cumsum((0.0, *probs))) / seconds
+    best = int(rates.argmax())
+    return best, float(seconds[best] - seconds[0]) / max(1, best)

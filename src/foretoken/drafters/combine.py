@@ -22,7 +22,7 @@ from foretoken.decode import Outcome, StepTimes
 from foretoken.drafters.base import Drafter, DrafterOptions, layers_of
 from foretoken.request import Request
 
-__all__ = ["CombineOptions", "Ensemble", "Switch", "SwitchOptions", "merge"]
+__all__ = ["CombineOptions", "Ensemble", "Several", "Switch", "SwitchOptions", "merge"]
 
 
 class CombineOptions(DrafterOptions):
@@ -46,8 +46,8 @@ class SwitchOptions(CombineOptions):
     try_every: Annotated[int, Ge(2)] = 16
 
 
-class _Several(Drafter):
-    """Base of `Ensemble` and `Switch`: several drafters that serve the same requests.
+class Several(Drafter):
+    """Base of `Ensemble`, `Switch` and `Hybrid`: several drafters that serve the same requests.
 
     Args:
         drafters: the drafters, in the order of the options.
@@ -79,7 +79,7 @@ class _Several(Drafter):
             drafter.forget()
 
 
-class Ensemble(_Several):
+class Ensemble(Several):
     """All drafters propose, and `merge` makes one tree of their drafts.
 
     Args:
@@ -216,7 +216,7 @@ class _Choice:
         return max(range(len(self.arms)), key=lambda i: self.arms[i].goodput)
 
 
-class Switch(_Several):
+class Switch(Several):
     """Each request drafts with the drafter that had the best goodput in its recent steps.
 
     Args:

@@ -20,12 +20,13 @@ from transformers import PreTrainedTokenizerBase
 from foretoken.core.common_prefix import common_prefix
 from foretoken.core.tree import TokenTree
 from foretoken.drafters.admission import rows_that_fit
+from foretoken.drafters.model_drafter import GrowingScorer
 from foretoken.drafters.shapes import TreeOptions
 from foretoken.request import Request
-from foretoken.runtime.network import PassOutput
+from foretoken.runtime.network import GrownTree, GrowthLimit, GrowthPlan, Need, PassOutput
 from foretoken.runtime.passes import Passes
 
-__all__ = ["DraftModelOptions", "OwnModel"]
+__all__ = ["DraftModelOptions", "OwnModel", "scored"]
 
 FIRST_PASS = 32
 """Most committed tokens that the first drafting pass computes. If more are missing, a prefill
@@ -65,7 +66,17 @@ class DraftModelOptions(TreeOptions):
         return None
 
 
-class OwnModel:
+def scored(num_computed: Sequence[int], hidden: tuple[int, ...] = ()) -> Need:
+    """What a pass returns: before the first level, logits of the root alone (`Scorer.verify`).
+
+    Args:
+        num_computed: of all trees of the pass.
+        hidden: see `Need`.
+    """
+    return Need(last=None if any(num_computed) else 1, hidden=hidden)
+
+
+class OwnModel(GrowingScorer):
     """A draft model with KV rows of its own (see `model_drafter.Scorer`).
 
     Args:
@@ -127,7 +138,17 @@ class OwnModel:
         self, keys: Sequence[int], trees: Sequence[TokenTree], num_computed: Sequence[int]
     ) -> list[PassOutput]:
         """One pass of the draft model."""
-        return self._model.verify(keys, trees, num_computed)
+        return self._model.verify(keys, trees, num_computed, scored(num_computed))
+
+    def grow(
+        self,
+        keys: Sequence[int],
+        pending: Sequence[Sequence[int]],
+        plan: GrowthPlan,
+        limits: Sequence[GrowthLimit],
+    ) -> list[GrownTree] | None:
+        """See `GrowingScorer`."""
+        return self._model.grow(keys, pending, plan, limits)
 
     def finish_draft(self, request: Request, num_tokens: int) -> None:
         """Keep the KV of the pending tokens, which are committed; discard that of the draft."""

@@ -7,8 +7,12 @@ nodes, and whose KV it uses.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from math import isnan
+from operator import itemgetter
 from typing import Protocol, TypeAlias
 
 import torch
@@ -21,9 +25,9 @@ from foretoken.core.tree import Draft, TokenTree
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.shapes import Node, Shape, TreeOptions
 from foretoken.request import Request
-from foretoken.runtime.network import PassOutput
+from foretoken.runtime.network import GrownTree, GrowthLimit, GrowthPlan, PassOutput
 
-__all__ = ["ModelDrafter", "Scorer"]
+__all__ = ["GrowingScorer", "ModelDrafter", "Scorer"]
 
 
 _Drawn: TypeAlias = tuple[int, Distribution, float]
@@ -64,10 +68,11 @@ class Scorer(Protocol):
             keys: [B] request keys.
             trees: [B] the pending tokens as a chain, then the drafted nodes to score.
             num_computed: [B] nodes at the beginning of each tree that earlier passes computed.
+                It is 0 in the first pass, which has no drafted nodes.
 
         Returns:
             [B] outputs with logits [n, V] of the n new nodes of each tree, or [n, Vd] with
-            `token_ids`.
+            `token_ids`. In the first pass, the last one's are enough: those of the root.
         """
         ...
 
@@ -84,6 +89,30 @@ class Scorer(Protocol):
     def release(self, request: Request) -> None:
         """Forget a request."""
         ...
+
+
+class GrowingScorer(ABC):
+    """A scorer whose model may be able to draft a whole tree in one call."""
+
+    @abstractmethod
+    def grow(
+        self,
+        keys: Sequence[int],
+        pending: Sequence[Sequence[int]],
+        plan: GrowthPlan,
+        limits: Sequence[GrowthLimit],
+    ) -> list[GrownTree] | None:
+        """Draft trees of the most probable tokens (see `Passes.grow`).
+
+        Args:
+            keys: [B] request keys.
+            pending: [B] what `Scorer.pending` has returned.
+            plan: how all trees grow.
+            limits: [B] where each tree ends.
+
+        Returns:
+            [B] trees of the target's tokens; None if the model cannot do this.
+        """
 
 
 @dataclass
@@ -156,6 +185,7 @@ class ModelDrafter(Drafter):
             else None
             for request in batch
         ]
+        self._grow_at_once([growth for growth in growths if growth])
         while growing := [growth for growth in growths if growth and growth.frontier]:
             outputs = self._scorer.verify(
                 [growth.request.key for growth in growing],
@@ -207,13 +237,57 @@ class ModelDrafter(Drafter):
             budget = replace(budget, depth=budget.depth - 1)
         return budget
 
+    def _grow_at_once(self, growths: Sequence[_Growth]) -> None:
+        """Draft trees of most probable tokens in one call, if the scorer can.
+
+        `_expand` would grow the same trees level by level.
+        """
+        growths = [growth for growth in growths if self._takes_most_probable(growth.request)]
+        if not growths or not isinstance(self._scorer, GrowingScorer):
+            return
+        plan = self._shape.plan(max(growth.budget.depth for growth in growths))
+        if plan is None:
+            return
+        trees = self._scorer.grow(
+            [growth.request.key for growth in growths],
+            [growth.pending for growth in growths],
+            plan,
+            [self._growth_limit(growth.budget) for growth in growths],
+        )
+        for growth, tree in zip(growths, trees or (), strict=trees is not None):
+            if not isnan(sum(tree.probabilities)):  # `_draw` refuses NaN
+                self._take(growth, tree)
+
+    def _growth_limit(self, budget: Budget) -> GrowthLimit:
+        return GrowthLimit(
+            budget.depth,
+            None if self._shape.prunes else budget.nodes,
+            self._shape.positions(budget),
+            budget.min_token_prob,
+            budget.min_path_prob,
+        )
+
+    def _take(self, growth: _Growth, tree: GrownTree) -> None:
+        """Take the nodes of a tree that the scorer has grown."""
+        rows = zip(tree.parents, tree.tokens, tree.probabilities, strict=True)
+        for parent, siblings in groupby(rows, itemgetter(0)):
+            drawn = [(token, Distribution.one_hot(token), prob) for _, token, prob in siblings]
+            above = None if parent < 0 else growth.nodes[parent]
+            growth.nodes += self._children(growth, above, drawn)
+        growth.frontier = []
+        self._scorer.finish_draft(growth.request, len(growth.pending))
+
+    def _takes_most_probable(self, request: Request) -> bool:
+        """Whether the children of a node are the most probable tokens of the raw logits."""
+        probable = self._options.takes_most_probable(self._temperature(request))
+        return probable and not request.sampler.changes_logits
+
     def _expand(self, growth: _Growth, logits: Tensor) -> None:
         """Add the children of the frontier; the shape chooses the next frontier among them.
 
         Args:
             growth: the tree of one request.
-            logits: [n, V] or [n, Vd] of the n new nodes of the pass; the last ones are the
-                frontier's.
+            logits: [n, V] or [n, Vd] of nodes of the pass; the last ones are the frontier's.
         """
         frontier, budget = growth.frontier, growth.budget
         growth.num_computed = len(growth.pending) + len(growth.scored)

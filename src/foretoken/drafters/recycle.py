@@ -147,7 +147,7 @@ class RecycleDrafter(Drafter):
     def _contexts(self, outcome: Outcome) -> Iterator[Context]:
         """The contexts that end with the root and with every node of the accepted path."""
         tokens, most = outcome.request.token_ids, self._options.recycle_context
-        root = len(tokens) - len(outcome.committed) - 1
+        root = outcome.root
         text = tokens[max(0, root + 1 - most) : root + 1]
         yield tuple(text)
         for node in outcome.accepted.path:

@@ -23,9 +23,22 @@ from foretoken.drafters.combine import CombineOptions, Ensemble, Switch, SwitchO
 from foretoken.drafters.copy import CopyDrafter, CopyOptions
 from foretoken.drafters.corpus_ngram import CorpusNgramDrafter, CorpusNgramOptions, load_corpus
 from foretoken.drafters.draft_model import DraftModelOptions
+from foretoken.drafters.heads.blockwise import BlockwiseNet
 from foretoken.drafters.heads.checkpoint import read_checkpoint
 from foretoken.drafters.heads.eagle import EagleDrafter, EagleOptions, load_head
+from foretoken.drafters.heads.hydra import HydraNet
+from foretoken.drafters.heads.medusa import MedusaNet
+from foretoken.drafters.heads.mlp_speculator import MlpSpeculatorNet
+from foretoken.drafters.heads.state_file import Layout, load_net, read_state_file
+from foretoken.drafters.heads.state_head import StateDrafter, StateHead, StateHeadOptions
+from foretoken.drafters.heads.state_layouts import (
+    fasterdecoding_medusa,
+    ibm_mlp_speculator,
+    vllm_medusa,
+)
+from foretoken.drafters.heads.state_net import StateNet
 from foretoken.drafters.horizontal import HorizontalCascade, HorizontalOptions
+from foretoken.drafters.hybrid import Hybrid, HybridOptions
 from foretoken.drafters.lookahead import LookaheadDrafter, LookaheadOptions
 from foretoken.drafters.model_drafter import ModelDrafter, Scorer
 from foretoken.drafters.ngram import NgramDrafter, NgramOptions
@@ -180,6 +193,31 @@ def _eagle(parts: DrafterParts) -> Drafter:
     return EagleDrafter(head, layers, parts.options, shape, coupled=parts.coupled)
 
 
+def _hybrid(parts: DrafterParts) -> Drafter:
+    options: HybridOptions = parts.options
+    lookup = parts.build(options.lookup, parts.target, parts.coupled)
+    if not lookup.looks_up:
+        raise ConfigError("lookup: its method must look tokens up, as 'suffix' and 'ngram' do.")
+    given = {name: v for name, v in options.drafter.items() if name != "num_speculative_tokens"}
+    trained = parts.build({**given, "model": parts.model}, parts.target, parts.coupled)
+    spec = drafter_spec(given.pop("method"))
+    implied = spec.options(**given).default_num_speculative_tokens()
+    default = spec.default_num_speculative_tokens if implied is None else implied
+    return Hybrid(lookup, trained, options.drafter.get("num_speculative_tokens", default))
+
+
+def _state_head(kind: type[StateNet], *layouts: Layout) -> Callable[[DrafterParts], Drafter]:
+    """Constructs the drafter of a head without attention, from our own or a published layout."""
+
+    def build(parts: DrafterParts) -> Drafter:
+        file = read_state_file(parts.model, kind, layouts)
+        head = StateHead(load_net(file, kind, parts.target), parts.target)
+        shape = shape_of(parts.options)
+        return StateDrafter(head, parts.options, shape, coupled=parts.coupled)
+
+    return build
+
+
 METHODS: dict[str, DrafterSpec] = {
     "none": DrafterSpec(
         NoOptions, lambda _: NoDrafter(), 0, summary="no speculation: the baseline"
@@ -197,6 +235,34 @@ METHODS: dict[str, DrafterSpec] = {
         4,
         takes_head=True,
         summary="a trained head that reads the target's hidden states (EAGLE-3)",
+    ),
+    "medusa": DrafterSpec(
+        StateHeadOptions,
+        _state_head(MedusaNet, fasterdecoding_medusa, vllm_medusa),
+        4,
+        takes_head=True,
+        summary="trained heads, one for each drafted position (Medusa)",
+    ),
+    "hydra": DrafterSpec(
+        StateHeadOptions,
+        _state_head(HydraNet),
+        4,
+        takes_head=True,
+        summary="trained heads that also read the tokens drafted before (Hydra)",
+    ),
+    "blockwise": DrafterSpec(
+        StateHeadOptions,
+        _state_head(BlockwiseNet),
+        4,
+        takes_head=True,
+        summary="trained layers before the target's output layer (blockwise decoding)",
+    ),
+    "mlp_speculator": DrafterSpec(
+        StateHeadOptions,
+        _state_head(MlpSpeculatorNet, ibm_mlp_speculator),
+        3,
+        takes_head=True,
+        summary="a trained recurrent MLP over the drafted tokens (MLP speculator)",
     ),
     "cascade": DrafterSpec(
         CascadeOptions,
@@ -222,6 +288,13 @@ METHODS: dict[str, DrafterSpec] = {
         lambda parts: HorizontalCascade(_several(parts), parts.options),
         5,
         summary="one drafter for the first positions, cheaper ones for the next",
+    ),
+    "hybrid": DrafterSpec(
+        HybridOptions,
+        _hybrid,
+        16,
+        takes_head=True,
+        summary="a lookup or a trained head, whichever is worth more at the moment",
     ),
     "early_exit": DrafterSpec(
         EarlyExitOptions,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from foretoken.core.tree import TokenTree
-from foretoken.runtime.network import LOGITS, Need, PassOutput
+from foretoken.runtime.network import LOGITS, GrownTree, GrowthLimit, GrowthPlan, Need, PassOutput
 from foretoken.runtime.target import Target
 
 __all__ = ["resized"]
@@ -61,6 +61,21 @@ class _Resized(Target):
         outputs = super().verify(keys, trees, num_computed, need, states)
         # Without an argmax: the network's may be a token that is cut off.
         return [PassOutput(self._fitted(o.scores), hidden=o.hidden) for o in outputs]
+
+    def grow(
+        self,
+        keys: Sequence[int],
+        pending: Sequence[Sequence[int]],
+        plan: GrowthPlan,
+        limits: Sequence[GrowthLimit],
+        token_ids: Tensor | None = None,
+        states: Sequence[Tensor] | None = None,
+    ) -> list[GrownTree] | None:
+        """See `Passes.grow`; None if the most probable tokens may be some that are cut off."""
+        if self._own_size > self.vocab_size:
+            return None
+        pending = [self._without_padding(tokens) for tokens in pending]
+        return super().grow(keys, pending, plan, limits, token_ids, states)
 
     def _without_padding(self, tokens: Sequence[int]) -> tuple[int, ...]:
         # The target's padding tokens have no meaning, and this model has no embedding for them.

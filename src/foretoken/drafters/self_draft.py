@@ -17,11 +17,18 @@ from torch import Tensor
 
 from foretoken.core.config import PathText
 from foretoken.core.tree import TokenTree
+from foretoken.drafters.model_drafter import GrowingScorer
 from foretoken.drafters.shapes import TreeOptions
 from foretoken.drafters.tuned_layers import LayerIndices, TunedLayers
 from foretoken.errors import ConfigError
 from foretoken.request import Request
-from foretoken.runtime.network import Network, PassOutput
+from foretoken.runtime.network import (
+    GrownTree,
+    GrowthLimit,
+    GrowthPlan,
+    Network,
+    PassOutput,
+)
 from foretoken.runtime.target import Target
 
 __all__ = [
@@ -97,7 +104,7 @@ class LayerSkipOptions(TreeOptions):
         return dict.fromkeys(("skip_attention", "skip_mlp"), tuple(range(1, num_layers - 1, 2)))
 
 
-class SharedLayers:
+class SharedLayers(GrowingScorer):
     """A part of the target as drafting model, on the target's own KV (see `Scorer`).
 
     Args:
@@ -129,6 +136,16 @@ class SharedLayers:
     ) -> list[PassOutput]:
         """One pass of the remaining layers; see `Scorer.verify`."""
         return self._target.verify(keys, trees, num_computed)
+
+    def grow(
+        self,
+        keys: Sequence[int],
+        pending: Sequence[Sequence[int]],
+        plan: GrowthPlan,
+        limits: Sequence[GrowthLimit],
+    ) -> list[GrownTree] | None:
+        """See `GrowingScorer`."""
+        return self._target.grow(keys, pending, plan, limits)
 
     def finish_draft(self, request: Request, num_tokens: int) -> None:
         """Nothing to do: verification computes the root again, in all layers."""

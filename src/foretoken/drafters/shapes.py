@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import Ge, Le, Len
@@ -20,6 +19,7 @@ from foretoken.core.distribution import Distribution
 from foretoken.core.params import GREEDY_BELOW
 from foretoken.drafters.base import DrafterOptions
 from foretoken.drafters.tree_file import MAX_NODES, TreeFile, is_tree_file
+from foretoken.runtime.network import GrowthPlan
 
 __all__ = ["Chain", "Dynamic", "Node", "Paths", "Shape", "TreeOptions", "Widths", "shape_of"]
 
@@ -70,6 +70,13 @@ class Shape(ABC):
         """The nodes of the draft: at most `limit`, parents first, with all their ancestors."""
         return list(nodes[:limit])
 
+    def plan(self, depth: int) -> GrowthPlan | None:
+        """How trees of this depth grow, for networks that grow them in one call.
+
+        None if that depends on the ranks of nodes.
+        """
+        return None
+
     def positions(self, budget: Budget) -> int:
         """Most nodes that the model scores while a tree grows; each takes a KV slot."""
         return max(0, budget.nodes)
@@ -98,6 +105,10 @@ class Chain(Shape):
         """See `Shape.width`."""
         return 1
 
+    def plan(self, depth: int) -> GrowthPlan:
+        """See `Shape.plan`."""
+        return GrowthPlan((1,) * depth)
+
     def positions(self, budget: Budget) -> int:
         """See `Shape.positions`."""
         return budget.chain
@@ -121,6 +132,10 @@ class Widths(Shape):
     def width(self, ranks: tuple[int, ...]) -> int:
         """See `Shape.width`."""
         return self._widths[len(ranks)] if len(ranks) < len(self._widths) else 0
+
+    def plan(self, depth: int) -> GrowthPlan:
+        """See `Shape.plan`."""
+        return GrowthPlan(self._widths[:depth])
 
     @property
     def num_nodes(self) -> int:
@@ -190,15 +205,25 @@ class Dynamic(Shape):
         """See `Shape.width`."""
         return self._top_k if len(ranks) < self._depth else 0
 
+    def plan(self, depth: int) -> GrowthPlan:
+        """See `Shape.plan`."""
+        return GrowthPlan((self._top_k,) * min(depth, self._depth), beam=self._top_k)
+
     def positions(self, budget: Budget) -> int:
         """See `Shape.positions`: `top_k` nodes of every level except the last."""
         return self._top_k * max(0, min(budget.depth, self._depth) - 1)
 
     def level_sizes(self, limit: int) -> list[int]:
-        """See `Shape.level_sizes`: an estimate, as if pruning kept the levels near the root."""
-        full = [self._top_k, *[self._top_k**2] * (self._depth - 1)]
-        left = [max(0, limit - above) for above in accumulate(full, initial=0)]
-        return [min(size, room) for size, room in zip(full, left, strict=False) if room]
+        """See `Shape.level_sizes`: an estimate, since the drafter's probabilities decide.
+
+        It is made as if pruning kept a node of every level, and otherwise the levels near the root.
+        """
+        levels = min(self._depth, limit)
+        full = [self._top_k, *[self._top_k**2] * (levels - 1)]
+        sizes: list[int] = []
+        for level, size in enumerate(full[:levels], 1):
+            sizes.append(min(size, limit - sum(sizes) - (levels - level)))
+        return sizes
 
     def frontier(self, level: Sequence[Node]) -> list[Node]:
         """The `top_k` nodes of a level with the highest path probability."""

@@ -16,7 +16,7 @@ from foretoken.core.tree import TokenTree
 from foretoken.drafters.draft_model import OwnModel
 from foretoken.drafters.translation import Translator
 from foretoken.request import Request
-from foretoken.runtime.network import PassOutput
+from foretoken.runtime.network import GrowthLimit, GrowthPlan, PassOutput
 from foretoken.runtime.target import Target
 
 __all__ = ["TranslatedModel"]
@@ -65,6 +65,15 @@ class TranslatedModel(OwnModel):
         trees = [self._translated(*pair) for pair in zip(keys, trees, strict=True)]
         outputs = super().verify(keys, trees, num_computed)
         return [PassOutput(self._restricted(output.scores)) for output in outputs]
+
+    def grow(
+        self,
+        keys: Sequence[int],
+        pending: Sequence[Sequence[int]],
+        plan: GrowthPlan,
+        limits: Sequence[GrowthLimit],
+    ) -> None:
+        """None: the draft model's most probable tokens may not be shared."""
 
     def release(self, request: Request) -> None:
         """Free the request's KV row, and forget its translation."""

@@ -21,6 +21,7 @@ from threading import Lock
 from foretoken.config import SpeculativeConfig
 from foretoken.core.grammar import Grammars
 from foretoken.core.params import SamplingParams
+from foretoken.drafters.heads.shipped import shipped_config
 from foretoken.engine.jobs import Job
 from foretoken.engine.kv_budget import KVBudget
 from foretoken.engine.prefix_cache import PrefixCache
@@ -61,7 +62,7 @@ class LLMEngine:
 
     Args:
         loaded: the model and its tokenizer.
-        config: the default way to speculate.
+        config: the default way to speculate; None takes the head that comes with the package.
         options: see `EngineOptions`.
 
     Attributes:
@@ -74,14 +75,20 @@ class LLMEngine:
     """
 
     def __init__(
-        self, loaded: LoadedModel, config: SpeculativeConfig, options: EngineOptions
+        self, loaded: LoadedModel, config: SpeculativeConfig | None, options: EngineOptions
     ) -> None:
         self.tokenizer = loaded.tokenizer
         self._kv_budget = KVBudget(options.kv_cache_bytes)
         self.target = Target(
-            loaded.module, options.max_model_len, options.quantization, options.runtime
+            loaded.module,
+            options.max_model_len,
+            options.quantization,
+            options.runtime,
+            loaded.reload,
         )
         self._kv_budget.add(self.target)
+        if config is None:
+            config = _default_config(loaded.name, self.target)
         grammars = Grammars(self.tokenizer, self.target.vocab_size, loaded.eos_token_ids)
         self._maker = RequestMaker(self.target, loaded.eos_token_ids, grammars)
         self.strategies = StrategyFactory(
@@ -312,3 +319,15 @@ class LLMEngine:
 
     def _free_id(self) -> str:
         return next(name for name in map(str, self._next_id) if name not in self._known_ids)
+
+
+def _default_config(name: str | None, target: Target) -> SpeculativeConfig:
+    """The `hybrid` of a model whose head comes with the package, else plain decoding.
+
+    On a GPU, where it was not measured, and where draft lengths change the bits, it is plain
+    decoding, too.
+    """
+    fields = None
+    if target.device.type == "cpu" and target.bit_exact:
+        fields = shipped_config(name, trees=target.exact_trees)
+    return SpeculativeConfig.parse(fields)

@@ -12,9 +12,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from foretoken import models
 from foretoken.config import SpeculativeConfig
 from foretoken.control import Controller, Fixed, controller_class
+from foretoken.control.hybrid_model import HybridModel
 from foretoken.core.acceptance import AcceptanceRule
 from foretoken.core.grammar import Grammars
 from foretoken.drafters.base import Drafter
+from foretoken.drafters.hybrid import Hybrid
 from foretoken.drafters.overlap import VocabularyOverlap
 from foretoken.drafters.registry import DrafterParts
 from foretoken.drafters.vocabulary import DraftModel
@@ -153,9 +155,14 @@ class StrategyFactory:
         exact = self._target.exact_trees if drafter.drafts_trees else self._target.bit_exact
         if config.controller is None and not exact:
             name = Fixed.name  # cost_model reads the clock, and draft lengths change bits here
-        kind = controller_class(name, looks_up=drafter.looks_up)
+        hybrid = isinstance(drafter, Hybrid)
+        kind = controller_class(name, looks_up=drafter.looks_up, hybrid=hybrid)
         options = None if config.controller is None else config.controller_options
-        return kind(config.gamma, options, self._costs, drafter.level_sizes(config.gamma))
+        levels = drafter.level_sizes(config.gamma)
+        controller = kind(config.gamma, options, self._costs, levels)
+        if isinstance(drafter, Hybrid) and isinstance(controller, HybridModel):
+            drafter.chooser = controller
+        return controller
 
     def _measure_costs(self, controller: Controller) -> None:
         """Time passes, once for all controllers, if this controller chooses by their costs."""

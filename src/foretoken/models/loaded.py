@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,11 +19,19 @@ __all__ = ["LoadedModel"]
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A module with its tokenizer, if it has one, and its folder, if it came from one."""
+    """A module with its tokenizer, if it has one.
+
+    Args:
+        module: the model.
+        tokenizer: None if it has none.
+        path: its folder; None if it was given as a module.
+        name: what the user gave to load it by; None if it was given as a module.
+    """
 
     module: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
     path: Path | None
+    name: str | None = None
 
     @staticmethod
     def of(
@@ -42,7 +52,13 @@ class LoadedModel:
         place = default_device(device)
         path = models.resolve(model)
         module = models.load_model(path, default_dtype(dtype, place), place)
-        return LoadedModel(module, tokenizer or models.load_tokenizer(path), path)
+        return LoadedModel(module, tokenizer or models.load_tokenizer(path), path, str(model))
+
+    @property
+    def reload(self) -> Callable[[], PreTrainedModel] | None:
+        """Loads the module again; None if it was given as a module. It does not keep this one."""
+        path, dtype, device = self.path, self.module.dtype, self.module.device
+        return None if path is None else partial(models.load_model, path, dtype, device)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -90,6 +91,12 @@ class PassInputs:
     dtype: torch.dtype
     device: torch.device
     states: Tensor | None = None
+
+    def last_nodes(self, most: int | None) -> list[int]:
+        """[L] indices of the last `most` nodes of each row among the T nodes; all with None."""
+        ends = accumulate(map(len, self.rows))
+        counts = [len(row) if most is None else min(most, len(row)) for row in self.rows]
+        return [n for end, count in zip(ends, counts, strict=True) for n in range(end - count, end)]
 
     @property
     def states_of_nodes(self) -> Tensor:

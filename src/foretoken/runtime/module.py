@@ -69,9 +69,12 @@ class ModuleNetwork:
                 use_cache=True,
                 **keep,
             )
+        flat = {layer: inputs.flat(states) for layer, states in hidden.items()}
+        if not need.logits:
+            return PassOutput(None, hidden=flat)
+        logits = inputs.flat(output.logits)
         return PassOutput(
-            inputs.flat(output.logits) if need.logits else None,
-            hidden={layer: inputs.flat(states) for layer, states in hidden.items()},
+            logits if need.last is None else logits[inputs.last_nodes(need.last)], hidden=flat
         )
 
     def first_layers(self, count: int) -> ModuleNetwork:

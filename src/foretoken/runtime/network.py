@@ -8,6 +8,7 @@ replays CUDA graphs of the latter two. `choose.py` picks one.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Self
@@ -17,7 +18,16 @@ from torch import Tensor
 from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.kv_slab import KVSlab
 
-__all__ = ["LOGITS", "Need", "Network", "PassOutput"]
+__all__ = [
+    "LOGITS",
+    "GrowingNetwork",
+    "GrownTree",
+    "GrowthLimit",
+    "GrowthPlan",
+    "Need",
+    "Network",
+    "PassOutput",
+]
 
 
 @dataclass(frozen=True)
@@ -26,12 +36,14 @@ class Need:
 
     Args:
         logits: whether logits are needed.
+        last: they are needed for the last `last` nodes of each row; None means for all.
         hidden: layer ids whose hidden states are needed, ascending. Id k means the residual stream
             entering layer k, and the number of layers means the one entering the final norm (the
             convention of speculators and vLLM).
     """
 
     logits: bool = True
+    last: int | None = None
     hidden: tuple[int, ...] = ()
 
 
@@ -40,12 +52,12 @@ LOGITS = Need()
 
 @dataclass(frozen=True)
 class PassOutput:
-    """What a pass computed, for T nodes.
+    """What a pass computed, for T nodes, L of which were to have logits (`Need.last`).
 
     Args:
-        logits: [T, V], or None if not needed.
-        argmax: [T] the token of each node's largest logit, the first of equals. None if the network
-            does not compute it along with the logits.
+        logits: [L, V], or None if not needed.
+        argmax: [L] the token of the largest logit, the first of equals. None if the network does
+            not compute it along with the logits.
         hidden: layer id -> [T, E] in the model's dtype, for the layers asked for.
     """
 
@@ -53,11 +65,11 @@ class PassOutput:
     argmax: Sequence[int] | None = None
     hidden: Mapping[int, Tensor] = field(default_factory=dict)
 
-    def rows(self, nodes: slice) -> PassOutput:
-        """The output for some adjacent nodes; its tensors are views."""
+    def rows(self, nodes: slice, scored: slice) -> PassOutput:
+        """The output for some adjacent ones of the T nodes and of the L; its tensors are views."""
         return PassOutput(
-            None if self.logits is None else self.logits[nodes],
-            None if self.argmax is None else self.argmax[nodes],
+            None if self.logits is None else self.logits[scored],
+            None if self.argmax is None else self.argmax[scored],
             {layer: states[nodes] for layer, states in self.hidden.items()} if self.hidden else {},
         )
 
@@ -112,3 +124,98 @@ class Network(Protocol):
     def without(self, attention: Collection[int], mlp: Collection[int]) -> Self:
         """The network without the attention or MLP of these layers, on the same weights and KV."""
         ...
+
+
+@dataclass(frozen=True)
+class GrowthPlan:
+    """How trees of most probable tokens grow, level by level.
+
+    Args:
+        widths: children of each node that gets any, at depths 0 (the root), 1, ...
+        beam: nodes of a level that get children: those with the highest path probabilities. None
+            means all of them.
+    """
+
+    widths: tuple[int, ...]
+    beam: int | None = None
+
+    @property
+    def frontiers(self) -> list[int]:
+        """Most nodes that get children, at depths 0 (the root), 1, ..."""
+        sizes = [1]
+        for width in self.widths[:-1]:
+            level = sizes[-1] * width
+            sizes.append(level if self.beam is None else min(level, self.beam))
+        return sizes
+
+
+@dataclass(frozen=True)
+class GrowthLimit:
+    """Where the growth of one tree ends.
+
+    Args:
+        depth: most levels, at least 1.
+        nodes: no level is added to so many nodes. None: there is no such limit.
+        scored: most drafted nodes that are computed; each takes a KV slot.
+        min_token_prob: nothing is drafted below a token of a smaller probability.
+        min_path_prob: nothing is drafted below a path of a smaller probability.
+    """
+
+    depth: int
+    nodes: int | None
+    scored: int
+    min_token_prob: float = 0.0
+    min_path_prob: float = 0.0
+
+
+@dataclass(frozen=True)
+class GrownTree:
+    """A tree of n drafted nodes, parents first.
+
+    Args:
+        tokens: [n].
+        parents: [n] index of a drafted node, or -1 for a child of the root.
+        probabilities: [n] of each token given its ancestors; NaN if the network returned NaN.
+    """
+
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    probabilities: Sequence[float]
+
+    @property
+    def depth(self) -> int:
+        """Number of levels. The last node is one of the deepest."""
+        depth, node = 0, len(self.parents) - 1
+        while node >= 0:
+            depth, node = depth + 1, self.parents[node]
+        return depth
+
+
+class GrowingNetwork(ABC):
+    """A network that drafts trees of most probable tokens in one call.
+
+    `drafters.model_drafter` grows the same trees with a pass per level. The calls between the
+    passes of a small network take as long as the passes.
+    """
+
+    @abstractmethod
+    def grow(
+        self,
+        inputs: PassInputs,
+        slab: KVSlab,
+        plan: GrowthPlan,
+        limits: Sequence[GrowthLimit],
+        token_ids: Tensor | None = None,
+    ) -> list[GrownTree]:
+        """Draft one tree behind the last node of each row that has nodes.
+
+        Args:
+            inputs: the first pass; `KVSlab.begin` has prepared the slab for all nodes.
+            slab: see `Network.forward`.
+            plan: how all trees grow.
+            limits: [R] of the R rows that have nodes.
+            token_ids: [V] the tokens that logits stand for; None if these are 0, 1, ...
+
+        Returns:
+            [R] the trees.
+        """

@@ -18,7 +18,16 @@ from torch import Tensor
 from foretoken.core.tree import TokenTree, chain
 from foretoken.runtime.choose import slab_for
 from foretoken.runtime.inputs import PassInputs, RowNodes, tree_nodes
-from foretoken.runtime.network import LOGITS, Need, Network, PassOutput
+from foretoken.runtime.network import (
+    LOGITS,
+    GrowingNetwork,
+    GrownTree,
+    GrowthLimit,
+    GrowthPlan,
+    Need,
+    Network,
+    PassOutput,
+)
 from foretoken.runtime.rows import Rows
 
 __all__ = ["Passes"]
@@ -87,9 +96,9 @@ class Passes(Rows):
             for start in range(0, len(tokens), PREFILL_CHUNK):
                 chunk = tokens[start : start + PREFILL_CHUNK]
                 own = None if states is None else [states[start : start + len(chunk)]]
-                output, _ = self._forward([key], [chain(chunk)], [0], need, own)
+                (output,) = self._forward([key], [chain(chunk)], [0], need, own)
                 for layer, hidden in output.hidden.items():
-                    chunks[layer].append(hidden[: len(chunk)])
+                    chunks[layer].append(hidden)
                 self.commit(key, range(len(chunk)))
         except Exception:
             self.rollback(key, before)
@@ -119,20 +128,57 @@ class Passes(Rows):
                 drafting head.
 
         Returns:
-            Per row, the output for each of the n + 1 - num_computed nodes computed. It is valid
-            until the next pass.
+            Per row, the output for the n + 1 - num_computed nodes computed. It is valid until the
+            next pass.
 
         Raises:
             SlabFull: there is no room for the nodes. Nothing was written.
         """
         computed = num_computed or [0] * len(trees)
-        output, starts = self._forward(keys, trees, computed, need, states)
+        outputs = self._forward(keys, trees, computed, need, states)
         if self.device.type == "cuda":  # so that callers can time the pass
             torch.cuda.synchronize(self.device)
-        return [
-            output.rows(slice(starts[key], starts[key] + len(tree) - skipped))
-            for key, tree, skipped in zip(keys, trees, computed, strict=True)
-        ]
+        return outputs
+
+    @torch.inference_mode()
+    def grow(
+        self,
+        keys: Sequence[int],
+        pending: Sequence[Sequence[int]],
+        plan: GrowthPlan,
+        limits: Sequence[GrowthLimit],
+        token_ids: Tensor | None = None,
+        states: Sequence[Tensor] | None = None,
+    ) -> list[GrownTree] | None:
+        """Draft a tree of most probable tokens per row, in one call (see `GrowingNetwork`).
+
+        The KV of pending and drafted nodes is written behind the committed tokens, as by `verify`.
+
+        Args:
+            keys: the rows, in any order.
+            pending: per row, the tokens behind the committed ones; the last one is the root.
+            plan: how all trees grow.
+            limits: per row, where its tree ends.
+            token_ids: [V] the tokens that logits stand for; None if these are 0, 1, ...
+            states: per row, the states [n, E] of the pending tokens, for a drafting head.
+
+        Returns:
+            Per row, its tree; None if the network cannot do this.
+
+        Raises:
+            SlabFull: there is no room for the nodes. Nothing was written.
+        """
+        if not isinstance(self.network, GrowingNetwork):
+            return None
+        trees = [chain(tokens) for tokens in pending]
+        behind = [limit.scored for limit in limits]
+        inputs = self._inputs(keys, trees, [0] * len(keys), states, behind)
+        order = self._order(keys)
+        ordered = [limits[index] for index in order]
+        grown = self.network.grow(inputs, self._slab, plan, ordered, token_ids)
+        self.num_passes += max(tree.depth for tree in grown)
+        by_key = {keys[index]: tree for index, tree in zip(order, grown, strict=True)}
+        return [by_key[key] for key in keys]
 
     def _forward(
         self,
@@ -141,39 +187,59 @@ class Passes(Rows):
         num_computed: Sequence[int],
         need: Need,
         states: Sequence[Tensor] | None,
-    ) -> tuple[PassOutput, dict[int, int]]:
-        """Run one pass; return the output for all rows' nodes, and each key's first node in it.
+    ) -> list[PassOutput]:
+        """Run one pass; return the output of each row's nodes."""
+        inputs = self._inputs(keys, trees, num_computed, states, [0] * len(keys))
+        self.num_passes += 1
+        output = self.network.forward(inputs, self._slab, need)
+        counts = [len(row) for row in inputs.rows]
+        scored = [count if need.last is None else min(count, need.last) for count in counts]
+        parts = list(zip(_slices(counts), _slices(scored), strict=True))
+        return [output.rows(*parts[self._row(key) - inputs.first]) for key in keys]
+
+    def _inputs(
+        self,
+        keys: Sequence[int],
+        trees: Sequence[TokenTree],
+        num_computed: Sequence[int],
+        states: Sequence[Tensor] | None,
+        behind: Sequence[int],
+    ) -> PassInputs:
+        """Prepare a pass, with room in the slab for as many more nodes per row as `behind` says.
 
         A pass covers adjacent rows, so that the slab need not copy any. Rows in between that have
         no tree take part as padding, unless the network leaves padding out. KV of padding is never
         committed.
         """
+        lengths = self._slab.lengths
         work = {
             self._row(key): (tree, skipped)
             for key, tree, skipped in zip(keys, trees, num_computed, strict=True)
         }
         rows = range(min(work), max(work) + 1)
         nodes = [
-            tree_nodes(*work[row], self._slab.lengths[row])
-            if row in work
-            else RowNodes(self._slab.lengths[row])
+            tree_nodes(*work[row], lengths[row]) if row in work else RowNodes(lengths[row])
             for row in rows
         ]
-        counts = [len(row) for row in nodes]
+        starts, counts = [row.start for row in nodes], [len(row) for row in nodes]
         num_nodes = max(counts)
         if len(rows) == 1:
             num_nodes = max(num_nodes, self.network.least_nodes)
-        span = self._slab.begin(rows.start, [row.start for row in nodes], counts, num_nodes)
-        ordered = None if states is None else self._by_row(keys, states)
-        inputs = PassInputs(nodes, rows.start, num_nodes, span, self.dtype, self.device, ordered)
-        self.num_passes += 1
-        output = self.network.forward(inputs, self._slab, need)
-        starts = accumulate(counts, initial=0)
-        return output, dict(zip(self._keys[rows.start : rows.stop], starts, strict=False))
+        added = [len(tree) + more for tree, more in zip(trees, behind, strict=True)]
+        end = max(self.cached(key) + count for key, count in zip(keys, added, strict=True))
+        span = self._slab.begin(rows.start, starts, counts, max(num_nodes, end - max(starts)))
+        ordered = None if states is None else _joined([states[i] for i in self._order(keys)])
+        return PassInputs(nodes, rows.start, num_nodes, span, self.dtype, self.device, ordered)
 
-    def _by_row(self, keys: Sequence[int], states: Sequence[Tensor]) -> Tensor:
-        """[T, E] the states of all rows' nodes, in the order of the slab's rows."""
-        if len(keys) == 1:
-            return states[0]
-        order = sorted(range(len(keys)), key=lambda index: self._row(keys[index]))
-        return torch.cat([states[index] for index in order])
+    def _order(self, keys: Sequence[int]) -> list[int]:
+        """Indices of these keys in the order of the slab's rows."""
+        return sorted(range(len(keys)), key=lambda index: self._row(keys[index]))
+
+
+def _joined(states: Sequence[Tensor]) -> Tensor:
+    return states[0] if len(states) == 1 else torch.cat(list(states))
+
+
+def _slices(counts: Sequence[int]) -> list[slice]:
+    """The places of several groups that lie one behind the other."""
+    return [slice(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from foretoken.models.support import check_supported, context_length
@@ -19,7 +19,7 @@ from foretoken.runtime.choose import network_for
 from foretoken.runtime.passes import Passes
 from foretoken.runtime.probing import probe
 
-__all__ = ["Target"]
+__all__ = ["Target", "final_norm", "vocabulary_weights"]
 
 VocabularyWeights: TypeAlias = tuple[Tensor, Tensor]
 
@@ -32,11 +32,14 @@ class Target(Passes):
         max_model_len: most tokens of a row, prompt included; None means the model's own limit.
         quantization: see `network_for`.
         runtime: see `network_for`.
+        reload: loads the model again; None if that is not possible.
 
     Attributes:
+        config: the model's, of its text part.
         bit_exact: whether the checks at construction found the same bits for every number of nodes
             (invariant 7).
         exact_trees: whether this holds for nodes of trees, too.
+        final_norm: the norm before the output layer, [..., E] -> [..., E]; None if it is not known.
 
     Raises:
         ConfigError: `max_model_len`, `quantization` or `runtime` is not possible.
@@ -49,12 +52,15 @@ class Target(Passes):
         max_model_len: int | None = None,
         quantization: str | None = None,
         runtime: str = "auto",
+        reload: Callable[[], PreTrainedModel] | None = None,
     ) -> None:
         length = context_length(model.config, max_model_len)
         check_supported(model, length)
-        config = model.config.get_text_config()
+        self.config = config = model.config.get_text_config()
         self.vocab_size, self.hidden_size = int(config.vocab_size), int(config.hidden_size)
-        self._vocabulary_weights = _vocabulary_weights(model)
+        self._vocabulary_weights = _kept_weights(model)
+        self._reload = reload
+        self.final_norm = final_norm(model)
         network = network_for(model, quantization, runtime)
         super().__init__(network, length, model.dtype, model.device)
         self.quantization = quantization
@@ -66,25 +72,43 @@ class Target(Passes):
     def vocabulary_weights(self) -> VocabularyWeights | None:
         """Weights [V, E] of the embedding and of the output layer, for drafting heads.
 
-        None if the model has no such layers, or if they are not tied and the model has been freed.
+        They are loaded again if they are not tied and the model has been freed. None if the model
+        has no such layers, or cannot be loaded again.
         """
-        return self._vocabulary_weights()
+        found = self._vocabulary_weights()
+        return vocabulary_weights(self._reload()) if found is None and self._reload else found
 
 
-def _vocabulary_weights(model: Any) -> Callable[[], VocabularyWeights | None]:
+def final_norm(model: Any) -> nn.Module | None:
+    """The norm between the last layer and the output layer, or None if it is not known.
+
+    In every supported architecture it is the last of the norms beside the layers.
+    """
+    decoder: nn.Module = model.get_decoder()
+    norms = [module for module in decoder.children() if "norm" in type(module).__name__.lower()]
+    return norms[-1] if norms else None
+
+
+def vocabulary_weights(model: Any) -> VocabularyWeights | None:
+    """Weights [V, E] of a model's embedding and of its output layer; None if it has no such."""
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    if not all(layers):
+        return None
+    embedding, output = (layer.weight for layer in layers)
+    return embedding.detach(), output.detach()
+
+
+def _kept_weights(model: Any) -> Callable[[], VocabularyWeights | None]:
     """Access to the weights of the embedding and of the output layer, as long as they are there.
 
     Tied ones are kept, since every network keeps the embedding anyway. Others are not: a network's
     packed copy of the output layer may be the only one that is needed.
     """
+    found = vocabulary_weights(model)
+    if found is None or found[0].data_ptr() == found[1].data_ptr():
+        return lambda: found
     layers = (model.get_input_embeddings(), model.get_output_embeddings())
-    if not all(layers):
-        return lambda: None
-    embedding, output = (layer.weight for layer in layers)
-    if embedding.data_ptr() == output.data_ptr():
-        kept = embedding.detach(), output.detach()
-        return lambda: kept
-    references = weakref.ref(embedding), weakref.ref(output)
+    references = [weakref.ref(layer.weight) for layer in layers]
 
     def alive() -> VocabularyWeights | None:
         first, second = (reference() for reference in references)

@@ -11,10 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from foretoken import LLM, CompatibilityError, ConfigError, ForetokenError, SamplingParams
 from foretoken.drafters.heads.checkpoint import read_checkpoint, write_checkpoint
 from foretoken.drafters.heads.config_file import Description, Verifier
+from foretoken.runtime.target import vocabulary_weights
 from tests.heads import save_head, tiny_config, tiny_net
 from tests.tiny import tiny_model
 
@@ -52,10 +54,69 @@ def test_it_drafts(folder: Path) -> None:
     assert output.token_ids == plain.token_ids
 
 
-def test_head_rows_of_other_engines_are_not_read(folder: Path) -> None:
-    change_tensors(folder, lambda t: t.update({"lm_head.weight": torch.full((48, 64), torch.nan)}))
+def test_files_of_older_versions_are_read(folder: Path) -> None:
+    """Without the fields of EAGLE-3.1, and with the rotation beside its scaling."""
+    path = folder / "config.json"
+    fields = json.loads(path.read_text())
+    for name in ("fc_norm", "norm_output", "norm_before_fc", "embed_requires_grad"):
+        del fields[name]
+    del fields["transformer_layer_config"]["rope_parameters"]
+    path.write_text(json.dumps({**fields, "speculators_version": "0.3.0"}))
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    change_layer(folder, rope_theta=500.0, rope_scaling=scaling)
+    rotation = {**scaling, "rope_theta": 500.0}
+    expected = tiny_config(fc_norm=False, norm_output=False, rope_parameters=rotation)
+    assert read_checkpoint(folder).description.config == expected
+
+
+VOCABULARY = {"embed_tokens.weight": (96, 64), "lm_head.weight": (48, 64)}
+
+
+@pytest.mark.parametrize("name", VOCABULARY)
+def test_a_head_s_own_embedding_and_rows_count(folder: Path, name: str) -> None:
+    own = torch.randn(VOCABULARY[name])
+    change_tensors(folder, lambda t: t.update({name: own}))
+    model = tiny_model()
+    theirs = tiny_net(tiny_config(), model)
+    net = read_checkpoint(folder).net(*weights_of(model))
+    for key, found, shared in (
+        ("embed_tokens.weight", net.embedding, theirs.embedding),
+        ("lm_head.weight", net.head, theirs.head),
+    ):
+        assert torch.equal(found, own if key == name else shared)
     (output,) = load(folder).generate([[1, 2, 3]], LINE)
     assert output.metrics.drafter_failure is None
+
+
+def test_the_target_s_are_shared_where_they_are_the_same(folder: Path) -> None:
+    """Also if the file holds them in fewer bits."""
+    model = tiny_model()
+    embedding, rows = weights_of(model)
+    same = {"embed_tokens.weight": embedding.bfloat16(), "lm_head.weight": rows[::2].bfloat16()}
+    change_tensors(folder, lambda t: t.update(same))
+    net = read_checkpoint(folder).net(embedding, rows)
+    assert net.embedding.data_ptr() == embedding.data_ptr()
+    assert torch.equal(net.head, rows[::2])
+
+
+def weights_of(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    weights = vocabulary_weights(model)
+    assert weights is not None
+    return weights
+
+
+def test_what_is_computed_from_the_target_is_not_read(folder: Path) -> None:
+    rows = torch.full((48, 64), torch.nan)
+    change_tensors(folder, lambda t: t.update({"verifier_lm_head.weight": rows}))
+    load(folder)
+
+
+def test_a_head_for_a_model_without_a_name(folder: Path) -> None:
+    nameless: dict[str, Any] = {"verifier": {"name_or_path": None, "architectures": []}}
+    change_config(folder, speculators_config=nameless)
+    load(folder)
+    with pytest.raises(CompatibilityError, match="trained for another model with"):
+        load(folder, vocab_size=100)
 
 
 def test_without_a_map_the_draft_vocabulary_is_the_target_s(tmp_path: Path) -> None:
@@ -123,6 +184,18 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: change_layer(f, rope_parameters={"rope_type": "dynamic"}),
         "rope_type",
     ),
+    "a partial rotation": (
+        lambda f: change_layer(f, rope_parameters={"partial_rotary_factor": 0.5}),
+        "partial_rotary_factor",
+    ),
+    "rotations for each type of layer": (
+        lambda f: change_layer(f, rope_parameters={"sliding_attention": {"rope_theta": 5.0}}),
+        "rope_parameters.sliding_attention",
+    ),
+    "a sliding window": (
+        lambda f: change_layer(f, layer_types=["sliding_attention"], sliding_window=8),
+        "layer_types.0: input should be 'full_attention'",
+    ),
     "key heads that do not divide": (
         lambda f: change_layer(f, num_attention_heads=3, num_key_value_heads=2),
         "not a multiple",
@@ -144,6 +217,16 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
             f, lambda t: t.update({"norm.weight": torch.full((64,), torch.nan)})
         ),
         "'norm.weight' has numbers that are not finite",
+    ),
+    "own rows of a wrong shape": (
+        lambda f: change_tensors(f, lambda t: t.update({"lm_head.weight": torch.zeros(96, 64)})),
+        r"'lm_head.weight' has shape \[96, 64\]",
+    ),
+    "own rows with a NaN": (
+        lambda f: change_tensors(
+            f, lambda t: t.update({"lm_head.weight": torch.full((48, 64), torch.nan)})
+        ),
+        "'lm_head.weight' has numbers that are not finite",
     ),
     "no map": (lambda f: change_tensors(f, lambda t: t.pop("d2t")), "'d2t' is missing"),
     "a falling map": (

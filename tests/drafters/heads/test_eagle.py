@@ -148,6 +148,24 @@ def grown(head: EagleHead, hidden: Any, tokens: list[int], added: list[list[int]
     return found
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", ["EAGLE-3.1", "EAGLE-3", "two features"])
+@torch.inference_mode()
+def test_native_code_fuses_as_pytorch_does(form: str, dtype: torch.dtype) -> None:
+    """And a state's bits do not depend on how many are computed with it."""
+    model = tiny_model(head_dim=32, dtype=dtype)
+    net = tiny_net(tiny_config(**FORMS[form]), model)
+    fusions = [Fusion(net, dtype, model.device, native=native) for native in (True, False)]
+    hidden = {layer: torch.randn(19, 64).to(dtype) for layer in net.config.aux_layers}
+    native, other = (fusion(hidden) for fusion in fusions)
+    assert native.dtype == dtype
+    error = 1e-4 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(native, other, atol=error, rtol=error)
+    for start, stop in ((0, 1), (3, 8), (18, 19)):
+        some = {layer: states[start:stop] for layer, states in hidden.items()}
+        assert torch.equal(fusions[0](some), native[start:stop])
+
+
 def head_of(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
     net = tiny_net(tiny_config(draft_vocab_size=VOCAB_SIZE), model)
     save_head(folder, net)
@@ -228,13 +246,13 @@ def test_a_nan_does_not_outlive_its_request(tmp_path: Path) -> None:
     model = tiny_model(head_dim=32)
     llm = LLM(model, speculative_config=head_of(model, tmp_path), runtime="torch")
     drafter: Any = llm.engine._speculation.default.drafter
-    fusion = drafter._head._fusion
-    weight = fusion._norms[0].clone()
-    fusion._norms[0].fill_(torch.nan)
+    norm = drafter._head._fusion._fuse.norms[0]
+    weight = norm.clone()
+    norm.fill_(torch.nan)
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=20)
     (poisoned,) = llm.generate([PROMPTS[2]], params)
     assert poisoned.metrics.drafter_failure is not None
-    fusion._norms[0].copy_(weight)
+    norm.copy_(weight)
     (next_one,) = llm.generate([PROMPTS[0]], params)
     assert next_one.metrics.drafter_failure is None
     assert next_one.metrics.num_drafts > 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 from foretoken.core.acceptance.base import AcceptanceRule, Accepted, Origin, TargetDistributions
 from foretoken.core.acceptance.block import Block
 from foretoken.core.acceptance.coupled import Coupled
+from foretoken.core.acceptance.distance import Distance
 from foretoken.core.acceptance.k_sequential import KSequential
 from foretoken.core.acceptance.lenient import Lenient
 from foretoken.core.acceptance.rejection import Rejection
@@ -24,7 +25,8 @@ PLUGINS = "foretoken.acceptance"
 """Group of entry points in which other packages declare a rule's class."""
 
 RULES: dict[str, type[AcceptanceRule]] = {
-    rule.name: rule for rule in (Coupled, Rejection, KSequential, Block, Typical, TopBeta, Lenient)
+    rule.name: rule
+    for rule in (Coupled, Rejection, KSequential, Block, Typical, TopBeta, Lenient, Distance)
 }
 
 

@@ -4,6 +4,9 @@ Xia et al., "Speculative Decoding: Exploiting Speculative Execution for Accelera
 Generation", equations 8 and 9: a drafted x passes if log p(x) >= log p(the beta-th best) and
 log p(best) - log p(x) <= tau. With beta = 1 this is greedy verification. At temperature 0 the rule
 compares the probabilities at temperature 1. It is lossy for beta > 1.
+
+With a tau that excludes nothing, it is the top-k criterion of Stern et al., "Blockwise Parallel
+Decoding for Deep Autoregressive Models", section 5.1; `minimum_block` is their section 5.3.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from annotated_types import Ge
 from pydantic import FiniteFloat
 
 from foretoken.core.acceptance.base import AcceptanceRule, Accepted, TargetDistributions
-from foretoken.core.acceptance.walk import accept_longest
+from foretoken.core.acceptance.walk import accept_longest, likelihoods
 from foretoken.core.config import Config
 from foretoken.core.noise import StepNoise
 from foretoken.core.tree import Draft
@@ -32,10 +35,13 @@ class TopBeta(AcceptanceRule):
         Args:
             beta: a drafted token must be among this many most probable tokens.
             tau: largest log-likelihood gap to the most probable token, in nats.
+            minimum_block: fewest tokens of a step, including the one after the accepted ones.
+                Drafted tokens are kept untested until there are so many.
         """
 
         beta: Annotated[int, Ge(1)] = 3
         tau: Annotated[FiniteFloat, Ge(0)] = 1.0
+        minimum_block: Annotated[int, Ge(1)] = 1
 
     name: ClassVar[str] = "top_beta"
     lossless: ClassVar[bool] = False
@@ -47,7 +53,7 @@ class TopBeta(AcceptanceRule):
         assert isinstance(options, self.Options)
 
         def passes(node: int, token: int) -> bool:
-            distribution = p.untempered(node) if p.greedy else p[node]
+            distribution = likelihoods(p, node)
             best = distribution.probs.topk(
                 min(options.beta, len(distribution.probs))
             ).values.tolist()
@@ -56,4 +62,5 @@ class TopBeta(AcceptanceRule):
                 return False
             return math.log(best[0]) - math.log(probability) <= options.tau
 
-        return accept_longest(draft, p, noise, passes, "outside the target's top candidates")
+        reason = "outside the target's top candidates"
+        return accept_longest(draft, p, noise, passes, reason, options.minimum_block - 1)

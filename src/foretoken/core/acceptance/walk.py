@@ -1,4 +1,4 @@
-"""The walk shared by `typical`, `top_beta` and `lenient`: the longest accepted path wins.
+"""The walk shared by `typical`, `top_beta`, `lenient` and `distance`: the longest path wins.
 
 These rules judge each drafted token on its own.
 """
@@ -8,10 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from foretoken.core.acceptance.base import Accepted, TargetDistributions
+from foretoken.core.distribution import Distribution
 from foretoken.core.noise import StepNoise
 from foretoken.core.tree import Draft
 
-__all__ = ["accept_longest"]
+__all__ = ["accept_longest", "likelihoods"]
+
+
+def likelihoods(p: TargetDistributions, node: int) -> Distribution:
+    """The distribution after a node, in greedy decoding that at temperature 1.
+
+    Its tokens with probability 0 are impossible: a mask or a truncation excludes them.
+    """
+    return p.untempered(node) if p.greedy else p[node]
 
 
 def accept_longest(
@@ -20,6 +29,7 @@ def accept_longest(
     noise: StepNoise,
     passes: Callable[[int, int], bool],
     reason: str,
+    least: int = 0,
 ) -> Accepted:
     """Accept the longest path on which every token passes; on a tie the path drafted first.
 
@@ -29,6 +39,8 @@ def accept_longest(
         noise: draws that token.
         passes: takes (node, token) and says whether the token passes as the successor of the node.
         reason: why tokens are rejected, for traces.
+        least: fewest tokens to accept. If the path is shorter, it goes on with what was drafted
+            first, as long as that is possible.
     """
     tree = draft.tree
     passed = {0}
@@ -37,6 +49,12 @@ def accept_longest(
         if parent in passed and passes(parent, tree.tokens[node]):
             passed.add(node)
     last = max(sorted(passed), key=lambda node: tree.depths[node])
+    while tree.depths[last] < least and tree.children[last]:
+        first = tree.children[last][0]
+        if likelihoods(p, last).prob(tree.tokens[first]) == 0:
+            break
+        last = first
+        passed.add(last)
     rejected = tuple(child for child in tree.children[last] if child not in passed)
     token = noise.draw(p[last], tree.depths[last])
     return Accepted(tree.path(last), token, rejected, reason if rejected else "")

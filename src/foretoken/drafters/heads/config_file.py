@@ -5,40 +5,25 @@ Fields that Foretoken does not use are ignored. Those that it does not support a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Len
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+from annotated_types import Ge, Gt, Le, Len
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from foretoken.drafters.heads.eagle_net import EagleConfig
+from foretoken.drafters.heads.folder import Verifier, read_json, validated
 from foretoken.errors import ModelError
 
 __all__ = ["Description", "Verifier", "describe", "read_description"]
 
-SPECULATORS_VERSION = "0.5.0"
-"""Version of the `speculators` package whose format is written."""
+SPECULATORS_VERSION = "0.9.0"
+"""Version of the `speculators` package whose format is written; older ones are read as well."""
 
 _Size = Annotated[int, Gt(0)]
 _Positive = Annotated[FiniteFloat, Gt(0)]
-
-
-@dataclass(frozen=True)
-class Verifier:
-    """The model that a head was trained for.
-
-    Args:
-        name_or_path: its name.
-        architectures: its class names.
-        num_layers: its decoder layers; None if the file does not say.
-    """
-
-    name_or_path: str
-    architectures: tuple[str, ...] = ()
-    num_layers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -62,9 +47,12 @@ class _Part(BaseModel):
 
 class _Rope(_Part):
     model_config = ConfigDict(extra="allow")
+    # No objects: they are the parameters of each type of layer.
+    __pydantic_extra__: dict[str, str | float | bool | list[Any] | None] = Field(init=False)
 
     rope_type: Literal["default", "linear", "llama3", "yarn"] = "default"
     rope_theta: _Positive | None = None
+    partial_rotary_factor: Annotated[float, Ge(1), Le(1)] | None = None
 
 
 class _Layer(_Part):
@@ -75,6 +63,7 @@ class _Layer(_Part):
     num_key_value_heads: _Size
     head_dim: _Size | None = None
     num_hidden_layers: Literal[1] = 1
+    layer_types: tuple[Literal["full_attention"], ...] | None = None
     vocab_size: _Size
     max_position_embeddings: _Size
     rms_norm_eps: _Positive
@@ -87,7 +76,7 @@ class _Layer(_Part):
 
 
 class _Verifier(_Part):
-    name_or_path: str
+    name_or_path: str | None
     architectures: tuple[str, ...] = ()
 
 
@@ -120,19 +109,14 @@ def read_description(path: Path) -> Description:
         ModelError: the file is missing or damaged, describes another kind of drafter, or a variant
             that is not supported.
     """
-    fields = _read_json(path)
+    fields = read_json(path)
     kind = fields.get("speculators_model_type")
     if kind != "eagle3":
         raise ModelError(
             f"{path}: 'speculators_model_type' is {kind!r}, and method 'eagle' needs 'eagle3': is "
             "this the folder of a trained EAGLE-3 head?"
         )
-    try:
-        file = _File(**fields)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"])
-        raise ModelError(f"{path}: {name}: {first['msg'].lower()}.") from None
+    file = validated(_File, fields, path)
     layer, notes = file.transformer_layer_config, file.foretoken
     if layer.num_attention_heads % layer.num_key_value_heads:
         raise ModelError(
@@ -140,9 +124,10 @@ def read_description(path: Path) -> Description:
             f"num_key_value_heads ({layer.num_key_value_heads})."
         )
     verifier = file.speculators_config.verifier
+    name = verifier.name_or_path or "another model"
     return Description(
         _config(file),
-        Verifier(verifier.name_or_path, verifier.architectures, notes.verifier_layers),
+        Verifier(name, verifier.architectures, notes.verifier_layers),
         notes.model_extra or {},
     )
 
@@ -169,18 +154,6 @@ def _config(file: _File) -> EagleConfig:
         norm_output=file.norm_output,
         qk_norm=layer.model_type == "qwen3",
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path} does not exist: give the folder of a trained head.") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}.") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} holds no JSON object.")
-    return value
 
 
 def describe(description: Description) -> dict[str, Any]:

@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 
 from foretoken.core.tree import TokenTree
-from foretoken.decode import Outcome, StepTimes
-from foretoken.drafters.draft_model import OwnModel
+from foretoken.drafters.draft_model import OwnModel, scored
 from foretoken.drafters.heads.checkpoint import Checkpoint
 from foretoken.drafters.heads.eagle_weights import head_passes
+from foretoken.drafters.heads.folder import check_layers, vocabulary_weights
 from foretoken.drafters.heads.fusion import Fusion
-from foretoken.drafters.model_drafter import ModelDrafter
-from foretoken.drafters.shapes import Shape, TreeOptions
+from foretoken.drafters.heads.head_drafter import HeadDrafter
+from foretoken.drafters.shapes import TreeOptions
 from foretoken.errors import CompatibilityError
 from foretoken.request import Request
-from foretoken.runtime.network import Need, PassOutput
+from foretoken.runtime.native.decoder import NativeDecoder
+from foretoken.runtime.network import GrownTree, GrowthLimit, GrowthPlan, PassOutput
 from foretoken.runtime.passes import Passes
 from foretoken.runtime.target import Target
 
@@ -35,7 +36,7 @@ class EagleOptions(TreeOptions):
 
 
 class _States:
-    """The states of a request's committed tokens, in one growing buffer."""
+    """States, or hidden states, of adjacent tokens or of the nodes of a tree, in one buffer."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, 0)
@@ -60,9 +61,55 @@ class _States:
         """Forget all but the first `length`."""
         self._length = min(self._length, length)
 
+    def __getitem__(self, places: slice | Sequence[int]) -> Tensor:
+        """[n, E] a view for a slice, else a copy."""
+        index = places if isinstance(places, slice) else list(places)
+        return self._buffer[: self._length][index]
+
+
+class _Committed:
+    """The states of a request's committed tokens. They are made when they are first read.
+
+    A head that drafts for only some of the steps then makes the states of many tokens at once, and
+    one that does not draft makes none.
+
+    Args:
+        fusion: makes states of hidden states.
+    """
+
+    def __init__(self, fusion: Fusion) -> None:
+        self._fusion = fusion
+        self._made = _States()
+        self._waiting = {layer: _States() for layer in fusion.layers}  # of the tokens behind these
+
+    @property
+    def _num_waiting(self) -> int:
+        return len(next(iter(self._waiting.values())))
+
+    def __len__(self) -> int:
+        return len(self._made) + self._num_waiting
+
+    def keep(self, start: int, hidden: Mapping[int, Tensor]) -> None:
+        """Keep the hidden states, [n, E] of each layer, of the tokens from `start` on."""
+        assert start <= len(self), "hidden states of tokens before these are missing"
+        self.cut(start)
+        for layer, waiting in self._waiting.items():
+            waiting.keep(start - len(self._made), hidden[layer])
+
+    def cut(self, length: int) -> None:
+        """Forget all but the first `length`."""
+        self._made.cut(length)
+        for waiting in self._waiting.values():
+            waiting.cut(max(0, length - len(self._made)))
+
     def __getitem__(self, tokens: slice) -> Tensor:
         """[n, E] a view."""
-        return self._buffer[: self._length][tokens]
+        if count := self._num_waiting:
+            hidden = {layer: waiting[:count] for layer, waiting in self._waiting.items()}
+            self._made.keep(len(self._made), self._fusion(hidden))
+            for waiting in self._waiting.values():
+                waiting.cut(0)
+        return self._made[tokens]
 
 
 class EagleHead(OwnModel):
@@ -77,10 +124,9 @@ class EagleHead(OwnModel):
     def __init__(self, head: Passes, fusion: Fusion, token_ids: Tensor) -> None:
         super().__init__(head)
         self.token_ids = token_ids.to(head.device)
-        self._head, self._fusion = head, fusion
-        self._states: dict[int, _States] = {}  # request key -> states of its committed tokens
-        self._first: dict[int, int] = {}  # request key -> pairs before those of the present tree
-        self._outputs: dict[int, Tensor] = {}  # request key -> [n, E] states behind its nodes
+        self._fusion = fusion
+        self._states: dict[int, _Committed] = {}  # by request key
+        self._outputs: dict[int, _States] = {}  # request key -> states behind the nodes of its tree
 
     def seen(self, request: Request) -> Sequence[int]:
         """The token of every pair: all committed tokens but the first."""
@@ -93,10 +139,7 @@ class EagleHead(OwnModel):
     def pending(self, request: Request) -> list[int]:
         """See `OwnModel.pending`."""
         assert len(self._states[request.key]) == len(self.seen(request))
-        pending = super().pending(request)
-        self._first[request.key] = len(self.seen(request)) - len(pending)
-        self._outputs.pop(request.key, None)
-        return pending
+        return super().pending(request)
 
     def verify(
         self, keys: Sequence[int], trees: Sequence[TokenTree], num_computed: Sequence[int]
@@ -104,40 +147,54 @@ class EagleHead(OwnModel):
         """One pass of the head; logits [n, Vd] of the tokens `token_ids`."""
         new = zip(keys, trees, num_computed, strict=True)
         states = [self._states_of_new_nodes(*each) for each in new]
-        last = self._head.network.num_layers
-        need = Need(hidden=(last,))
-        outputs = self._head.verify(keys, trees, num_computed, need, states)
-        for key, output in zip(keys, outputs, strict=True):
-            new_states, earlier = output.hidden[last], self._outputs.get(key)
-            both = new_states if earlier is None else torch.cat([earlier, new_states])
-            self._outputs[key] = both
+        layer = self._model.network.num_layers
+        need = scored(num_computed, (layer,))
+        outputs = self._model.verify(keys, trees, num_computed, need, states)
+        for key, first, output in zip(keys, num_computed, outputs, strict=True):
+            self._outputs.setdefault(key, _States()).keep(first, output.hidden[layer])
         return outputs
+
+    def grow(
+        self,
+        keys: Sequence[int],
+        pending: Sequence[Sequence[int]],
+        plan: GrowthPlan,
+        limits: Sequence[GrowthLimit],
+    ) -> list[GrownTree] | None:
+        """See `GrowingScorer`."""
+        states = [
+            self._states[key][-len(tokens) :] for key, tokens in zip(keys, pending, strict=True)
+        ]
+        return self._model.grow(keys, pending, plan, limits, self.token_ids, states)
 
     def _states_of_new_nodes(self, key: int, tree: TokenTree, num_computed: int) -> Tensor:
         """[n, E] the states of a tree's new nodes: the target's, then the parents' outputs."""
-        first, states = self._first[key], self._states[key]
-        num_pending = len(states) - first
-        committed = states[first + num_computed :]
-        drafted = tree.parents[max(num_computed, num_pending) :]
+        states = self._states[key]
+        num_cached = self._model.cached(key)  # pairs before those of the tree
+        committed = states[num_cached + num_computed :]
+        drafted = tree.parents[max(num_computed, len(states) - num_cached) :]
         if not drafted:
             return committed
-        of_parents = self._outputs[key][list(drafted)]
+        of_parents = self._outputs[key][drafted]
         return torch.cat([committed, of_parents]) if len(committed) else of_parents
 
     def _prefill(self, request: Request, start: int, stop: int) -> None:
         states = self._states[request.key][start:stop]
-        self._head.prefill(request.key, self.seen(request)[start:stop], states=states)
+        self._model.prefill(request.key, self.seen(request)[start:stop], states=states)
 
     @torch.inference_mode()  # as in a step, since prompts are shown outside of one
     def keep(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
-        """Make and keep the states of the committed tokens from `start` on.
+        """Keep the hidden states of the committed tokens from `start` on.
 
         Args:
             request: the request.
             start: index of the first of n tokens.
             hidden: layer id -> [n, E] the target's hidden states.
         """
-        self._states.setdefault(request.key, _States()).keep(start, self._fusion(hidden))
+        states = self._states.get(request.key)
+        if states is None:
+            states = self._states[request.key] = _Committed(self._fusion)
+        states.keep(start, hidden)
 
     def rewind(self, request: Request) -> None:
         """Forget the states of tokens that were taken back."""
@@ -147,49 +204,12 @@ class EagleHead(OwnModel):
     def release(self, request: Request) -> None:
         """Free the request's KV row and states."""
         super().release(request)
-        for kept in (self._states, self._first, self._outputs):
+        for kept in (self._states, self._outputs):
             kept.pop(request.key, None)
 
 
-class EagleDrafter(ModelDrafter):
-    """Chains and trees from a trained head.
-
-    Args:
-        head: the head with its KV.
-        layers: ids of the target's layers whose hidden states it reads.
-        options, shape, coupled: see `ModelDrafter`.
-    """
-
-    def __init__(
-        self,
-        head: EagleHead,
-        layers: Sequence[int],
-        options: EagleOptions,
-        shape: Shape,
-        *,
-        coupled: bool,
-    ) -> None:
-        super().__init__(head, options, shape, coupled=coupled)
-        self.hidden_layers = tuple(sorted(layers))
-        self._head = head
-
-    def observe_prefill(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
-        """See `Drafter.observe_prefill`."""
-        self._head.keep(request, start, hidden)
-
-    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
-        """Take the hidden states of the committed nodes."""
-        for outcome in outcomes:
-            request = outcome.request
-            root = len(request.token_ids) - len(outcome.committed) - 1
-            # The end of the output may cut the accepted path.
-            kept = len(outcome.committed)
-            hidden = {layer: states[:kept] for layer, states in outcome.hidden.items()}
-            self._head.keep(request, root, hidden)
-
-    def rewind(self, request: Request) -> None:
-        """See `Drafter.rewind`."""
-        self._head.rewind(request)
+class EagleDrafter(HeadDrafter):
+    """Chains and trees from an EAGLE head (see `HeadDrafter`)."""
 
 
 def load_head(checkpoint: Checkpoint, target: Target) -> tuple[EagleHead, Passes]:
@@ -199,24 +219,13 @@ def load_head(checkpoint: Checkpoint, target: Target) -> tuple[EagleHead, Passes
         CompatibilityError: it was trained for another model.
         ModelError: its file is damaged.
     """
-    verifier = checkpoint.description.verifier
-    layers = target.network.num_layers
-    if verifier.num_layers not in (None, layers):
-        raise CompatibilityError(
-            f"{checkpoint.path}: this head was trained for {verifier.name_or_path} with "
-            f"{verifier.num_layers} layers, and this model has {layers}: train one for it."
-        )
-    weights = target.vocabulary_weights
-    if weights is None:
-        raise CompatibilityError(
-            "the weights of this model's output layer are not in memory any more: name the head in "
-            "LLM(speculative_config=...)."
-        )
-    net = checkpoint.net(*weights)
+    check_layers(checkpoint.path, checkpoint.description.verifier, target.network.num_layers)
+    net = checkpoint.net(*vocabulary_weights(target))
     if int(net.draft_tokens[-1]) >= target.vocab_size:
         raise CompatibilityError(
             f"{checkpoint.path}: the head drafts tokens that this model cannot: train one for it."
         )
     passes = head_passes(net, target)
-    fusion = Fusion(net, target.dtype, target.device)
+    native = isinstance(passes.network, NativeDecoder)
+    fusion = Fusion(net, target.dtype, target.device, native=native)
     return EagleHead(passes, fusion, net.draft_tokens), passes

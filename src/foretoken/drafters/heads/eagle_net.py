@@ -122,15 +122,17 @@ class _Attention(nn.Module):
         self.num_heads, self.num_key_heads, self.width = heads, key_heads, width
         self.scaling = width**-0.5
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, KeysValues]:
-        """Queries, and keys and values repeated for each query head; [B, H, T, D] each."""
-        query, key = self._split(self.q_proj(x)), self._split(self.k_proj(x))
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        value = self._split(self.v_proj(x))
+    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[B, H, T, D], rotated."""
+        query = self._split(self.q_proj(x))
+        return _rotated(query if self.q_norm is None else self.q_norm(query), cos, sin)
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> KeysValues:
+        """Keys, rotated, and values, both repeated for each query head; [B, H, T, D]."""
+        key, value = self._split(self.k_proj(x)), self._split(self.v_proj(x))
+        key = _rotated(key if self.k_norm is None else self.k_norm(key), cos, sin)
         group = self.num_heads // self.num_key_heads
-        key, value = (y.repeat_interleave(group, 1) for y in (_rotated(key, cos, sin), value))
-        return _rotated(query, cos, sin), (key, value)
+        return key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
 
     def _split(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:-1], -1, self.width).transpose(1, 2)
@@ -243,32 +245,38 @@ class EagleNet(nn.Module):
         positions: Tensor,
         mask: Tensor,
         earlier: Sequence[KeysValues] = (),
+        roots: Tensor | None = None,
     ) -> tuple[Tensor, list[KeysValues]]:
-        """One level of drafting from every position at once (training-time test).
+        """One level of drafting from many pairs at once (training-time test).
 
-        At level k, index r stands for the k-th token drafted behind pair r. It sees the pairs up
-        to r, and of levels 1 to k its own index only.
+        At level k, index r stands for the k-th token drafted behind a root, a pair of level 0. It
+        sees the pairs up to the root, and of levels 1 to k its own index only.
 
         Args:
-            tokens: [B, T] the token of each pair.
-            states: [B, T, E] the state of each pair: `fuse` at level 0, the output of the level
-                before at the others.
-            positions: [B, T] positions of the tokens.
-            mask: [B, 1, T, T] which pairs of level 0 each index sees.
+            tokens: [B, T] the token of each pair at level 0, [B, Q] of each root's draft at the
+                others.
+            states: [B, T, E] at level 0: `fuse`; else [B, Q, E]: the states that the level before
+                left.
+            positions: [B, T] or [B, Q] of the tokens.
+            mask: [B, 1, Q, T] which pairs of level 0 each root sees.
             earlier: the keys and values of the levels before.
+            roots: [B, Q] at level 0 the pairs from which drafts start; None means all, so Q = T.
 
         Returns:
-            The outputs [B, T, E] before the final norm, and the keys and values of all levels.
+            The outputs [B, Q, E] before the final norm, and the keys and values of all levels.
         """
         layer = self.layer
         attention = layer.self_attn
         state = layer.hidden_norm(states)
         x = torch.cat([layer.input_layernorm(self.embedding[tokens]), state], dim=-1)
         cos, sin = self.rotary(state, positions)
-        query, own = attention.project(x, cos[:, None], sin[:, None])
+        own = attention.keys_values(x, cos[:, None], sin[:, None])
+        residual = state if layer.norm_before_residual else states
+        if roots is not None:
+            x, residual, cos, sin = (_at(each, roots) for each in (x, residual, cos, sin))
+        query = attention.queries(x, cos[:, None], sin[:, None])
         levels = [*earlier, own]
         mixed = _attend(query, levels, mask, attention.scaling)
-        residual = state if layer.norm_before_residual else states
         x = residual + attention.o_proj(mixed.transpose(1, 2).flatten(2))
         outputs: Tensor = x + layer.mlp(layer.post_attention_layernorm(x))
         return outputs, levels
@@ -284,15 +292,21 @@ class EagleNet(nn.Module):
         return F.linear(normed.to(self.head.dtype), self.head).float()
 
 
+def _at(x: Tensor, roots: Tensor) -> Tensor:
+    """[B, T, n] at the indices [B, Q] -> [B, Q, n]."""
+    return x.gather(1, roots.unsqueeze(-1).expand(-1, -1, x.shape[-1]).expand(len(x), -1, -1))
+
+
 def _attend(query: Tensor, levels: Sequence[KeysValues], mask: Tensor, scaling: float) -> Tensor:
-    """[B, H, T, D]: attention to the pairs of level 0, and to the same index of the others."""
+    """[B, H, Q, D]: attention to the pairs of level 0, and to the same index of the others."""
+    # Written out: on a CPU, the backward pass of PyTorch's fused attention takes three times as
+    # long, and it has no way to see a key per query without a square mask for each level.
     (keys, values), *later = levels
-    if not later:
-        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
-    scores = (query @ keys.transpose(-1, -2)).float() * scaling  # [B, H, T, T]
+    dtype = values.dtype
+    scores = (query.to(dtype) @ keys.to(dtype).transpose(-1, -2)).float() * scaling  # [B, H, Q, T]
     own = [(query * key).sum(-1, keepdim=True).float() * scaling for key, _ in later]
     weights = torch.cat([scores.masked_fill(~mask, -torch.inf), *own], dim=-1).softmax(-1)
-    weights = weights.to(values.dtype)
+    weights = weights.to(dtype)
     mixed = weights[..., : keys.shape[-2]] @ values
     for index, (_, value) in enumerate(later, keys.shape[-2]):
         mixed = mixed + weights[..., index : index + 1] * value

@@ -6,7 +6,7 @@ depend on how the tokens came to be committed (invariant 4).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from foretoken.drafters.heads.eagle_net import EagleNet, RMSNorm
 from foretoken.runtime.cpu import linear_layer
 from foretoken.runtime.lean import DenseLinear, LinearLayer
+from foretoken.runtime.native.fusion import NativeFusion
 
 __all__ = ["Fusion"]
 
@@ -27,28 +28,46 @@ class Fusion:
         net: the head.
         dtype: of the target's hidden states.
         device: where they are.
+        native: whether native code computes it.
+
+    Attributes:
+        layers: ids of the layers whose hidden states it reads.
     """
 
-    def __init__(self, net: EagleNet, dtype: torch.dtype, device: torch.device) -> None:
-        self._config = net.config
-        self._norms = [
+    def __init__(
+        self, net: EagleNet, dtype: torch.dtype, device: torch.device, *, native: bool = False
+    ) -> None:
+        self.layers = net.config.aux_layers
+        norms = [
             n.weight.detach().to(device, dtype) for n in cast("list[RMSNorm]", list(net.fc_norm))
         ]
-        weight = net.fc.weight.detach().to(device, dtype)
-        kind: type[LinearLayer] = linear_layer(dtype, device, None) or DenseLinear
-        self._least_rows = kind.LEAST_ROWS
-        self._fc = kind(weight, None).forward
+        kind = NativeFusion if native else _Fusion
+        self._fuse = kind(net.fc.weight.detach().to(device, dtype), norms, net.config.rms_norm_eps)
 
     def __call__(self, hidden: Mapping[int, Tensor]) -> Tensor:
         """Layer id -> [n, E] hidden states of n tokens -> [n, E] their states."""
-        parts = [hidden[layer] for layer in self._config.aux_layers]
-        if self._norms:
-            parts = [self._normed(*each) for each in zip(parts, self._norms, strict=True)]
-        joined = torch.cat(parts, dim=-1)
+        return self._fuse([hidden[layer] for layer in self.layers])
+
+
+class _Fusion:
+    """`NativeFusion` in PyTorch's operations."""
+
+    def __init__(self, fc: Tensor, norms: Sequence[Tensor], epsilon: float) -> None:
+        kind: type[LinearLayer] = linear_layer(fc.dtype, fc.device, None) or DenseLinear
+        self._least_rows = kind.LEAST_ROWS
+        self._fc = kind(fc, None).forward
+        self.norms, self._epsilon = norms, epsilon
+
+    def __call__(self, hidden: Sequence[Tensor]) -> Tensor:
+        """[A] of [n, E] hidden states -> [n, E] states."""
+        parts = hidden
+        if self.norms:
+            parts = [self._normed(*each) for each in zip(hidden, self.norms, strict=True)]
+        joined = torch.cat(list(parts), dim=-1)
         missing = self._least_rows - len(joined)
         if missing > 0:
             joined = F.pad(joined, (0, 0, 0, missing))
         return self._fc(joined)[: len(parts[0])]
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)
+        return F.rms_norm(x, weight.shape, weight, self._epsilon)

@@ -6,7 +6,6 @@ An error can therefore say whether a file is of another version or damaged.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from foretoken.core.files import write_whole
 from foretoken.errors import ForetokenError
 
 __all__ = ["TensorFile"]
@@ -55,18 +55,11 @@ class TensorFile:
         path = Path(path)
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         named = {"format": self.format, "version": str(self.version), **metadata}
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            temporary.touch()
-            mode = temporary.stat().st_mode  # the usual mode; safetensors makes its files private
-            save_file(tensors, temporary, named)
-            temporary.chmod(mode)
-            temporary.replace(path)
+            write_whole(path, lambda beside: save_file(tensors, beside, named))
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise ForetokenError(f"cannot write {path}: {reason}") from error
-        finally:
-            temporary.unlink(missing_ok=True)
 
     def load(
         self, path: str | Path, names: Iterable[str]

@@ -125,7 +125,8 @@ class CudaNetwork:
         assert isinstance(slab, StaticSlab), "graphs need buffers that do not move"
         lengths = slab.lengths[inputs.first : inputs.first + len(inputs.rows)]
         bucket = self._bucket(inputs, slab, lengths) if need.logits else None
-        graph = None if bucket is None else self._graph(bucket, need, slab, inputs)
+        all_logits = replace(need, last=None)  # so that one graph serves more passes
+        graph = None if bucket is None else self._graph(bucket, all_logits, slab, inputs)
         if graph is None:
             return self.inner.forward(inputs, slab, need)
         graph.inputs.load(inputs, lengths)
@@ -135,7 +136,8 @@ class CudaNetwork:
         places = graph.inputs.places[:nodes]
         # Copies: the next replay writes over the output.
         hidden = {layer: states.index_select(0, places) for layer, states in graph.hidden.items()}
-        return PassOutput(self._output.index_select(0, places), hidden=hidden)
+        scored = places if need.last is None else places[inputs.last_nodes(need.last)]
+        return PassOutput(self._output.index_select(0, scored), hidden=hidden)
 
     def attempt(self, prepare: Callable[[], T]) -> T | None:
         """Call `prepare`, which captures, and return its result; None if it fails.

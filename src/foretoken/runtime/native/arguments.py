@@ -7,13 +7,21 @@ the C in front.
 from __future__ import annotations
 
 from array import array
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
 from itertools import chain, repeat
+
+from torch import Tensor
 
 from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.native.pack import CLinear
+from foretoken.runtime.network import GrownTree, GrowthLimit, GrowthPlan, Need
 
-__all__ = ["CBuffers", "CDecoder", "CLayer", "CPass", "NodeArrays"]
+__all__ = ["CBuffers", "CDecoder", "CLayer", "CPass", "CTree", "CTrees", "NodeArrays", "TreeArrays"]
+
+_MOST_CHILDREN = 64
+"""`Ranking::MOST` in ranking.h."""
+_NO_LIMIT = 2**31 - 1
 
 
 class CLayer(Structure):
@@ -75,7 +83,7 @@ class CPass(Structure):
 
     _fields_ = (
         ("nodes", c_int32),
-        ("need_logits", c_int32),
+        ("scored", c_int32),
         ("threads", c_int32),
         ("most_seen", c_int32),
         ("tokens", c_void_p),
@@ -86,6 +94,7 @@ class CPass(Structure):
         ("prefixes", c_void_p),
         ("tail_starts", c_void_p),
         ("tails", c_void_p),
+        ("scored_nodes", c_void_p),
         ("buffers", c_void_p),
         ("cos", c_void_p),
         ("sin", c_void_p),
@@ -97,10 +106,109 @@ class CPass(Structure):
     )
 
 
+class CTree(Structure):
+    """`Tree` in pass.h."""
+
+    _fields_ = (
+        ("least_token", c_double),
+        ("least_path", c_double),
+        ("depth", c_int32),
+        ("nodes", c_int32),
+        ("drafted", c_int32),
+        ("unused", c_int32),
+    )
+
+
+class CTrees(Structure):
+    """`Trees` in pass.h."""
+
+    _fields_ = (
+        ("trees", POINTER(CTree)),
+        ("token_ids", c_void_p),
+        ("widths", c_void_p),
+        ("levels", c_int32),
+        ("beam", c_int32),
+        ("most", c_int32),
+        ("widest", c_int32),
+        ("tokens", c_void_p),
+        ("parents", c_void_p),
+        ("probabilities", c_void_p),
+    )
+
+
+class CFusion(Structure):
+    """`Fusion` in pass.h."""
+
+    _fields_ = (
+        ("fc", CLinear),
+        ("norms", c_void_p),
+        ("hidden", c_void_p),
+        ("inputs", c_void_p),
+        ("states", c_void_p),
+        ("layers", c_int32),
+        ("nodes", c_int32),
+        ("threads", c_int32),
+        ("is_bf16", c_int32),
+        ("epsilon", c_float),
+    )
+
+
+class TreeArrays:
+    """The trees to grow, and the memory for their nodes.
+
+    Args:
+        plan: how they grow.
+        limits: where each ends.
+        token_ids: see `GrowingNetwork.grow`.
+        nodes: nodes of the first pass.
+    """
+
+    def __init__(
+        self,
+        plan: GrowthPlan,
+        limits: Sequence[GrowthLimit],
+        token_ids: Tensor | None,
+        nodes: int,
+    ) -> None:
+        assert max(plan.widths) <= _MOST_CHILDREN
+        levels = max(limit.depth for limit in limits)
+        self._widths, self._token_ids = array("i", plan.widths[:levels]), token_ids
+        sizes = list(zip(plan.frontiers, self._widths, strict=False))
+        count, most = len(limits), sum(frontier * width for frontier, width in sizes)
+        self._trees = (CTree * count)(*map(_tree, limits))
+        self._tokens, self._parents = (array(kind, bytes(8 * count * most)) for kind in "qi")
+        self._probabilities = array("f", bytes(4 * count * most))
+        self.arguments = CTrees(
+            trees=self._trees,
+            token_ids=None if token_ids is None else token_ids.data_ptr(),
+            widths=self._widths.buffer_info()[0],
+            levels=len(self._widths),
+            beam=plan.beam or 0,
+            most=most,
+            widest=max(nodes, count * max(frontier for frontier, _ in sizes)),
+            tokens=self._tokens.buffer_info()[0],
+            parents=self._parents.buffer_info()[0],
+            probabilities=self._probabilities.buffer_info()[0],
+        )
+
+    def grown(self) -> list[GrownTree]:
+        """The trees, when they have grown."""
+        most = self.arguments.most
+        places = [slice(i * most, i * most + tree.drafted) for i, tree in enumerate(self._trees)]
+        return [
+            GrownTree(self._tokens[at], self._parents[at], self._probabilities[at]) for at in places
+        ]
+
+
+def _tree(limit: GrowthLimit) -> CTree:
+    nodes = _NO_LIMIT if limit.nodes is None else limit.nodes
+    return CTree(limit.min_token_prob, limit.min_path_prob, limit.depth, nodes)
+
+
 class NodeArrays:
     """The nodes of all rows, as the arrays that `Pass` points to."""
 
-    def __init__(self, inputs: PassInputs) -> None:
+    def __init__(self, inputs: PassInputs, need: Need) -> None:
         rows = [row for row in inputs.rows if len(row)]
         self._tokens = array("q", chain.from_iterable(row.tokens for row in rows))
         numbers = [range(row.start, row.start + len(row)) for row in rows]
@@ -110,6 +218,7 @@ class NodeArrays:
             "slots": array("i", chain.from_iterable(numbers)),
             "rows": array("i"),
             "tails": array("i"),
+            "scored_nodes": array("i", inputs.last_nodes(need.last) if need.logits else ()),
         }
         starts = array("i", [0])
         for index, row in enumerate(inputs.rows, inputs.first):
@@ -124,6 +233,11 @@ class NodeArrays:
 
     def __len__(self) -> int:
         return len(self._tokens)
+
+    @property
+    def scored(self) -> int:
+        """L, the number of nodes whose logits are needed."""
+        return len(self._ints["scored_nodes"])
 
     def addresses(self) -> dict[str, int]:
         """Field of `Pass` -> address of its array; valid as long as this object lives."""

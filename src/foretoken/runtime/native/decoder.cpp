@@ -1,334 +1,11 @@
-// A pass of the Llama family: it takes tokens, writes keys and values to the slab, returns logits.
-//
-// decoder.py calls it through ctypes. lean.py is the readable version of the computation. Here one
-// parallel region covers all layers, and its threads meet at a barrier after each part of a layer.
-// Numbers stay in float32 between linear layers.
+// What decoder.py calls through ctypes: a pass of the Llama family takes tokens, writes keys and values
+// to the slab, and returns logits.
 
 #include <omp.h>
 
-#include <limits>
-
-#include "attention.h"
-#include "pass.h"
-
-namespace foretoken {
-
-inline size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
-
-constexpr int MOST_HIDDEN_SIZE = 16384;
-
-class Run {
-public:
-    Run(const Decoder& decoder, const Pass& pass) : d_(decoder), p_(pass) {
-        layout(pass.workspace);
-    }
-
-    // OpenMP may give fewer threads than were asked for.
-    void begin(int threads) {
-        threads_ = threads;
-        barrier_.expect(threads);
-    }
-
-    // Lay out the buffers one behind the other from `base` on; returns their size in bytes.
-    size_t layout(uint8_t* base) {
-        size_t used = 0, nodes = p_.nodes;
-        auto take = [&](size_t bytes) {
-            uint8_t* at = base + used;
-            used += aligned(bytes);
-            return at;
-        };
-        Format format = d_.layers[0].qkv.format;
-        stream_ = (float*)take(nodes * d_.hidden_size * sizeof(float));
-        qkv_ = (float*)take(nodes * heads() * d_.width * sizeof(float));
-        normed_ = take(nodes * row_bytes(format, d_.layers[0].qkv.inputs));
-        mixed_ = take(nodes * row_bytes(format, d_.heads * d_.width));
-        inner_ = take(nodes * row_bytes(format, d_.intermediate));
-        stride_ = (p_.most_seen + LANES - 1) / LANES * LANES;
-        scores_ = (float*)take((size_t)p_.threads * QUERIES * stride_ * sizeof(float));
-        best_ = (Best*)take((size_t)p_.threads * nodes * sizeof(Best));
-        return used;
-    }
-
-    void thread(int id) {
-        share(p_.nodes, id, [&](int node) {
-            if (joint()) join(node);
-            else embed(node, stream_ + (long)node * d_.hidden_size);
-        });
-        barrier_.wait();
-        for (int i = 0; i < d_.num_layers; i++) {
-            const Layer& layer = d_.layers[i];
-            keep_hidden(i, id);
-            if (layer.attends) attention(layer, id);
-            if (layer.computes) mlp(layer, id);
-        }
-        keep_hidden(d_.num_layers, id);
-        if (!p_.need_logits) return;
-        normalise(d_.norm, d_.head.format, id);
-        long vocabulary = d_.head.outputs;
-        Best* best = best_ + (long)id * p_.nodes;
-        for (int node = 0; node < p_.nodes; node++) best[node] = Best{};
-        multiply<1>(d_.head, normed_, p_.nodes, id, threads_, [&](long node, long panel, const float* sums) {
-            long first = panel * PANEL, count = vocabulary - first < PANEL ? vocabulary - first : PANEL;
-            std::memcpy(p_.logits + node * vocabulary + first, sums, count * sizeof(float));
-            best[node].add(sums, first, vocabulary);
-        });
-    }
-
-    // The argmax of each node, when all threads are done: each has seen a part of the vocabulary.
-    void choose() {
-        for (int node = 0; node < p_.nodes; node++) {
-            Best best{};
-            for (int id = 0; id < threads_; id++) best.add(best_[(long)id * p_.nodes + node]);
-            p_.argmax[node] = best.token();
-        }
-    }
-
-private:
-    // The largest logits seen so far, one in each lane, and their tokens.
-    struct Best {
-        f32x16 logits = splat(-std::numeric_limits<float>::infinity());
-        i32x16 tokens = splat(std::numeric_limits<int32_t>::max());
-
-        // Tokens come in ascending order: the first of equals stays.
-        void add(const float* others, long first, long vocabulary) {
-            const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-            for (long i = 0; i < PANEL; i += LANES) {
-                i32x16 ids = lanes + (int32_t)(first + i);
-                i32x16 better = (load<f32x16>(others + i) > logits) & (ids < (int32_t)vocabulary);
-                logits = better ? load<f32x16>(others + i) : logits;
-                tokens = better ? ids : tokens;
-            }
-        }
-
-        void add(const Best& other) {
-            i32x16 better = (other.logits > logits) | ((other.logits == logits) & (other.tokens < tokens));
-            logits = better ? other.logits : logits;
-            tokens = better ? other.tokens : tokens;
-        }
-
-        // 0 if no logit is above -infinity, as when all are NaN.
-        int64_t token() const {
-            int best = 0;
-            for (int i = 1; i < LANES; i++)
-                if (logits[i] > logits[best] || (logits[i] == logits[best] && tokens[i] < tokens[best])) best = i;
-            return tokens[best] == std::numeric_limits<int32_t>::max() ? 0 : tokens[best];
-        }
-    };
-
-    int heads() const { return d_.heads + 2 * d_.key_heads; }
-
-    template <class Work>
-    void share(long count, int id, Work work) {
-        for (long i = count * id / threads_; i < count * (id + 1) / threads_; i++) work((int)i);
-    }
-
-    // Row `row` of a [.., E] matrix in the model's dtype, as floats.
-    void widen_row(const uint8_t* matrix, long row, float* to) {
-        const uint8_t* from = matrix + row * d_.hidden_size * (d_.is_bf16 ? 2 : 4);
-        for (int i = 0; i < d_.hidden_size; i += LANES)
-            store(to + i, d_.is_bf16 ? widen((const bf16*)from + i) : load<f32x16>((const float*)from + i));
-    }
-
-    void embed(int node, float* to) { widen_row(d_.embedding, p_.tokens[node], to); }
-
-    bool joint() const { return d_.state_norm != nullptr; }
-
-    // A drafting head: the stream begins with the state, and the first layer reads both.
-    void join(int node) {
-        float x[MOST_HIDDEN_SIZE];
-        int size = d_.hidden_size;
-        const Linear& qkv = d_.layers[0].qkv;
-        uint8_t* inputs = normed_ + node * row_bytes(qkv.format, qkv.inputs);
-        float* stream = stream_ + (long)node * size;
-        embed(node, x);
-        rms_norm(x, d_.embedding_norm, d_.epsilon, size, x);
-        encode(qkv.format, x, inputs, qkv.inputs, 0, size);
-        widen_row(p_.states, node, stream);
-        rms_norm(stream, d_.state_norm, d_.epsilon, size, x);
-        encode(qkv.format, x, inputs, qkv.inputs, size, size);
-        if (d_.norm_before_residual) std::memcpy(stream, x, size * sizeof(float));
-    }
-
-    // Copy the residual stream entering a layer, if the caller asked for it. The threads have met since
-    // it was written, and meet again before it is written next, so that no barrier is needed.
-    void keep_hidden(int layer, int id) {
-        if (!p_.hidden || p_.hidden_slots[layer] < 0) return;
-        share(p_.nodes, id, [&](int node) {
-            float normal[MOST_HIDDEN_SIZE];
-            const float* from = stream_ + (long)node * d_.hidden_size;
-            if (d_.norm_output && layer == d_.num_layers) {
-                rms_norm(from, d_.norm, d_.epsilon, d_.hidden_size, normal);
-                from = normal;
-            }
-            long place = ((long)p_.hidden_slots[layer] * p_.nodes + node) * d_.hidden_size;
-            for (int i = 0; i < d_.hidden_size; i += LANES) {
-                if (d_.is_bf16) Bf16Cache::write(from + i, (bf16*)p_.hidden + place + i);
-                else FloatCache::write(from + i, (float*)p_.hidden + place + i);
-            }
-        });
-    }
-
-    static void rms_norm(const float* from, const float* weight, float epsilon, int size, float* to) {
-        f32x16 squares = {};
-        for (int i = 0; i < size; i += LANES) {
-            f32x16 x = load<f32x16>(from + i);
-            squares = fma(x, x, squares);
-        }
-        float scale = 1.0f / std::sqrt(sum(squares) / size + epsilon);
-        for (int i = 0; i < size; i += LANES)
-            store(to + i, load<f32x16>(from + i) * scale * load<f32x16>(weight + i));
-    }
-
-    // Normalise the residual stream, as inputs of a linear layer.
-    void normalise(const float* weight, Format format, int id) {
-        share(p_.nodes, id, [&](int node) {
-            float normal[MOST_HIDDEN_SIZE];
-            rms_norm(stream_ + (long)node * d_.hidden_size, weight, d_.epsilon, d_.hidden_size, normal);
-            encode(format, normal, normed_ + node * row_bytes(format, d_.hidden_size), d_.hidden_size, 0, d_.hidden_size);
-        });
-        barrier_.wait();
-    }
-
-    void add_product(const Linear& layer, const uint8_t* inputs, int id) {
-        multiply<1>(layer, inputs, p_.nodes, id, threads_, [&](long node, long panel, const float* sums) {
-            float* to = stream_ + node * d_.hidden_size + panel * PANEL;
-            for (int i = 0; i < PANEL; i += LANES) store(to + i, load<f32x16>(to + i) + load<f32x16>(sums + i));
-        });
-        barrier_.wait();
-    }
-
-    void mlp(const Layer& layer, int id) {
-        Format format = layer.down.format;
-        normalise(layer.mlp_norm, layer.gate_up.format, id);
-        multiply<2>(layer.gate_up, normed_, p_.nodes, id, threads_, [&](long node, long pair, float* sums) {
-            for (int i = 0; i < PANEL; i += LANES) {
-                f32x16 gate = load<f32x16>(sums + i), up = load<f32x16>(sums + PANEL + i);
-                store(sums + i, gate / (1.0f + exp(-gate)) * up);
-            }
-            encode(format, sums, inner_ + node * row_bytes(format, d_.intermediate), d_.intermediate, pair * PANEL, PANEL);
-        });
-        barrier_.wait();
-        add_product(layer.down, inner_, id);
-    }
-
-    void attention(const Layer& layer, int id) {
-        if (!joint() || &layer != d_.layers) normalise(layer.attention_norm, layer.qkv.format, id);
-        long size = heads() * d_.width;
-        multiply<1>(layer.qkv, normed_, p_.nodes, id, threads_, [&](long node, long panel, const float* sums) {
-            std::memcpy(qkv_ + node * size + panel * PANEL, sums, PANEL * sizeof(float));
-        });
-        barrier_.wait();
-        share((long)p_.nodes * heads(), id, [&](int i) { finish_head(layer, i / heads(), i % heads()); });
-        barrier_.wait();
-        if (d_.is_bf16) attend<Bf16Cache>(layer, id);
-        else attend<FloatCache>(layer, id);
-        barrier_.wait();
-        add_product(layer.output, mixed_, id);
-    }
-
-    // Normalise and rotate a query or key; write keys and values into the slab.
-    void finish_head(const Layer& layer, int node, int head) {
-        float* x = qkv_ + ((long)node * heads() + head) * d_.width;
-        int first_value = d_.heads + d_.key_heads;
-        if (head < first_value) {
-            const float* norm = head < d_.heads ? layer.query_norm : layer.key_norm;
-            if (norm) rms_norm(x, norm, d_.epsilon, d_.width, x);
-            rotate(x, p_.positions[node]);
-        }
-        if (head < d_.heads) return;
-        bool is_key = head < first_value;
-        long group = head - (is_key ? d_.heads : first_value);
-        const Buffers& kv = p_.buffers[layer.index];
-        uint8_t* buffer = is_key ? kv.keys : kv.values;
-        long slots = is_key ? kv.key_slots : kv.value_slots;
-        long place = ((p_.rows[node] * d_.key_heads + group) * slots + p_.slots[node]) * d_.width;
-        for (int i = 0; i < d_.width; i += LANES) {
-            if (d_.is_bf16) Bf16Cache::write(x + i, (bf16*)buffer + place + i);
-            else FloatCache::write(x + i, (float*)buffer + place + i);
-        }
-    }
-
-    void rotate(float* x, long position) {
-        int half_width = d_.width / 2;
-        const float *cos = p_.cos + position * half_width, *sin = p_.sin + position * half_width;
-        for (int i = 0; i < half_width; i += LANES) {
-            f32x16 first = load<f32x16>(x + i), second = load<f32x16>(x + half_width + i);
-            f32x16 c = load<f32x16>(cos + i), s = load<f32x16>(sin + i);
-            store(x + i, fma(first, c, -(second * s)));
-            store(x + half_width + i, fma(second, c, first * s));
-        }
-    }
-
-    template <class Cache>
-    void attend(const Layer& layer, int id) {
-        switch (d_.width) {
-            case 32: return attend<Cache, 32>(layer, id);
-            case 64: return attend<Cache, 64>(layer, id);
-            case 96: return attend<Cache, 96>(layer, id);
-            default: return attend<Cache, 128>(layer, id);
-        }
-    }
-
-    // A task is some adjacent nodes of a row and one key head. Threads take tasks in turn.
-    template <class Cache, int D>
-    void attend(const Layer& layer, int id) {
-        int group = d_.heads / d_.key_heads, most = QUERIES / group > 0 ? QUERIES / group : 1;
-        int wanted = (p_.nodes * d_.key_heads + 4 * threads_ - 1) / (4 * threads_);  // four tasks a thread
-        int nodes = wanted < most ? wanted : most, task = 0;
-        for (int first = 0, last; first < p_.nodes; first = last) {
-            for (last = first + 1; last < p_.nodes && last < first + nodes && p_.rows[last] == p_.rows[first];) last++;
-            for (int key_head = 0; key_head < d_.key_heads; key_head++)
-                if (task++ % threads_ == id)
-                    for (int head = 0; head < group; head += QUERIES)  // one round, except for huge groups
-                        attend<Cache, D>(layer, id, first, last, key_head, key_head * group + head,
-                                         group - head < QUERIES ? group - head : QUERIES);
-        }
-    }
-
-    template <class Cache, int D>
-    void attend(const Layer& layer, int id, int first, int last, int key_head, int head, int heads_here) {
-        using Element = typename Cache::Element;
-        Attention<Cache, D> attention;
-        const Buffers& kv = p_.buffers[layer.index];
-        long place = (long)p_.rows[first] * d_.key_heads + key_head;
-        attention.keys = (const Element*)kv.keys + place * kv.key_slots * D;
-        attention.values = (const Element*)kv.values + place * kv.value_slots * D;
-        attention.scaling = d_.scaling;
-        attention.scores = scores_ + (long)id * QUERIES * stride_;
-        attention.stride = stride_;
-        Sight sights[QUERIES];
-        const float* queries[QUERIES];
-        int count = 0;
-        for (int node = first; node < last; node++) {
-            Sight sight{p_.tails + p_.tail_starts[node], p_.tail_starts[node + 1] - p_.tail_starts[node], p_.prefixes[node]};
-            for (int i = 0; i < heads_here; i++, count++) {
-                sights[count] = sight;
-                queries[count] = qkv_ + ((long)node * heads() + head + i) * D;
-            }
-        }
-        attention.sights = sights;
-        attention.count = count;
-        float out[QUERIES][D];
-        attention.run(queries, out);
-        Format format = layer.output.format;
-        int inputs = d_.heads * D;
-        for (int q = 0; q < count; q++) {
-            long node = first + q / heads_here;
-            encode(format, out[q], mixed_ + node * row_bytes(format, inputs), inputs, (head + q % heads_here) * D, D);
-        }
-    }
-
-    const Decoder& d_;
-    const Pass& p_;
-    Barrier barrier_;
-    int threads_ = 1;
-    float *stream_, *qkv_, *scores_;      // [T, E], [T, H + 2 G, D], [threads, QUERIES, stride_]
-    Best* best_;                          // [threads, T]
-    uint8_t *normed_, *mixed_, *inner_;   // inputs of linear layers: [T, E], [T, H D], [T, I]
-    long stride_;
-};
-
-}  // namespace foretoken
+#include "fusing.h"
+#include "growth.h"
+#include "run.h"
 
 extern "C" {
 
@@ -344,7 +21,31 @@ void foretoken_forward(const foretoken::Decoder* decoder, const foretoken::Pass*
         run.begin(omp_get_num_threads());
         run.thread(omp_get_thread_num());
     }
-    if (pass->need_logits) run.choose();
+    run.choose();
+}
+
+void foretoken_grow(const foretoken::Decoder* decoder, const foretoken::Pass* first, const foretoken::Trees* trees) {
+    foretoken::Growth growth(*decoder, *first, *trees);
+#pragma omp parallel num_threads(first->threads)
+    {
+#pragma omp single
+        growth.begin(omp_get_num_threads());
+        growth.thread(omp_get_thread_num());
+    }
+}
+
+void foretoken_fuse(const foretoken::Fusion* fusion) {
+    foretoken::Fusing fusing(*fusion);
+#pragma omp parallel num_threads(fusion->threads)
+    {
+#pragma omp single
+        fusing.begin(omp_get_num_threads());
+        fusing.thread(omp_get_thread_num());
+    }
+}
+
+size_t foretoken_row_bytes(const foretoken::Linear* layer) {
+    return foretoken::row_bytes(layer->format, layer->inputs);
 }
 
 // Sizes of the structures that arguments.py and pack.py repeat, and the largest hidden size.
@@ -355,6 +56,9 @@ void foretoken_sizes(int32_t* sizes) {
     sizes[2] = sizeof(Decoder);
     sizes[3] = sizeof(Buffers);
     sizes[4] = sizeof(Pass);
-    sizes[5] = MOST_HIDDEN_SIZE;
+    sizes[5] = sizeof(Tree);
+    sizes[6] = sizeof(Trees);
+    sizes[7] = sizeof(Fusion);
+    sizes[8] = MOST_HIDDEN_SIZE;
 }
 }

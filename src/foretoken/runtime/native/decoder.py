@@ -19,6 +19,7 @@ from ctypes import (
     c_size_t,
     sizeof,
 )
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -36,20 +37,37 @@ from foretoken.runtime.llama import (
     LlamaWeights,
     is_llama,
 )
-from foretoken.runtime.native.arguments import CBuffers, CDecoder, CLayer, CPass, NodeArrays
+from foretoken.runtime.native.arguments import (
+    CBuffers,
+    CDecoder,
+    CFusion,
+    CLayer,
+    CPass,
+    CTree,
+    CTrees,
+    NodeArrays,
+    TreeArrays,
+)
 from foretoken.runtime.native.build import NativeLibraryError, library
 from foretoken.runtime.native.pack import GROUP, CLinear, Format, PackedWeights, in_turns, pack
-from foretoken.runtime.network import Need, PassOutput
+from foretoken.runtime.network import (
+    GrowingNetwork,
+    GrownTree,
+    GrowthLimit,
+    GrowthPlan,
+    Need,
+    PassOutput,
+)
 
-__all__ = ["NativeDecoder", "why_not_native", "wrong_sizes"]
+__all__ = ["FORMATS", "NativeDecoder", "checked", "why_not_native", "wrong_sizes"]
 
 _WIDTHS = (32, 64, 96, 128)
 _MOST_HIDDEN_SIZE = 16384
-"""`MOST_HIDDEN_SIZE` in decoder.cpp: functions of `Run` have room for this many numbers."""
+"""`MOST_HIDDEN_SIZE` in rows.h: functions of `Run` have room for this many numbers."""
 _ANGLES = 256
 """Rotary angles are computed for this many positions at once."""
 
-_FORMATS = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16}
+FORMATS = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16}
 _QUANTIZED = {"int8": Format.INT8, "int4": Format.INT4}
 
 
@@ -57,7 +75,7 @@ def why_not_native(model: PreTrainedModel) -> str | None:
     """Why the model cannot run natively here; None if it can."""
     if not is_llama(model):
         return "it supports only Llama, Mistral, Qwen2 and Qwen3"
-    if model.device.type != "cpu" or model.dtype not in _FORMATS:
+    if model.device.type != "cpu" or model.dtype not in FORMATS:
         return (
             "it supports only float32 and bfloat16 on CPUs, "
             f"not {model.dtype} on {model.device.type}"
@@ -89,7 +107,18 @@ def wrong_sizes(weights: DecoderWeights) -> str | None:
     return None
 
 
-class NativeDecoder:
+@dataclass(frozen=True)
+class _Pass:
+    """The arguments of a pass, what it writes to, and what else they point to."""
+
+    arguments: CPass
+    logits: Tensor
+    argmax: array[int]
+    hidden: Tensor
+    kept: list[object]
+
+
+class NativeDecoder(GrowingNetwork):
     """A decoder of the Llama family, or a drafting head with such layers (see `Network`).
 
     Args:
@@ -109,10 +138,10 @@ class NativeDecoder:
     def __init__(
         self, weights: DecoderWeights, quantization: str | None = None, *flags: str
     ) -> None:
-        self._library = _checked(library(*flags))
+        self._library = checked(library(*flags))
         self._lock = Lock()  # the workspace serves one thread at a time
         dtype = weights.embedding.dtype
-        form = _FORMATS[dtype] if quantization is None else _QUANTIZED[quantization]
+        form = FORMATS[dtype] if quantization is None else _QUANTIZED[quantization]
         self._kept: list[Tensor | PackedWeights] = []
         layers = [
             self._layer(index, weights.layer(index), form) for index in range(weights.num_layers)
@@ -211,33 +240,65 @@ class NativeDecoder:
 
     def forward(self, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:
         """See `Network.forward`; padding is not computed."""
-        nodes = NodeArrays(inputs)
-        logits = _empty(len(nodes) if need.logits else 0, self._vocab_size)
-        argmax = array("q", bytes(8 * len(logits)))
-        shape = (len(need.hidden), len(nodes), self._decoder.hidden_size)
+        made = self._pass(inputs, need)
+        with self._lock:
+            self._prepare(made.arguments, slab)
+            self._library.foretoken_forward(byref(self._decoder), byref(made.arguments))
+        states = dict(zip(need.hidden, made.hidden, strict=True))
+        if not need.logits:
+            return PassOutput(None, None, states)
+        return PassOutput(made.logits, made.argmax, states)
+
+    def grow(
+        self,
+        inputs: PassInputs,
+        slab: KVSlab,
+        plan: GrowthPlan,
+        limits: Sequence[GrowthLimit],
+        token_ids: Tensor | None = None,
+    ) -> list[GrownTree]:
+        """See `GrowingNetwork.grow`."""
+        count = sum(map(len, inputs.rows))
+        trees = TreeArrays(plan, limits, token_ids, count)
+        behind = () if inputs.states is None else (self.num_layers,)
+        made = self._pass(inputs, Need(last=1, hidden=behind), trees.arguments.widest)
+        with self._lock:
+            self._prepare(made.arguments, slab)
+            made.arguments.nodes = count
+            self._library.foretoken_grow(
+                byref(self._decoder), byref(made.arguments), byref(trees.arguments)
+            )
+        return trees.grown()
+
+    def _pass(self, inputs: PassInputs, need: Need, later: int = 0) -> _Pass:
+        """A pass, with memory for one over `later` nodes, too."""
+        nodes = NodeArrays(inputs, need)
+        most, scored = max(len(nodes), later), max(nodes.scored, later)
+        logits = _empty(scored, self._vocab_size)
+        argmax = array("q", bytes(8 * scored))
+        shape = (len(need.hidden), most, self._decoder.hidden_size)
         hidden = _empty(*shape, dtype=self._like.dtype)
         arguments = CPass(
-            nodes=len(nodes),
-            need_logits=need.logits,
+            nodes=most,
+            scored=nodes.scored,
             threads=torch.get_num_threads(),
             most_seen=inputs.span,
             logits=logits.data_ptr(),
             argmax=argmax.buffer_info()[0],
             **nodes.addresses(),
         )
+        made = _Pass(arguments, logits, argmax, hidden, [nodes])
         if need.hidden:
             slots = self._hidden_slots(need.hidden)
             arguments.hidden, arguments.hidden_slots = hidden.data_ptr(), slots.buffer_info()[0]
+            made.kept.append(slots)
         assert (inputs.states is None) == (not self._decoder.state_norm)
         if inputs.states is not None:
             assert len(inputs.states) == len(nodes)
             given = inputs.states.to(self._like.dtype).contiguous()
             arguments.states = given.data_ptr()
-        with self._lock:
-            self._reach(inputs.span)
-            self._run(arguments, slab)
-        states = dict(zip(need.hidden, hidden, strict=True))
-        return PassOutput(logits, argmax, states) if need.logits else PassOutput(None, None, states)
+            made.kept.append(given)
+        return made
 
     def _hidden_slots(self, layers: Sequence[int]) -> array[int]:
         """[num_layers + 1] each layer id's index in `layers`, or -1 if it is not there."""
@@ -246,14 +307,15 @@ class NativeDecoder:
             slots[layer] = slot
         return slots
 
-    def _run(self, arguments: CPass, slab: KVSlab) -> None:
+    def _prepare(self, arguments: CPass, slab: KVSlab) -> None:
+        """Fill in what all passes share: buffers, rotary angles and memory to work in."""
+        self._reach(arguments.most_seen)
         arguments.buffers = addressof(self._buffers_of(slab))
         arguments.cos, arguments.sin = self._cos.data_ptr(), self._sin.data_ptr()
         needed = self._library.foretoken_workspace(byref(self._decoder), byref(arguments))
         if len(self._workspace) < needed:
             self._workspace = _empty(needed, dtype=torch.uint8)
         arguments.workspace = self._workspace.data_ptr()
-        self._library.foretoken_forward(byref(self._decoder), byref(arguments))
 
     def _buffers_of(self, slab: KVSlab) -> Array[CBuffers]:
         """The slab's buffers as `Pass` takes them; updated when they have moved."""
@@ -284,11 +346,12 @@ def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="cpu")
 
 
-def _checked(loaded: CDLL) -> CDLL:
+def checked(loaded: CDLL) -> CDLL:
     """The library, after a check that its structures have the sizes of the Python ones."""
-    loaded.foretoken_workspace.restype = c_size_t
-    sizes = (c_int32 * 6)()
+    loaded.foretoken_workspace.restype = loaded.foretoken_row_bytes.restype = c_size_t
+    sizes = (c_int32 * 9)()
     loaded.foretoken_sizes(sizes)
-    ours = [sizeof(each) for each in (CLinear, CLayer, CDecoder, CBuffers, CPass)]
+    structures = (CLinear, CLayer, CDecoder, CBuffers, CPass, CTree, CTrees, CFusion)
+    ours = [sizeof(each) for each in structures]
     assert list(sizes) == [*ours, _MOST_HIDDEN_SIZE]
     return loaded

@@ -38,7 +38,7 @@ struct Buffers {
 };
 
 struct Pass {
-    int32_t nodes, need_logits, threads, most_seen;
+    int32_t nodes, scored, threads, most_seen;
     const int64_t* tokens;       // [T]
     const uint8_t* states;       // [T, E] in the model's dtype, for a drafting head
     const int32_t* positions;    // [T]
@@ -47,13 +47,45 @@ struct Pass {
     const int32_t* prefixes;     // [T] slots seen from the row's beginning on
     const int32_t* tail_starts;  // [T + 1] offsets into tails
     const int32_t* tails;        // slots seen behind the prefix
+    const int32_t* scored_nodes; // [L] ascending: the nodes whose logits are needed
     const Buffers* buffers;      // of each layer
     const float *cos, *sin;      // [positions, D/2]
-    float* logits;               // [T, V]
-    int64_t* argmax;             // [T] the token of the largest logit, the first of equals
+    float* logits;               // [L, V]
+    int64_t* argmax;             // [L] the token of the largest logit, the first of equals
     uint8_t* hidden;             // [layers asked for, T, E] in the model's dtype, or null
     const int32_t* hidden_slots; // [num_layers + 1] index of a layer's input among those, or -1
     uint8_t* workspace;
+};
+
+// A tree that is drafted behind a node of a pass, its root.
+struct Tree {
+    double least_token, least_path;  // nothing is drafted below a token of a smaller probability, or path
+    int32_t depth, nodes;            // levels at most; it ends with the level that reaches so many nodes
+    int32_t drafted, unused;         // nodes so far, 0 at first
+};
+
+// Trees of the most probable tokens, one behind each scored node of a pass. A drafting head goes on from
+// its own states: then the pass returns the hidden states behind the last layer, and no others.
+struct Trees {
+    Tree* trees;               // [L]
+    const int64_t* token_ids;  // [V] the tokens that logits stand for; null if these are 0, 1, ...
+    const int32_t* widths;     // [levels] children of each node that gets any, at depths 0 (roots), 1, ...
+    int32_t levels, beam;      // nodes of a level that get children: the most probable; 0 for all of them
+    int32_t most, widest;      // nodes of a tree and of a pass at most
+    int64_t* tokens;           // [L, most]
+    int32_t* parents;          // [L, most] a drafted node, or -1 for the root
+    float* probabilities;      // [L, most]
+};
+
+// States of T tokens: one linear layer of the hidden states of some layers, each normalised.
+struct Fusion {
+    Linear fc;                     // layers E -> E
+    const float* norms;            // [layers, E] weights of RMSNorms, or null
+    const uint8_t* const* hidden;  // [layers] of [T, E] in the model's dtype
+    uint8_t* inputs;               // [T] memory for the inputs of fc
+    uint8_t* states;               // [T, E] in the model's dtype
+    int32_t layers, nodes, threads, is_bf16;
+    float epsilon;
 };
 
 // Where threads wait for each other. They spin, because the parts of a layer take microseconds, and

@@ -119,6 +119,17 @@ inline float max(f32x16 x) {
     return largest;
 }
 
+// Whether a comparison holds in any lane.
+inline bool any(i32x16 x) {
+#ifdef FORETOKEN_AVX512
+    return _mm512_test_epi32_mask((__m512i)x, (__m512i)x);
+#else
+    int32_t found = 0;
+    for (int i = 0; i < LANES; i++) found |= x[i];
+    return found;
+#endif
+}
+
 // e^x to about two units in the last place (Cephes' polynomial); 0 below -87.
 inline f32x16 exp(f32x16 x) {
     i32x16 vanishes = x < -87.0f;

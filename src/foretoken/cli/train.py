@@ -1,0 +1,275 @@
+"""`foretoken train`: train a drafter for a model."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretoken.cli.console import display, errors, plain
+from foretoken.cli.flat import flat, in_panel
+from foretoken.cli.options import ModelOptions
+from foretoken.cli.report import as_json
+from foretoken.cli.root import UsageError, examples
+from foretoken.cli.session import open_llm
+from foretoken.core.config import nearest
+from foretoken.training.choices import TRAINABLE
+
+if TYPE_CHECKING:
+    from foretoken.training.estimate import Estimate
+    from foretoken.training.method import TrainingMethod
+    from foretoken.training.run import DataSettings, TrainingReport, TrainingRun
+    from foretoken.training.settings import TrainingSettings
+
+__all__ = ["EXAMPLES", "train"]
+
+EXAMPLES = examples(
+    "foretoken train eagle --model smollm2-135m --out my-head",
+    "foretoken train eagle --out my-head --data prompts.jsonl --tokens 300000",
+    "foretoken train eagle --out my-head --dry-run  # hours and disk, measured here",
+    "foretoken generate 'Why is the sky blue?' --method eagle --draft-model my-head",
+)
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """What is learnt."""
+
+    data: Annotated[
+        list[str] | None,
+        in_panel(
+            "Data",
+            "Files of prompts or conversations (JSONL), which the model answers, or of text; "
+            "'self': the model writes by itself.",
+            metavar="self|FILE",
+            show_default="self",
+        ),
+    ] = None
+    tokens: Annotated[int, in_panel("Data", "Tokens of answers to learn.", min=1)] = 1_000_000
+    held_out_tokens: Annotated[
+        int, in_panel("Data", "Tokens of answers for evaluation.", min=1)
+    ] = 40_000
+    unseen: Annotated[
+        list[Path] | None,
+        in_panel(
+            "Data",
+            "Prompts that training must not see, such as a benchmark's (JSONL or text).",
+            metavar="FILE",
+            show_default=False,
+        ),
+    ] = None
+
+    def settings(self) -> DataSettings:
+        """As `TrainingRun` takes them."""
+        from foretoken.training.run import DataSettings
+
+        given = self.data or ["self"]
+        files = tuple(Path(name) for name in given if name != "self")
+        if files and "self" in given:
+            raise UsageError("--data: give 'self' or files, not both")
+        for name, paths in (("--data", files), ("--unseen", self.unseen or ())):
+            for path in paths:
+                if not path.is_file():
+                    raise UsageError(f"{name}: there is no file {path}")
+        return DataSettings(files, self.tokens, self.held_out_tokens, tuple(self.unseen or ()))
+
+
+@flat
+def train(
+    method: Annotated[
+        str,
+        typer.Argument(
+            help=f"What to train: {', '.join(TRAINABLE)}.",
+            metavar="METHOD",
+            show_default=False,
+            autocompletion=lambda: list(TRAINABLE),
+        ),
+    ],
+    *,
+    out: Annotated[Path, in_panel("Output", "Folder of the drafter.", "--out", "-o")],
+    learnt: DataOptions,
+    target: ModelOptions,
+    set_: Annotated[
+        list[str] | None,
+        in_panel(
+            "Training",
+            "An option of the method or of the training, such as epochs=2 (docs/training.md).",
+            "--set",
+            metavar="NAME=VALUE",
+            show_default=False,
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        in_panel("Training", "Only say how many hours and how much disk it takes.", "--dry-run"),
+    ] = False,
+    json_output: Annotated[bool, in_panel("Output", "Print one JSON object.", "--json")] = False,
+) -> None:
+    """Train a drafter for a model, on what the model itself writes.
+
+    Run it again to continue where it stopped. Ctrl-C saves the state.
+    """
+    _check_installed()
+    run = _opened(method, out, learnt, target, set_ or [], quiet=json_output)
+    if dry_run or (run.num_processes == 1 and not run.has_begun):
+        expected = run.estimate()
+        errors().print(plain(_expectation(expected)), soft_wrap=True)
+    elif run.has_begun and run.is_main_process:
+        errors().print(plain(f"Continuing the training in {out}."), soft_wrap=True)
+    if dry_run:
+        if json_output:
+            display().out(as_json({"hours": expected.hours, **asdict(expected)}))
+        return
+    report = run.run()
+    if report is None:
+        return
+    if json_output:
+        display().out(as_json(asdict(report)))
+    else:
+        _show(report, method, out)
+
+
+def _check_installed() -> None:
+    try:
+        import accelerate  # noqa: F401
+        import matplotlib as _  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"training needs {error.name}: pip install 'foretoken[train]'") from None
+
+
+def _opened(
+    method: str,
+    out: Path,
+    learnt: DataOptions,
+    target: ModelOptions,
+    given: list[str],
+    *,
+    quiet: bool,
+) -> TrainingRun:
+    from foretoken.config import SpeculativeConfig
+    from foretoken.training.processes import processes
+    from foretoken.training.run import TrainingRun
+
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out: {out} is not a folder")
+    kind, settings = _chosen(method, given)
+    wanted = learnt.settings()
+    if "LOCAL_RANK" in os.environ:  # each of several processes chooses its GPU before it loads
+        import torch
+
+        processes(on_cpu=target.device == "cpu" or not torch.cuda.is_available())
+    llm = open_llm(target, SpeculativeConfig(), quiet=quiet, max_num_seqs=32)
+    return TrainingRun(llm, target.model, kind, wanted, settings, out, _Shown())
+
+
+def _chosen(method: str, given: list[str]) -> tuple[TrainingMethod, TrainingSettings]:
+    """The method with its options, and the settings, of all `--set`."""
+    from foretoken.errors import ConfigError
+    from foretoken.training.methods import training_method
+    from foretoken.training.settings import TrainingSettings
+
+    fields = dict(_pair(each) for each in given)
+    general, own = TrainingSettings.field_names(), training_method(method, {}).Options.field_names()
+    if unknown := [name for name in fields if name not in (*general, *own)]:
+        raise UsageError(f"--set: there is no '{unknown[0]}': {nearest(unknown[0], general + own)}")
+    try:
+        settings = TrainingSettings(**{n: value for n, value in fields.items() if n in general})
+        kind = training_method(method, {n: value for n, value in fields.items() if n in own})
+        kind.adapted(settings)
+    except ConfigError as error:
+        raise UsageError(f"--set {error}") from None
+    return kind, settings
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"--set: write NAME=VALUE, got {text}")
+    try:
+        return name.replace("-", "_"), json.loads(value)
+    except ValueError:
+        return name.replace("-", "_"), value
+
+
+def _expectation(found: Estimate) -> str:
+    parts = (
+        f"{_time(found.writing_hours)} to write the text",
+        f"{_time(found.feature_hours)} for its features ({found.disk_bytes / 1e9:.1f} GB of disk)",
+        f"{_time(found.training_hours)} to train",
+    )
+    return f"This will take about {_time(found.hours)} here: {', '.join(parts)}."
+
+
+def _time(hours: float) -> str:
+    return f"{hours:.1f} hours" if hours >= 1 else f"{max(1, round(60 * hours))} min"
+
+
+class _Shown:
+    """See `training.run.Reporter`: a bar on a terminal, lines elsewhere; both on stderr."""
+
+    def __init__(self) -> None:
+        self._console = errors()
+        self._console.quiet = int(os.environ.get("RANK", "0")) > 0  # of `accelerate launch`
+
+    def say(self, text: str) -> None:
+        """One line."""
+        self._console.print(plain(text), soft_wrap=True)
+
+    @contextmanager
+    def stage(self, doing: str, total: int) -> Iterator[Callable[[int, str], None]]:
+        """A part of the work."""
+        if not self._console.is_terminal:
+            yield self._lines(doing, total)
+            return
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[remark]}"),
+        )
+        with Progress(*columns, console=self._console) as progress:
+            task = progress.add_task(doing, total=total, remark="")
+
+            def done(count: int, remark: str) -> None:
+                progress.update(task, completed=count, remark=remark)
+
+            yield done
+
+    def _lines(self, doing: str, total: int) -> Callable[[int, str], None]:
+        """A line for every twentieth of the work."""
+        last = -1
+
+        def done(count: int, remark: str) -> None:
+            nonlocal last
+            part = 20 * count // max(1, total)
+            if part != last:
+                last = part
+                self.say(f"{doing}: {count / max(1, total):.0%}, {remark}")
+
+        return done
+
+
+def _show(report: TrainingReport, method: str, out: Path) -> None:
+    served, console = report.served, display()
+    positions = " ".join(f"{share:.0%}" for share in served.by_position)
+    console.print(
+        plain(
+            f"{out}: {served.mean_length:.2f} tokens a pass with chains of "
+            f"{len(served.by_position)} on {served.prompts} held-out prompts (acceptance by "
+            f"position {positions}); a draft level takes {served.draft_share:.0%} of a pass; "
+            f"{served.speed_up:.2f} times the speed of plain decoding with the default controller."
+        ),
+        soft_wrap=True,
+    )
+    for line in report.advice:
+        console.print(plain(line), soft_wrap=True)
+    note = f"Use it: --method {method} --draft-model {out}"
+    console.print(plain(note + os.linesep + f"{out / 'training'} can be deleted.", "note"))

@@ -1,0 +1,41 @@
+"""Heads that come with the package, by the alias of the model they were trained for.
+
+`make drafter` makes them; docs/training.md has the recipe.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+__all__ = ["shipped_config", "shipped_head"]
+
+_FOLDER = Path(__file__).parent / "pretrained"
+
+
+def shipped_head(alias: object) -> Path | None:
+    """The folder of the head that was trained for a model; None if there is none.
+
+    Args:
+        alias: what the user gave as the model.
+    """
+    if not isinstance(alias, str) or not alias.isprintable() or {"/", "\\"} & set(alias):
+        return None
+    folder = _FOLDER / alias
+    return folder if (folder / "config.json").is_file() else None
+
+
+def shipped_config(alias: object, *, trees: bool) -> dict[str, Any] | None:
+    """The default `speculative_config` of a model with a head of ours; None if it has none.
+
+    Args:
+        alias: what the user gave as the model.
+        trees: whether trees keep the bits of the output on this runtime.
+    """
+    head = shipped_head(alias)
+    if head is None:
+        return None
+    drafter: dict[str, Any] = {"method": "eagle"}
+    if trees:
+        drafter |= {"tree": "dynamic", "tree_depth": 4, "num_speculative_tokens": 8}
+    return {"method": "hybrid", "model": str(head), "drafter": drafter}

@@ -1,0 +1,44 @@
+// The states of a drafting head's committed tokens, from the target's hidden states (`Fusion`).
+
+#pragma once
+
+#include "pass.h"
+#include "rows.h"
+
+namespace foretoken {
+
+class Fusing {
+public:
+    explicit Fusing(const Fusion& fusion) : f_(fusion) {}
+
+    void begin(int threads) {
+        threads_ = threads;
+        barrier_.expect(threads);
+    }
+
+    void thread(int id) {
+        for (int node = f_.nodes * id / threads_; node < f_.nodes * (id + 1) / threads_; node++) join(node);
+        barrier_.wait();
+        multiply<1>(f_.fc, f_.inputs, f_.nodes, id, threads_, [&](long node, long panel, const float* sums) {
+            narrow_to(sums, PANEL, f_.is_bf16, f_.states, node * f_.fc.outputs + panel * PANEL);
+        });
+    }
+
+private:
+    void join(int node) {
+        float x[MOST_HIDDEN_SIZE];
+        int size = f_.fc.inputs / f_.layers;
+        uint8_t* row = f_.inputs + node * row_bytes(f_.fc.format, f_.fc.inputs);
+        for (int layer = 0; layer < f_.layers; layer++) {
+            widen_row(f_.hidden[layer], node, size, f_.is_bf16, x);
+            if (f_.norms) rms_norm(x, f_.norms + (long)layer * size, f_.epsilon, size, x);
+            encode(f_.fc.format, x, row, f_.fc.inputs, layer * size, size);
+        }
+    }
+
+    const Fusion& f_;
+    Barrier barrier_;
+    int threads_ = 1;
+};
+
+}  // namespace foretoken

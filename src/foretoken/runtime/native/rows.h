@@ -1,0 +1,40 @@
+// Rows of numbers: from and to the model's dtype, and RMSNorm.
+
+#pragma once
+
+#include <cmath>
+
+#include "simd.h"
+
+namespace foretoken {
+
+constexpr int MOST_HIDDEN_SIZE = 16384;
+
+// Row `row` of a [.., size] matrix in the model's dtype, as floats.
+inline void widen_row(const uint8_t* matrix, long row, int size, bool is_bf16, float* to) {
+    for (int i = 0; i < size; i += LANES) {
+        long place = row * size + i;
+        store(to + i, is_bf16 ? widen((const bf16*)matrix + place) : load<f32x16>((const float*)matrix + place));
+    }
+}
+
+// Put `size` floats at `place` of a tensor in the model's dtype.
+inline void narrow_to(const float* from, int size, bool is_bf16, uint8_t* tensor, long place) {
+    for (int i = 0; i < size; i += LANES) {
+        if (is_bf16) store((bf16*)tensor + place + i, narrow(load<f32x16>(from + i)));
+        else store((float*)tensor + place + i, load<f32x16>(from + i));
+    }
+}
+
+inline void rms_norm(const float* from, const float* weight, float epsilon, int size, float* to) {
+    f32x16 squares = {};
+    for (int i = 0; i < size; i += LANES) {
+        f32x16 x = load<f32x16>(from + i);
+        squares = fma(x, x, squares);
+    }
+    float scale = 1.0f / std::sqrt(sum(squares) / size + epsilon);
+    for (int i = 0; i < size; i += LANES)
+        store(to + i, load<f32x16>(from + i) * scale * load<f32x16>(weight + i));
+}
+
+}  // namespace foretoken

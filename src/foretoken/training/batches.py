@@ -1,0 +1,211 @@
+"""Batches to train on, and what is to be learnt from them.
+
+A pair (t, t + 1) stands for a draft that starts there: the head sees the target's hidden states up
+to position t and the token at t + 1, and level k of the draft guesses the token at t + 2 + k. Pairs
+in front of parts to learn are the roots of a batch. All levels of all roots are learnt at once,
+with the text's own tokens in between (teacher forcing).
+
+A batch has conversations of similar length. Packing several into one row would fill it better, but
+attention would cost more than it saves: most of its mask would be empty.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset, Sampler
+
+from foretoken.training.features import FeatureCache, Features
+
+__all__ = ["Batch", "BatchSampler", "Levels", "TrainingSet", "collate"]
+
+_WINDOW = 32
+"""Batches whose conversations are sorted by length together."""
+
+
+class Levels(NamedTuple):
+    """What is to be learnt: L levels of the drafts of Q roots in each of B conversations.
+
+    Args:
+        inputs: [B, L, Q] the last token in front of the one to guess.
+        labels: [B, L, Q] the token to guess.
+        teacher_tokens: [B, L, Q, K] the target's most probable tokens there.
+        teacher_logprobs: [B, L, Q, K] their log-probabilities.
+        valid: [B, L, Q] whether there is something to learn; false behind an answer's end, and for
+            padding.
+    """
+
+    inputs: Tensor
+    labels: Tensor
+    teacher_tokens: Tensor
+    teacher_logprobs: Tensor
+    valid: Tensor
+
+
+class Batch(NamedTuple):
+    """B conversations of at most T pairs.
+
+    Args:
+        hidden: [B, T, A, E] the target's hidden states at position t, in int8.
+        scales: [B, T, A, G] their scales.
+        next_tokens: [B, T] the token at t + 1.
+        lengths: [B] pairs of each conversation.
+        roots: [B, Q] the pairs from which drafts start, ascending; padded with 0.
+        levels: what is to be learnt.
+    """
+
+    hidden: Tensor
+    scales: Tensor
+    next_tokens: Tensor
+    lengths: Tensor
+    roots: Tensor
+    levels: Levels
+
+    @property
+    def num_tokens(self) -> int:
+        """Pairs without padding."""
+        return int(self.lengths.sum())
+
+
+class TrainingSet(Dataset[Features]):
+    """The conversations of a cache that have something to learn in their first tokens.
+
+    Args:
+        cache: the features.
+        length: most tokens of a conversation; the rest is cut off.
+    """
+
+    def __init__(self, cache: FeatureCache, length: int) -> None:
+        self._cache, self._length = cache, length
+        sizes = [min(size, length) for size in cache.lengths]
+        self._numbers = [
+            number
+            for number, answers in enumerate(cache.index["answers"])
+            # The first token that a draft can guess is the third one.
+            if any(max(first, 2) < min(stop, sizes[number]) for first, stop in answers)
+        ]
+        self.sizes = [sizes[number] for number in self._numbers]
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> Features:
+        each, size = self._cache[self._numbers[index]], self.sizes[index]
+        answers = [(first, min(stop, size)) for first, stop in each.answers if first < size]
+        return Features(
+            each.tokens[:size],
+            answers,
+            each.hidden[:size],
+            each.scales[:size],
+            each.top_tokens[:size],
+            each.top_logprobs[:size],
+        )
+
+
+class BatchSampler(Sampler[list[int]]):
+    """Batches of similar conversations, in an order that follows from seed and epoch.
+
+    Args:
+        sizes: tokens of each conversation.
+        batch_tokens: most tokens of a batch, padding included; a longer conversation has a batch of
+            its own.
+        seed: of the order; None keeps the conversations sorted by length.
+        multiple_of: the number of batches is a multiple of this, so that as many processes get
+            the same number; what is left over is skipped in this epoch.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        batch_tokens: int,
+        seed: int | None = None,
+        multiple_of: int = 1,
+    ) -> None:
+        self._sizes, self._batch_tokens, self._seed = sizes, batch_tokens, seed
+        self._multiple_of = multiple_of
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch; every epoch has another order."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self._batches())
+
+    def __len__(self) -> int:
+        return len(self._batches())
+
+    def _batches(self) -> list[list[int]]:
+        numbers = list(range(len(self._sizes)))
+        if self._seed is None:
+            return self._filled(sorted(numbers, key=self._sizes.__getitem__))
+        order = random.Random(self._seed * 1_000_003 + self._epoch)
+        order.shuffle(numbers)
+        mean = sum(self._sizes) / max(1, len(self._sizes))
+        window = max(1, round(_WINDOW * self._batch_tokens / max(1, mean)))
+        batches: list[list[int]] = []
+        for start in range(0, len(numbers), window):
+            part = sorted(numbers[start : start + window], key=self._sizes.__getitem__)
+            batches += self._filled(part)
+        order.shuffle(batches)
+        return batches[: len(batches) - len(batches) % self._multiple_of]
+
+    def _filled(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Batches of these conversations, which are sorted by length."""
+        batches: list[list[int]] = []
+        for number in numbers:
+            fits = batches and (len(batches[-1]) + 1) * self._sizes[number] <= self._batch_tokens
+            if fits:
+                batches[-1].append(number)
+            else:
+                batches.append([number])
+        return batches
+
+
+def collate(conversations: Sequence[Features], num_levels: int) -> Batch:
+    """One batch of these conversations, to learn `num_levels` levels of drafting."""
+    made = [_pairs(each, num_levels) for each in conversations]
+    *others, levels = zip(*made, strict=True)
+    hidden, scales, next_tokens, lengths, roots = (
+        pad_sequence(list(each), batch_first=True) for each in others
+    )
+    padded = [_padded_roots(each) for each in zip(*levels, strict=True)]
+    return Batch(hidden, scales, next_tokens, lengths.flatten(), roots, Levels(*padded))
+
+
+def _padded_roots(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors [L, Q, ...] with different Q as one [B, L, Q, ...]."""
+    return pad_sequence([each.transpose(0, 1) for each in tensors], batch_first=True).transpose(
+        1, 2
+    )
+
+
+def _pairs(each: Features, num_levels: int) -> Batch:
+    """One conversation, without the axis of conversations."""
+    size = len(each.tokens)
+    learnt = torch.zeros(size + num_levels, dtype=torch.bool)
+    for first, stop in each.answers:
+        learnt[first:stop] = True
+    roots = learnt[2:size].nonzero().flatten()
+    ahead = roots + 2 + torch.arange(num_levels)[:, None]  # [L, Q] positions of the labels
+    at = ahead.clamp(max=size - 1)
+    levels = Levels(
+        inputs=each.tokens[at - 1],
+        labels=each.tokens[at],
+        teacher_tokens=each.top_tokens[at - 1],
+        teacher_logprobs=each.top_logprobs[at - 1],
+        valid=learnt[ahead].cumprod(0).bool(),
+    )
+    return Batch(
+        hidden=each.hidden[:-1],
+        scales=each.scales[:-1],
+        next_tokens=each.tokens[1:],
+        lengths=torch.tensor([size - 1]),
+        roots=roots,
+        levels=levels,
+    )

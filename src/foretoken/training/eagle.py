@@ -1,0 +1,167 @@
+"""EAGLE-3's training: fused hidden states and training-time test (Li et al., arXiv 2503.01840).
+
+    loss = sum_k decay^k E[KL(p || q_k)]
+
+over the levels k of a draft. Level 0 sees the target's hidden states, with a little noise. Every
+other level sees the state that the head made itself at the level before, as it will when it drafts,
+beside the text's own token. There is no loss on the states. Embedding and output rows are the
+target's and stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from annotated_types import Ge, MinLen
+from pydantic import FiniteFloat
+from torch import Tensor
+
+from foretoken.core.config import Config
+from foretoken.drafters.heads.checkpoint import write_checkpoint
+from foretoken.drafters.heads.config_file import Description, Verifier
+from foretoken.drafters.heads.eagle_net import EagleConfig, EagleNet, KeysValues
+from foretoken.errors import ConfigError
+from foretoken.training.batches import Batch
+from foretoken.training.features import dequantize, noisy
+from foretoken.training.losses import LOSSES, Loss
+from foretoken.training.method import HeadParts, TrainingMethod
+from foretoken.training.trainee import Trainee
+
+__all__ = ["EagleTrainee", "EagleTraining", "EagleTrainingOptions"]
+
+
+class EagleTrainee(Trainee):
+    """An EAGLE-3 head that is being trained.
+
+    Args:
+        net: the head.
+        loss: of each place.
+        noise: see `features.noisy`.
+    """
+
+    def __init__(self, net: EagleNet, loss: Loss, noise: float) -> None:
+        super().__init__(net.draft_tokens, net.config.vocab_size, loss)
+        self.net = net
+        self._noise = noise
+
+    def outputs(self, batch: Batch, num_levels: int) -> Iterator[Tensor]:
+        """See `Trainee.outputs`: training-time test."""
+        hidden = dequantize(batch.hidden, batch.scales)
+        states = self.net.fuse(noisy(hidden, self._noise) if self.training else hidden)
+        positions = torch.arange(states.shape[1], device=states.device).expand(len(states), -1)
+        mask = (positions[:1] <= batch.roots.unsqueeze(-1)).unsqueeze(1)  # [B, 1, Q, T]
+        earlier: Sequence[KeysValues] = ()
+        tokens, roots = batch.next_tokens, batch.roots
+        for level in range(num_levels):
+            if level:
+                outputs, earlier = self.net(
+                    batch.levels.inputs[:, level], states, roots + level, mask, earlier
+                )
+            else:
+                outputs, earlier = self.net(tokens, states, positions, mask, earlier, roots)
+            yield outputs
+            states = self.net.next_states(outputs)
+
+    def logits(self, outputs: Tensor, level: int) -> Tensor:
+        """See `Trainee.logits`."""
+        return self.net.logits(outputs)
+
+
+class EagleTrainingOptions(Config):
+    """Options of `foretoken train eagle`.
+
+    Args:
+        draft_vocab_size: most tokens that the head can draft: those that the target writes most
+            often.
+        layers: ids of the target's layers whose inputs are fused; None means a low, a middle and a
+            high one: 2, L // 2 and L - 3.
+        loss: between the head's distribution and the target's.
+        noise: standard deviation of the noise on hidden states, relative to their size.
+        qk_norm: whether queries and keys are normalised, as in Qwen3.
+        fc_norm: whether each fused hidden state is normalised (EAGLE-3.1).
+        norm_output: whether the state that is fed back is normalised (EAGLE-3.1).
+        intermediate_size: of the MLP; None means the target's.
+    """
+
+    draft_vocab_size: Annotated[int, Ge(1)] = 8192
+    layers: Annotated[tuple[Annotated[int, Ge(0)], ...], MinLen(1)] | None = None
+    loss: Literal["kl", "ce", "tv"] = "kl"
+    noise: Annotated[FiniteFloat, Ge(0)] = 0.05
+    qk_norm: bool = False
+    fc_norm: bool = True
+    norm_output: bool = True
+    intermediate_size: Annotated[int, Ge(1)] | None = None
+
+
+class EagleTraining(TrainingMethod):
+    """EAGLE-3 heads."""
+
+    name: ClassVar[str] = "eagle"
+    summary: ClassVar[str] = "one decoder layer on the target's fused hidden states (EAGLE-3)"
+    Options: ClassVar[type[Config]] = EagleTrainingOptions
+
+    @property
+    def _options(self) -> EagleTrainingOptions:
+        assert isinstance(self.options, EagleTrainingOptions)
+        return self.options
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """See `TrainingMethod.draft_vocab_size`."""
+        return self._options.draft_vocab_size
+
+    def layers(self, num_layers: int) -> tuple[int, ...]:
+        """See `TrainingMethod.layers`."""
+        chosen = self._options.layers
+        if chosen is None:
+            middle, high = num_layers // 2, max(0, num_layers - 3)
+            return tuple(sorted({min(2, num_layers - 1), middle, high}))
+        if max(chosen) > num_layers:
+            raise ConfigError(f"layers: this model has layers 0 to {num_layers}, got {chosen}.")
+        return chosen
+
+    def trainee(self, parts: HeadParts) -> Trainee:
+        """See `TrainingMethod.trainee`."""
+        net = EagleNet(
+            self._config(parts),
+            parts.embedding,
+            parts.output_rows[parts.draft_tokens],
+            parts.draft_tokens,
+        )
+        net.initialise()
+        return EagleTrainee(net, LOSSES[self._options.loss], self._options.noise)
+
+    def _config(self, parts: HeadParts) -> EagleConfig:
+        options, config = self._options, parts.config.get_text_config()
+        heads = config.num_attention_heads
+        rope = dict(getattr(config, "rope_parameters", None) or {})
+        return EagleConfig(
+            hidden_size=config.hidden_size,
+            intermediate_size=options.intermediate_size
+            or getattr(config, "intermediate_size", None)
+            or 4 * config.hidden_size,
+            num_attention_heads=heads,
+            num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            vocab_size=config.vocab_size,
+            draft_vocab_size=len(parts.draft_tokens),
+            aux_layers=self.layers(parts.num_layers),
+            max_position_embeddings=config.max_position_embeddings,
+            rms_norm_eps=getattr(config, "rms_norm_eps", 1e-5),
+            rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
+            fc_norm=options.fc_norm,
+            norm_output=options.norm_output,
+            qk_norm=options.qk_norm,
+        )
+
+    def write(
+        self, trainee: Trainee, parts: HeadParts, folder: Path, notes: Mapping[str, Any]
+    ) -> None:
+        """See `TrainingMethod.write`."""
+        assert isinstance(trainee, EagleTrainee)
+        architectures = tuple(parts.config.architectures or ())
+        verifier = Verifier(parts.name, architectures, parts.num_layers)
+        write_checkpoint(folder, trainee.net, Description(trainee.net.config, verifier, notes))

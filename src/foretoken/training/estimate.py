@@ -1,0 +1,153 @@
+"""How long a training will take on this machine, and how much disk: measured beforehand.
+
+Every part is run for a few seconds: the target writes, its features are computed, and the head
+makes two steps of one level and two of all levels. The numbers of tokens do the rest.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from foretoken.core.params import SamplingParams
+from foretoken.llm import LLM
+from foretoken.training.batches import TrainingSet
+from foretoken.training.conversations import Conversation
+from foretoken.training.features import FeatureCache, bytes_per_token, compute_features
+from foretoken.training.settings import TrainingSettings
+from foretoken.training.trainee import Trainee
+from foretoken.training.trainer import Step, Trainer
+
+__all__ = ["Estimate", "Speeds", "estimate", "measure_speeds"]
+
+_SAMPLE_TOKENS = 48
+_PROMPT_SHARE = 1.45
+"""Tokens of a conversation for each token of its answers, before any were written."""
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Tokens per second of the parts of a training.
+
+    Args:
+        writing: tokens that the target writes in batches.
+        features: tokens whose features are computed.
+        one_level, all_levels: tokens that training processes with one level, and with all.
+    """
+
+    writing: float
+    features: float
+    one_level: float
+    all_levels: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a training takes.
+
+    Args:
+        writing_hours, feature_hours, training_hours: of its parts.
+        disk_bytes: of the features.
+    """
+
+    writing_hours: float
+    feature_hours: float
+    training_hours: float
+    disk_bytes: int
+
+    @property
+    def hours(self) -> float:
+        """Of all parts."""
+        return self.writing_hours + self.feature_hours + self.training_hours
+
+
+def estimate(
+    speeds: Speeds,
+    answer_tokens: int,
+    tokens_to_write: int,
+    num_layers: int,
+    hidden_size: int,
+    settings: TrainingSettings,
+) -> Estimate:
+    """What a training takes.
+
+    Args:
+        speeds: of this machine.
+        answer_tokens: tokens to learn, held-out ones included.
+        tokens_to_write: those of them that are still to be written.
+        num_layers: layers whose hidden states are kept.
+        hidden_size: of the target.
+        settings: of the training.
+    """
+    tokens = _PROMPT_SHARE * answer_tokens
+    first = settings.first_level_share
+    per_token = first / speeds.one_level + (1 - first) / speeds.all_levels
+    return Estimate(
+        _PROMPT_SHARE * tokens_to_write / speeds.writing / 3600,
+        tokens / speeds.features / 3600,
+        settings.epochs * tokens * per_token / 3600,
+        round(tokens * bytes_per_token(num_layers, hidden_size)),
+    )
+
+
+def measure_speeds(
+    llm: LLM, trainee: Trainee, layers: Sequence[int], settings: TrainingSettings, rows: int
+) -> Speeds:
+    """Run every part for a few seconds.
+
+    Args:
+        llm: the target.
+        trainee: a head like the one to train; it stays as it is.
+        layers: whose hidden states it reads.
+        settings: of the training.
+        rows: sequences that the target writes at a time.
+    """
+    params = SamplingParams(temperature=1.0, seed=0, max_tokens=_SAMPLE_TOKENS, ignore_eos=True)
+    prompts = [[1 + row % 7] for row in range(rows)]
+    llm.generate(prompts[:1], SamplingParams(max_tokens=2))  # what is done only once
+    began = time.perf_counter()
+    outputs = llm.generate(prompts, params)
+    writing = time.perf_counter() - began
+    texts = [each.token_ids for each in outputs]
+    length = min(settings.max_length, 256, llm.max_model_len - 1)
+    text = [token for each in texts for token in each]
+    pieces = [tuple(text[i : i + length]) for i in range(0, len(text), length)]
+    sample = [Conversation(piece, ((0, len(piece)),)) for piece in pieces if len(piece) > 4]
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        for _ in compute_features(llm.engine.target, sample, layers, Path(folder) / "features"):
+            pass
+        features = time.perf_counter() - began
+        cache = FeatureCache(Path(folder) / "features")
+        one, every = (
+            _training_speed(deepcopy(trainee), TrainingSet(cache, length), settings, share)
+            for share in (1.0, 0.0)
+        )
+    written, kept = sum(map(len, texts)), sum(len(each.tokens) for each in sample)
+    return Speeds(written / writing, kept / features, one, every)
+
+
+def _training_speed(
+    trainee: Trainee, data: TrainingSet, settings: TrainingSettings, first_level_share: float
+) -> float:
+    """Tokens per second of a step after a first one."""
+    changed = {
+        "epochs": 2,
+        "evaluate_every": 1_000_000,
+        "accumulation": 1,
+        "first_level_share": first_level_share,
+        "batch_tokens": min(settings.batch_tokens, sum(data.sizes)),
+    }
+    shorter = settings.model_copy(update=changed)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(trainee, data, data, shorter, Path(folder), lambda _, __: None)
+        steps = [step for step in trainer.run() if isinstance(step, Step)]
+    torch.manual_seed(settings.seed)
+    timed = steps[1:] or steps
+    return sum(step.tokens for step in timed) / sum(step.seconds for step in timed)

@@ -1,0 +1,284 @@
+"""What training needs of the target's passes over conversations, computed once and kept on disk.
+
+For every token: the hidden states of the layers that a head reads, and the target's most probable
+next tokens. The passes are those of the runtime that will serve the head, so that it is trained on
+the features it will see. Hidden states are kept in int8 with a scale per group, which is far more
+exact than the noise that training adds to them.
+
+A cache is a folder of raw arrays, mapped into memory when they are read, and `index.json`, which is
+written last. A folder without it is incomplete and is made anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd, prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foretoken.core.files import write_whole
+from foretoken.core.tree import chain
+from foretoken.errors import DataError
+from foretoken.runtime.network import Need, PassOutput
+from foretoken.runtime.rows import INTERNAL_KEY
+from foretoken.runtime.target import Target
+from foretoken.training.conversations import Conversation
+
+__all__ = [
+    "TOP_K",
+    "FeatureCache",
+    "Features",
+    "bytes_per_token",
+    "compute_features",
+    "dequantize",
+    "noisy",
+]
+
+TOP_K = 16
+"""Most probable next tokens that are kept of the target's distribution."""
+
+INDEX = "index.json"
+_CHUNK = 256
+"""Tokens of a pass."""
+
+_GROUP = 32
+"""Numbers of a hidden state that share a scale, as in GGUF's Q8_0."""
+
+
+@dataclass(frozen=True)
+class Features:
+    """One conversation of n tokens, with what the target's passes show of it.
+
+    Args:
+        tokens: [n].
+        answers: [start, stop) of each part to learn.
+        hidden: [n, A, E] hidden states of A layers in int8.
+        scales: [n, A, G] their scales.
+        top_tokens: [n, K] the most probable tokens after each token, the best first.
+        top_logprobs: [n, K] their log-probabilities at temperature 1.
+    """
+
+    tokens: Tensor
+    answers: Sequence[tuple[int, int]]
+    hidden: Tensor
+    scales: Tensor
+    top_tokens: Tensor
+    top_logprobs: Tensor
+
+
+def _groups(hidden_size: int) -> int:
+    return hidden_size // gcd(hidden_size, _GROUP)
+
+
+def bytes_per_token(num_layers: int, hidden_size: int) -> int:
+    """Bytes of a cache for each token."""
+    columns = _columns(num_layers, hidden_size).values()
+    return sum(prod(shape) * np.dtype(kind).itemsize for kind, shape in columns)
+
+
+def _columns(num_layers: int, hidden_size: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """File name -> type and shape of what is kept of a token."""
+    return {
+        "tokens": ("int32", ()),
+        "hidden": ("int8", (num_layers, hidden_size)),
+        "scales": ("float16", (num_layers, _groups(hidden_size))),
+        "top_tokens": ("int32", (TOP_K,)),
+        "top_logprobs": ("float16", (TOP_K,)),
+    }
+
+
+def _quantize(hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., E] -> int8 [..., E] and float16 scales [..., G]."""
+    grouped = hidden.float().reshape(*hidden.shape[:-1], _groups(hidden.shape[-1]), -1)
+    scales = (grouped.abs().amax(-1) / 127).clamp(min=1e-6).half()
+    codes = (grouped / scales.float().unsqueeze(-1)).round().clamp(-127, 127)
+    return codes.to(torch.int8).flatten(-2), scales
+
+
+def dequantize(hidden: Tensor, scales: Tensor) -> Tensor:
+    """The hidden states [..., E] in float32 from int8 [..., E] and their scales [..., G]."""
+    grouped = hidden.float().reshape(*scales.shape, -1)
+    return (grouped * scales.float().unsqueeze(-1)).flatten(-2)
+
+
+def noisy(hidden: Tensor, noise: float) -> Tensor:
+    """Hidden states [..., E] with noise whose standard deviation is a share of their size."""
+    if not noise:
+        return hidden
+    size = hidden.pow(2).mean(-1, keepdim=True).sqrt()
+    return hidden + noise * size * torch.randn_like(hidden)
+
+
+class FeatureCache:
+    """The features of some conversations.
+
+    Args:
+        folder: made by `compute_features`.
+
+    Raises:
+        DataError: the folder is incomplete.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            self.index: Mapping[str, Any] = json.loads((folder / INDEX).read_text())
+            self._starts = [0, *np.cumsum(self.index["lengths"]).tolist()]
+            self._arrays = {
+                name: np.memmap(folder / name, dtype=kind, mode="r", shape=shape)
+                for name, (kind, shape) in _shapes(self.index).items()
+            }
+        except (OSError, ValueError, KeyError, TypeError):
+            raise DataError(
+                f"{folder}: the features are incomplete: delete the folder, and compute them anew."
+            ) from None
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Tokens of each conversation."""
+        lengths: Sequence[int] = self.index["lengths"]
+        return lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, number: int) -> Features:
+        part = slice(self._starts[number], self._starts[number + 1])
+        read = {name: torch.from_numpy(np.array(a[part])) for name, a in self._arrays.items()}
+        return Features(
+            tokens=read["tokens"].long(),
+            answers=self.index["answers"][number],
+            hidden=read["hidden"],
+            scales=read["scales"],
+            top_tokens=read["top_tokens"].long(),
+            top_logprobs=read["top_logprobs"].float(),
+        )
+
+    def counts(self, vocab_size: int) -> NDArray[np.int64]:
+        """[V] how often the target wrote each token."""
+        counts = np.zeros(vocab_size, np.int64)
+        for start, answers in zip(self._starts, self.index["answers"], strict=False):
+            for first, stop in answers:
+                part = self._arrays["tokens"][start + first : start + stop]
+                counts += np.bincount(part, minlength=vocab_size)
+        return counts
+
+
+def _shapes(index: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    total, columns = sum(index["lengths"]), _columns(len(index["layers"]), index["hidden_size"])
+    return {name: (kind, (total, *shape)) for name, (kind, shape) in columns.items()}
+
+
+def compute_features(
+    target: Target,
+    conversations: Sequence[Conversation],
+    layers: Sequence[int],
+    folder: Path,
+) -> Iterator[int]:
+    """Fill a cache; a complete one for these conversations and layers stays as it is.
+
+    Args:
+        target: the target.
+        conversations: what it is run over.
+        layers: ids of the layers whose hidden states are kept.
+        folder: of the cache.
+
+    Yields:
+        Numbers of tokens that have been computed.
+
+    Raises:
+        DataError: the disk is full. What was there before is gone.
+    """
+    index = {
+        "layers": list(layers),
+        "hidden_size": target.hidden_size,
+        "lengths": [len(each.tokens) for each in conversations],
+        "answers": [each.answers for each in conversations],
+    }
+    text = json.dumps(index)
+    if _is_complete(folder, text):
+        return
+    arrays = _new_arrays(folder, _shapes(index))
+    at = 0
+    for each in conversations:
+        stop = at + len(each.tokens)
+        arrays["tokens"][at:stop] = each.tokens
+        for name, tensor in _features(target, each.tokens, layers).items():
+            arrays[name][at:stop] = tensor.numpy()
+        at = stop
+        yield at
+    for array in arrays.values():
+        array.flush()
+    write_whole(folder / INDEX, lambda path: path.write_text(text))
+
+
+def _is_complete(folder: Path, index: str) -> bool:
+    """Whether a cache has this index, and all that the index says."""
+    try:
+        FeatureCache(folder)
+    except DataError:
+        return False
+    return (folder / INDEX).read_text() == index
+
+
+def _new_arrays(
+    folder: Path, shapes: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> dict[str, np.memmap[Any, Any]]:
+    """Empty arrays in a new folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        folder.mkdir(parents=True)
+        return {name: _allocated(folder / name, *each) for name, each in shapes.items()}
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        size = sum(prod(shape) * np.dtype(kind).itemsize for kind, shape in shapes.values())
+        raise DataError(
+            f"{folder}: the features take {size / 1e9:.2f} GB: {error.strerror}: learn fewer "
+            "tokens, or choose another disk."
+        ) from None
+
+
+def _allocated(path: Path, kind: str, shape: tuple[int, ...]) -> np.memmap[Any, Any]:
+    """A new array on disk whose space is there: writing beyond a full disk would be a signal."""
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, max(1, prod(shape) * np.dtype(kind).itemsize))
+    return np.memmap(path, dtype=kind, mode="r+", shape=shape)
+
+
+def _features(target: Target, tokens: Sequence[int], layers: Sequence[int]) -> dict[str, Tensor]:
+    """File name -> what is kept of these n tokens."""
+    need, parts = Need(hidden=tuple(sorted(layers))), []
+    target.add(INTERNAL_KEY)
+    try:
+        for start in range(0, len(tokens), _CHUNK):
+            chunk = chain(tokens[start : start + _CHUNK])
+            (output,) = target.verify([INTERNAL_KEY], [chunk], need=need)
+            parts.append(_kept(output, layers))
+            target.commit(INTERNAL_KEY, range(len(chunk)))
+    finally:
+        target.remove(INTERNAL_KEY)
+    return {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
+
+
+@torch.inference_mode()
+def _kept(output: PassOutput, layers: Sequence[int]) -> dict[str, Tensor]:
+    logits = output.scores.float()
+    values, tokens = logits.topk(min(TOP_K, logits.shape[-1]))
+    missing = TOP_K - values.shape[-1]  # of a vocabulary smaller than that
+    logprobs = F.pad(values - logits.logsumexp(-1, keepdim=True), (0, missing), value=-1e4)
+    hidden, scales = _quantize(torch.stack([output.hidden[layer] for layer in layers], dim=1))
+    return {
+        "hidden": hidden,
+        "scales": scales,
+        "top_tokens": F.pad(tokens.int(), (0, missing)),
+        "top_logprobs": logprobs.half(),
+    }

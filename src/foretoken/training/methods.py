@@ -1,0 +1,43 @@
+"""What can be trained: `foretoken train METHOD`. A new method is one file and one entry here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from foretoken.core.config import nearest
+from foretoken.errors import ConfigError
+from foretoken.training.eagle import EagleTraining
+from foretoken.training.method import TrainingMethod
+from foretoken.training.state_heads import (
+    BlockwiseTraining,
+    HydraTraining,
+    MedusaTraining,
+    MlpSpeculatorTraining,
+)
+
+__all__ = ["TRAINING_METHODS", "training_method"]
+
+TRAINING_METHODS: dict[str, type[TrainingMethod]] = {
+    method.name: method
+    for method in (
+        EagleTraining,
+        MedusaTraining,
+        HydraTraining,
+        BlockwiseTraining,
+        MlpSpeculatorTraining,
+    )
+}
+
+
+def training_method(name: str, options: Mapping[str, Any]) -> TrainingMethod:
+    """The method of this name with its options.
+
+    Raises:
+        ConfigError: no method has this name, or it has no such option.
+    """
+    kind = TRAINING_METHODS.get(name)
+    if kind is None:
+        known = list(TRAINING_METHODS)
+        raise ConfigError(f"nothing can be trained as '{name}': {nearest(name, known)}")
+    return kind(kind.Options(**options))

@@ -1,0 +1,57 @@
+"""`TrainingSettings`: how any head is trained."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import FiniteFloat
+
+from foretoken.core.config import Config
+
+__all__ = ["TrainingSettings"]
+
+_Share = Annotated[FiniteFloat, Ge(0), Le(1)]
+
+
+class TrainingSettings(Config):
+    """How any head is trained.
+
+    Args:
+        epochs: passes over the data.
+        batch_tokens: most tokens of a batch, padding included, on each device.
+        accumulation: batches per step of the optimizer.
+        max_length: most tokens of a conversation; the rest is cut off.
+        levels: levels of a draft that are learnt.
+        first_level_share: share of the steps in which only the first level is learnt. It costs a
+            third of three levels, and the others learn fast once it is good.
+        decay: weight of a level's loss, relative to the level before.
+        optimizer: of the matrices: Muon, or AdamW. All other weights have AdamW.
+        learning_rate: of the matrices.
+        vector_learning_rate: of all other weights.
+        weight_decay: of the matrices.
+        warmup: share of the steps in which the learning rates rise; they fall as a cosine after it.
+        max_grad_norm: gradients are clipped to this norm.
+        evaluate_every: steps between two evaluations, and between two checkpoints.
+        patience: training stops after so many evaluations without a better head; 0 means never.
+        mixed_precision: of the matrix products; see Accelerate.
+        seed: of weights, noise and the order of the data.
+    """
+
+    epochs: Annotated[FiniteFloat, Gt(0)] = 3.0
+    batch_tokens: Annotated[int, Ge(16)] = 4096
+    accumulation: Annotated[int, Ge(1)] = 1
+    max_length: Annotated[int, Ge(8)] = 1024
+    levels: Annotated[int, Ge(1), Le(16)] = 3
+    first_level_share: _Share = 0.4
+    decay: Annotated[FiniteFloat, Gt(0), Le(1)] = 0.8
+    optimizer: Literal["muon", "adamw"] = "muon"
+    learning_rate: Annotated[FiniteFloat, Gt(0)] = 1.5e-3
+    vector_learning_rate: Annotated[FiniteFloat, Gt(0)] = 3e-4
+    weight_decay: Annotated[FiniteFloat, Ge(0)] = 0.01
+    warmup: Annotated[FiniteFloat, Ge(0), Lt(1)] = 0.04
+    max_grad_norm: Annotated[FiniteFloat, Gt(0)] = 1.0
+    evaluate_every: Annotated[int, Ge(1)] = 100
+    patience: Annotated[int, Ge(0)] = 8
+    mixed_precision: Literal["no", "bf16", "fp16"] = "bf16"
+    seed: Annotated[int, Ge(0)] = 0

@@ -1,0 +1,247 @@
+"""Training of heads without attention: Medusa, Hydra, blockwise heads and the MLP speculator.
+
+    loss = sum_k decay^k E[loss(p, q_k)]
+
+over the K heads of a draft, all on the target's last hidden state, with the text's own tokens in
+front of each. The target itself is not changed (Medusa-1; Stern et al.'s frozen base model). Output
+rows are the target's, frozen, over a draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from annotated_types import Ge, Le
+from pydantic import FiniteFloat
+from torch import Tensor, nn
+
+from foretoken.core.config import Config
+from foretoken.drafters.heads.blockwise import BlockwiseConfig, BlockwiseNet
+from foretoken.drafters.heads.folder import Verifier
+from foretoken.drafters.heads.hydra import HydraConfig, HydraNet
+from foretoken.drafters.heads.medusa import MedusaConfig, MedusaNet
+from foretoken.drafters.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorNet
+from foretoken.drafters.heads.state_file import write_state_file
+from foretoken.drafters.heads.state_net import StateConfig, StateNet
+from foretoken.errors import CompatibilityError, ConfigError
+from foretoken.training.batches import Batch
+from foretoken.training.features import dequantize, noisy
+from foretoken.training.losses import LOSSES, Loss
+from foretoken.training.method import HeadParts, TrainingMethod
+from foretoken.training.settings import TrainingSettings
+from foretoken.training.trainee import Trainee, at_roots
+
+__all__ = [
+    "BlockwiseTraining",
+    "HydraTraining",
+    "MedusaTraining",
+    "MlpSpeculatorTraining",
+    "StateTrainee",
+]
+
+
+class StateTrainee(Trainee):
+    """A head without attention that is being trained.
+
+    Args:
+        net: the head.
+        norm: the target's final norm.
+        loss: of each place.
+        noise: see `features.noisy`.
+    """
+
+    def __init__(self, net: StateNet, norm: nn.Module, loss: Loss, noise: float) -> None:
+        super().__init__(net.draft_tokens, net.config.vocab_size, loss, net.config.num_heads)
+        self.net = net
+        self._norm = [norm]  # in a list, so that its weights are not those of this module
+        self._noise = noise
+
+    def outputs(self, batch: Batch, num_levels: int) -> Iterator[Tensor]:
+        """See `Trainee.outputs`: what the heads give on the last hidden states."""
+        hidden = dequantize(
+            at_roots(batch.hidden, batch.roots), at_roots(batch.scales, batch.roots)
+        )
+        if self.training:
+            hidden = noisy(hidden, self._noise)
+        with torch.no_grad():
+            last = self._normed(hidden.squeeze(2))  # of the only layer
+        states = self.net.start(last, batch.levels.inputs[:, 0])
+        for level in range(num_levels):
+            if level:
+                states = self.net.advance(states, batch.levels.inputs[:, level], level)
+            yield self.net.outputs(states, level)
+
+    def _normed(self, hidden: Tensor) -> Tensor:
+        """[..., E] after the target's final norm, in float32; computed in the norm's own dtype."""
+        norm = self._norm[0]
+        own = next((weight.dtype for weight in norm.parameters()), hidden.dtype)
+        normed: Tensor = norm(hidden.to(own))
+        return normed.float()
+
+    def logits(self, outputs: Tensor, level: int) -> Tensor:
+        """See `Trainee.logits`."""
+        logits: Tensor = self.net.output_layer(level)(outputs)
+        return logits.float()
+
+
+class StateTrainingOptions(Config):
+    """Options of all heads without attention.
+
+    Args:
+        draft_vocab_size: most tokens that the head can draft: those that the target writes most
+            often.
+        num_heads: most tokens of a draft.
+        loss: between the head's distribution and the target's.
+        noise: standard deviation of the noise on hidden states, relative to their size.
+    """
+
+    draft_vocab_size: Annotated[int, Ge(1)] = 8192
+    num_heads: Annotated[int, Ge(1), Le(16)] = 4
+    loss: Literal["kl", "ce", "tv"] = "kl"
+    noise: Annotated[FiniteFloat, Ge(0)] = 0.05
+
+
+class _StateTraining(TrainingMethod):
+    """What the methods share."""
+
+    Options: ClassVar[type[Config]] = StateTrainingOptions
+    Net: ClassVar[type[StateNet]]
+
+    @property
+    def _options(self) -> StateTrainingOptions:
+        assert isinstance(self.options, StateTrainingOptions)
+        return self.options
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """See `TrainingMethod.draft_vocab_size`."""
+        return self._options.draft_vocab_size
+
+    def adapted(self, settings: TrainingSettings) -> TrainingSettings:
+        """See `TrainingMethod.adapted`: all heads are learnt from the first step on.
+
+        Raises:
+            ConfigError: the settings ask for something else.
+        """
+        changed = {"levels": self._options.num_heads, "first_level_share": 0.0}
+        for name in changed:
+            if name in settings.model_fields_set:
+                raise ConfigError(
+                    f"{name}: '{self.name}' learns all of its heads from the first step on: set "
+                    "num_heads."
+                )
+        return settings.model_copy(update=changed)
+
+    def layers(self, num_layers: int) -> tuple[int, ...]:
+        """See `TrainingMethod.layers`: what enters the final norm."""
+        return (num_layers,)
+
+    def trainee(self, parts: HeadParts) -> Trainee:
+        """See `TrainingMethod.trainee`."""
+        if parts.final_norm is None:
+            raise CompatibilityError(
+                f"method '{self.name}' reads hidden states after the final norm, and this "
+                "architecture's is not known: train 'eagle'."
+            )
+        sizes = {
+            "hidden_size": parts.embedding.shape[1],
+            "vocab_size": parts.embedding.shape[0],
+            "draft_vocab_size": len(parts.draft_tokens),
+            "num_heads": self._options.num_heads,
+        }
+        config = self.config(sizes)
+        net = self.Net(config, parts.embedding, parts.output_rows, parts.draft_tokens)
+        net.initialise()
+        loss = LOSSES[self._options.loss]
+        return StateTrainee(net, parts.final_norm, loss, self._options.noise)
+
+    @abstractmethod
+    def config(self, sizes: Mapping[str, Any]) -> StateConfig:
+        """The head's sizes: those that all kinds have, and its own."""
+
+    def write(
+        self, trainee: Trainee, parts: HeadParts, folder: Path, notes: Mapping[str, Any]
+    ) -> None:
+        """See `TrainingMethod.write`."""
+        assert isinstance(trainee, StateTrainee)
+        verifier = Verifier(parts.name, tuple(parts.config.architectures or ()), parts.num_layers)
+        write_state_file(folder, trainee.net, verifier, notes)
+
+
+class _LayeredOptions(StateTrainingOptions):
+    """See `StateTrainingOptions`; `num_layers` is the number of blocks of each head."""
+
+    num_layers: Annotated[int, Ge(1)] = 1
+
+
+class MedusaTraining(_StateTraining):
+    """Medusa-1 heads."""
+
+    name: ClassVar[str] = "medusa"
+    summary: ClassVar[str] = "independent heads, one for each position (Medusa-1)"
+    Options: ClassVar[type[Config]] = _LayeredOptions
+    Net: ClassVar[type[StateNet]] = MedusaNet
+
+    def config(self, sizes: Mapping[str, Any]) -> StateConfig:
+        """See `_StateTraining.config`."""
+        assert isinstance(self.options, _LayeredOptions)
+        return MedusaConfig(**sizes, num_layers=self.options.num_layers)
+
+
+class HydraTraining(_StateTraining):
+    """Hydra heads."""
+
+    name: ClassVar[str] = "hydra"
+    summary: ClassVar[str] = "heads that read the tokens drafted before (Hydra)"
+    Options: ClassVar[type[Config]] = _LayeredOptions
+    Net: ClassVar[type[StateNet]] = HydraNet
+
+    def config(self, sizes: Mapping[str, Any]) -> StateConfig:
+        """See `_StateTraining.config`."""
+        assert isinstance(self.options, _LayeredOptions)
+        return HydraConfig(**sizes, num_layers=self.options.num_layers)
+
+
+class _InnerOptions(StateTrainingOptions):
+    """See `StateTrainingOptions`; `inner_size` is the width of each head's hidden layer."""
+
+    inner_size: Annotated[int, Ge(1)] = 1024
+
+
+class BlockwiseTraining(_StateTraining):
+    """Blockwise heads."""
+
+    name: ClassVar[str] = "blockwise"
+    summary: ClassVar[str] = "feed-forward heads on the output layer (Stern et al.)"
+    Options: ClassVar[type[Config]] = _InnerOptions
+    Net: ClassVar[type[StateNet]] = BlockwiseNet
+
+    def config(self, sizes: Mapping[str, Any]) -> StateConfig:
+        """See `_StateTraining.config`."""
+        assert isinstance(self.options, _InnerOptions)
+        return BlockwiseConfig(**sizes, inner_size=self.options.inner_size)
+
+
+class _MlpOptions(StateTrainingOptions):
+    """See `StateTrainingOptions`; `tie_weights` shares the weights of all depths."""
+
+    tie_weights: bool = True
+
+
+class MlpSpeculatorTraining(_StateTraining):
+    """MLP speculators."""
+
+    name: ClassVar[str] = "mlp_speculator"
+    summary: ClassVar[str] = "a recurrent MLP over the drafted tokens (IBM's MLP speculator)"
+    Options: ClassVar[type[Config]] = _MlpOptions
+    Net: ClassVar[type[StateNet]] = MlpSpeculatorNet
+
+    def config(self, sizes: Mapping[str, Any]) -> StateConfig:
+        """See `_StateTraining.config`."""
+        assert isinstance(self.options, _MlpOptions)
+        inner = sizes["hidden_size"]
+        return MlpSpeculatorConfig(**sizes, inner_size=inner, tie_weights=self.options.tie_weights)

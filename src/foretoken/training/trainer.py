@@ -1,0 +1,403 @@
+"""`Trainer`: the loop that trains any head, on Accelerate.
+
+It goes over batches, evaluates on held-out conversations, keeps the best head, and stops early. Its
+state is saved at every evaluation and when it is interrupted. A run that was killed continues from
+there and gets the same weights as one that was not: batches follow from the seed, and the state has
+that of the random number generators.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import DistributedDataParallelKwargs, set_seed
+from safetensors import SafetensorError
+from torch.optim import AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+from foretoken.engine.turns import Uninterrupted
+from foretoken.errors import ConfigError, TrainingError, in_one_line
+from foretoken.training.acceptance import Acceptance
+from foretoken.training.batches import Batch, BatchSampler, TrainingSet, collate
+from foretoken.training.settings import TrainingSettings
+from foretoken.training.trainee import Learnt, Trainee
+
+__all__ = ["EVALUATED_LEVELS", "Evaluation", "Step", "Trainer"]
+
+EVALUATED_LEVELS = 5
+"""Levels whose acceptance is measured, if the head has as many; training may have fewer."""
+
+SCORED_LENGTH = 4
+"""Chains of this length decide which head is the best."""
+
+_PREFIX = "checkpoint-"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the optimizer.
+
+    Args:
+        step: its number, from 1.
+        total: number of steps of the whole training.
+        tokens: tokens of its batches on this process.
+        seconds: how long it took.
+        losses: mean loss of each level that was learnt.
+        accuracy: for each of them, the share of roots whose token at this level was right.
+    """
+
+    step: int
+    total: int
+    tokens: int
+    seconds: float
+    losses: tuple[float, ...]
+    accuracy: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What held-out conversations show after a step.
+
+    Args:
+        step: the step.
+        loss: mean loss of the steps since the evaluation before.
+        by_position: for each level, the probability that it is accepted if those before were.
+        mean_lengths: mean acceptance lengths of chains of 1 to L tokens.
+        best: whether no evaluation before was better.
+    """
+
+    step: int
+    loss: float
+    by_position: tuple[float, ...]
+    mean_lengths: tuple[float, ...]
+    best: bool
+
+    @property
+    def score(self) -> float:
+        """What the best head has most of."""
+        return self.mean_lengths[min(SCORED_LENGTH, len(self.mean_lengths)) - 1]
+
+
+@dataclass
+class _Progress:
+    """Where training stands; Accelerate saves it."""
+
+    step: int = 0
+    epoch: int = 0
+    batches: int = 0
+    """Batches of this epoch that are done."""
+    losses: list[float] = field(default_factory=list)
+    """Of the steps since the last evaluation."""
+    history: list[Evaluation] = field(default_factory=list)
+    finished: bool = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**vars(self), "history": [asdict(each) for each in self.history]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.history = [Evaluation(**each) for each in state["history"]]
+
+    @property
+    def evaluated(self) -> int:
+        """The last step after which there was an evaluation; 0 if there was none."""
+        return self.history[-1].step if self.history else 0
+
+    @property
+    def since_best(self) -> int:
+        """Evaluations after the best one."""
+        best = [index for index, each in enumerate(self.history) if each.best]
+        return len(self.history) - 1 - best[-1] if best else 0
+
+
+class Trainer:
+    """Trains one head.
+
+    Args:
+        trainee: the head with its loss.
+        training: what it learns from.
+        held_out: what it is evaluated on.
+        settings: how.
+        folder: of the checkpoints.
+        save_best: called with the trainee and its evaluation when it is the best so far.
+    """
+
+    def __init__(
+        self,
+        trainee: Trainee,
+        training: TrainingSet,
+        held_out: TrainingSet,
+        settings: TrainingSettings,
+        folder: Path,
+        save_best: Callable[[Trainee, Evaluation], None],
+    ) -> None:
+        self._settings, self._folder, self._save_best = settings, folder, save_best
+        on_cpu = next(trainee.parameters()).device.type == "cpu"
+        if on_cpu and settings.mixed_precision == "fp16":
+            raise ConfigError("mixed_precision: fp16 needs a GPU: choose 'bf16' or 'no'.")
+        self._accelerator = Accelerator(
+            mixed_precision=settings.mixed_precision,
+            cpu=on_cpu,
+            dataloader_config=DataLoaderConfiguration(even_batches=False),
+            # The only buffers are the target's weights, which do not change.
+            kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+        )
+        set_seed(settings.seed + self._accelerator.process_index)
+        self._sampler = BatchSampler(
+            training.sizes,
+            settings.batch_tokens,
+            settings.seed,
+            multiple_of=self._accelerator.num_processes,
+        )
+        self._batches = self._accelerator.prepare(
+            _loader(training, self._sampler, max(1, settings.levels))
+        )
+        in_order = BatchSampler(held_out.sizes, settings.batch_tokens)
+        self._levels = min(EVALUATED_LEVELS, trainee.max_levels or EVALUATED_LEVELS)
+        self._held_out = self._accelerator.prepare(_loader(held_out, in_order, self._levels))
+        self.total_steps = self._steps()
+        self._trainee = self._accelerator.prepare(trainee)
+        made = _optimizers(trainee, settings)
+        self._optimizers = [self._accelerator.prepare(each) for each in made]
+        rate = partial(_rate, total=self.total_steps, warmup=settings.warmup)
+        self._schedules = [LambdaLR(each, rate) for each in made]
+        self._progress = _Progress()
+        self._accelerator.register_for_checkpointing(self._progress, *self._schedules)
+
+    @property
+    def history(self) -> Sequence[Evaluation]:
+        """All evaluations so far."""
+        return self._progress.history
+
+    def _steps(self) -> int:
+        if not len(self._batches):
+            raise ConfigError(
+                f"there are fewer batches than the {self._accelerator.num_processes} processes: "
+                "lower batch_tokens, or start fewer."
+            )
+        per_epoch = math.ceil(len(self._batches) / self._settings.accumulation)
+        return max(1, round(per_epoch * self._settings.epochs))
+
+    # The loop
+
+    def run(self) -> Iterator[Step | Evaluation]:
+        """Train from where an earlier run stopped; checkpoints are saved on the way.
+
+        Raises:
+            TrainingError: a loss is not finite.
+        """
+        self._resume()
+        try:
+            yield from self._steps_and_evaluations()
+        except (KeyboardInterrupt, GeneratorExit):
+            if self._accelerator.num_processes == 1:  # several may be at different steps
+                with Uninterrupted():
+                    self._save()
+            raise
+
+    def _steps_and_evaluations(self) -> Iterator[Step | Evaluation]:
+        progress = self._progress
+        yield from self._due_evaluation()  # a run may have been interrupted in front of it
+        while not progress.finished:
+            for batches in self._step_batches():
+                with Uninterrupted():
+                    step = self._step(batches)
+                yield step
+                yield from self._due_evaluation()
+                if self._progress.finished:
+                    return
+            with Uninterrupted():
+                progress.epoch, progress.batches = progress.epoch + 1, 0
+
+    def _due_evaluation(self) -> Iterator[Evaluation]:
+        """Evaluate and save the state, if it is time."""
+        progress, settings = self._progress, self._settings
+        last = progress.step == self.total_steps
+        is_time = progress.step > 0 and progress.step % settings.evaluate_every == 0
+        if not (last or is_time) or progress.evaluated == progress.step:
+            return
+        with Uninterrupted():
+            found = self._evaluate()
+            out_of_patience = 0 < settings.patience <= progress.since_best
+            progress.finished = last or out_of_patience
+            self._save()
+        yield found
+
+    def _step_batches(self) -> Iterator[list[Batch]]:
+        """The batches of each step that is left in this epoch."""
+        for loader in (self._batches, self._sampler):
+            loader.set_epoch(self._progress.epoch)
+        left = self._accelerator.skip_first_batches(self._batches, self._progress.batches)
+        batches = iter(left)
+        while group := list(itertools.islice(batches, self._settings.accumulation)):
+            yield group
+
+    def _num_levels(self) -> int:
+        settings = self._settings
+        alone = self._progress.step < settings.first_level_share * self.total_steps
+        return 1 if alone else settings.levels
+
+    def _step(self, batches: Sequence[Batch]) -> Step:
+        began, num_levels, progress = time.perf_counter(), self._num_levels(), self._progress
+        self._trainee.train()
+        found = []
+        for left, batch in zip(range(len(batches) - 1, -1, -1), batches, strict=True):
+            with self._accelerator.no_sync(self._trainee) if left else nullcontext():
+                found.append(self._learn(batch, num_levels, len(batches)))
+        self._update()
+        losses = torch.stack([each.losses.detach().cpu() for each in found]).mean(0)
+        right = torch.stack([each.right.sum((0, 2)).cpu() for each in found]).sum(0)
+        num_roots = sum(int(batch.levels.valid[:, 0].sum()) for batch in batches)
+        progress.step += 1
+        progress.batches += len(batches)
+        progress.losses.append(float(losses[0]))
+        return Step(
+            progress.step,
+            self.total_steps,
+            sum(batch.num_tokens for batch in batches),
+            time.perf_counter() - began,
+            tuple(losses.tolist()),
+            tuple((right / max(1, num_roots)).tolist()),
+        )
+
+    def _learn(self, batch: Batch, num_levels: int, num_batches: int) -> Learnt:
+        """Add the gradients of one batch."""
+        with self._accelerator.autocast():
+            found: Learnt = self._trainee(batch, num_levels)
+        weights = self._settings.decay ** torch.arange(num_levels, device=found.losses.device)
+        loss = (found.losses * weights).sum()
+        if not loss.isfinite():
+            raise TrainingError(
+                f"the loss of step {self._progress.step + 1} is not a finite number: lower the "
+                f"learning rate ({self._settings.learning_rate:g}). The best head so far is kept."
+            )
+        self._accelerator.backward(loss / num_batches)
+        return found
+
+    def _update(self) -> None:
+        settings = self._settings
+        self._accelerator.clip_grad_norm_(self._trainee.parameters(), settings.max_grad_norm)
+        for optimizer, schedule in zip(self._optimizers, self._schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+    # Evaluation
+
+    @torch.no_grad()
+    def _evaluate(self) -> Evaluation:
+        progress, levels = self._progress, range(1, self._levels + 1)
+        counts = self._count()
+        losses, progress.losses = progress.losses, []
+        found = Evaluation(
+            progress.step,
+            sum(losses) / max(1, len(losses)),
+            tuple(counts.by_position()),
+            tuple(counts.mean_length(level) for level in levels),
+            best=False,
+        )
+        found = replace(found, best=all(found.score > each.score for each in progress.history))
+        progress.history.append(found)
+        if found.best and self._accelerator.is_main_process:
+            self._save_best(self._accelerator.unwrap_model(self._trainee), found)
+        return found
+
+    def _count(self) -> Acceptance:
+        """The acceptance of drafts for held-out conversations."""
+        trainee = self._accelerator.unwrap_model(self._trainee)  # waits for no other process
+        trainee.eval()
+        counts = Acceptance(self._levels)
+        for batch in self._held_out:
+            with self._accelerator.autocast():
+                found = trainee(batch, self._levels)
+            counts.add(found.right, batch.levels.valid)
+        totals = counts.totals.to(self._accelerator.device)
+        counts.totals = self._accelerator.reduce(totals).cpu()
+        return counts
+
+    # Checkpoints
+
+    def _resume(self) -> None:
+        """Continue from the last checkpoint, if there is one."""
+        if found := _checkpoints(self._folder):
+            self._accelerator.load_state(str(found[-1]))
+
+    def _save(self) -> None:
+        """Save the state; the one before is deleted when this one is complete.
+
+        Raises:
+            TrainingError: it cannot be written.
+        """
+        name = f"{_PREFIX}{self._progress.step}"
+        beside = self._folder / "saving"
+        if self._accelerator.is_main_process:
+            shutil.rmtree(beside, ignore_errors=True)
+        self._accelerator.wait_for_everyone()
+        try:
+            self._accelerator.save_state(str(beside))
+        except (OSError, RuntimeError, SafetensorError) as error:
+            shutil.rmtree(beside, ignore_errors=True)
+            raise TrainingError(
+                f"{beside} cannot be written: {in_one_line(error)}. The checkpoint before is kept."
+            ) from None
+        self._accelerator.wait_for_everyone()
+        if self._accelerator.is_main_process:
+            earlier = _checkpoints(self._folder)
+            shutil.rmtree(self._folder / name, ignore_errors=True)
+            beside.rename(self._folder / name)
+            for each in earlier:
+                if each.name != name:
+                    shutil.rmtree(each)
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, the last one at the end."""
+    found = folder.glob(f"{_PREFIX}*")
+    return sorted(found, key=lambda path: int(path.name.removeprefix(_PREFIX)))
+
+
+def _loader(data: TrainingSet, sampler: BatchSampler, num_levels: int) -> DataLoader[Batch]:
+    return DataLoader(
+        data,  # type: ignore[arg-type]
+        batch_sampler=sampler,
+        collate_fn=partial(collate, num_levels=num_levels),
+        # Loaders draw a number whenever they begin: not from the generator that noise comes from,
+        # or a run that was resumed would get other noise.
+        generator=torch.Generator(),
+    )
+
+
+def _optimizers(trainee: Trainee, settings: TrainingSettings) -> list[Optimizer]:
+    """One for the matrices and one for everything else."""
+    matrices = [p for p in trainee.parameters() if p.requires_grad and p.dim() == 2]
+    vectors = [p for p in trainee.parameters() if p.requires_grad and p.dim() != 2]
+    rate, decay = settings.learning_rate, settings.weight_decay
+    optimizers: list[Optimizer] = []
+    if settings.optimizer == "muon":
+        optimizers.append(
+            Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+        )
+    else:
+        optimizers.append(AdamW(matrices, lr=rate, weight_decay=decay, betas=(0.9, 0.95)))
+    if vectors:
+        vector_rate = settings.vector_learning_rate
+        optimizers.append(AdamW(vectors, lr=vector_rate, weight_decay=0, betas=(0.9, 0.95)))
+    return optimizers
+
+
+def _rate(step: int, total: int, warmup: float) -> float:
+    """The learning rate of a step, relative to its highest value."""
+    rising = min(1.0, (step + 1) / max(1.0, warmup * total))
+    return rising * 0.5 * (1 + math.cos(math.pi * min(1.0, step / total)))

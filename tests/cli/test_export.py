@@ -1,0 +1,131 @@
+"""`export`: the head with the target's embedding and output rows, and mistakes in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from foretoken.drafters.heads.checkpoint import write_checkpoint
+from foretoken.drafters.heads.config_file import Description, Verifier
+from tests.cli.conftest import Run, error_of
+from tests.heads import save_state_head, state_config, state_net, tiny_config, tiny_net
+from tests.tiny import tiny_model
+
+
+@pytest.fixture
+def model(tiny: Path) -> PreTrainedModel:
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(tiny)
+    return loaded
+
+
+@pytest.fixture
+def head(model: PreTrainedModel, tmp_path: Path) -> Path:
+    """One that can draft every second of the tiny model's tokens."""
+    net = tiny_net(tiny_config(model.config.vocab_size), model)
+    verifier = Verifier("some/model", ("LlamaForCausalLM",), 2)
+    write_checkpoint(tmp_path / "head", net, Description(net.config, verifier, {"seed": 3}))
+    return tmp_path / "head"
+
+
+def contents(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", [None, "some/other-model"])
+def test_the_head_with_the_model_s_rows(
+    run: Run, tiny: Path, head: Path, model: PreTrainedModel, name: str | None, tmp_path: Path
+) -> None:
+    more = [] if name is None else ["--verifier", name]
+    result = run("export", head, "--out", tmp_path / "out", "-m", tiny, *more)
+    assert result.exit_code == 0, result.stderr
+    assert str(tmp_path / "out") in result.stdout
+    (config, tensors), (given, kept) = contents(tmp_path / "out"), contents(head)
+    given["speculators_config"]["verifier"]["name_or_path"] = name or str(tiny)
+    assert config == given
+    weights = model.state_dict()
+    tokens = torch.arange(len(kept["d2t"])) + kept["d2t"]
+    expected = {
+        **kept,
+        "embed_tokens.weight": weights["model.embed_tokens.weight"].bfloat16(),
+        "lm_head.weight": weights["lm_head.weight"][tokens].bfloat16(),
+    }
+    assert tensors.keys() == expected.keys()
+    for key, tensor in tensors.items():
+        assert tensor.dtype == expected[key].dtype
+        assert torch.equal(tensor, expected[key])
+
+
+def test_the_copy_drafts_as_the_head_does(run: Run, tiny: Path, head: Path, tmp_path: Path) -> None:
+    assert run("export", head, "-o", tmp_path / "out", "-m", tiny).exit_code == 0
+    drafted = [
+        steps(run, tiny, folder, tmp_path / "trace.json") for folder in (head, tmp_path / "out")
+    ]
+    assert drafted[0] == drafted[1]
+    assert any(drafted[0])
+
+
+def steps(run: Run, tiny: Path, head: Path, file: Path) -> list[list[int]]:
+    call = ["generate", "hello", "-m", tiny, "--method", "eagle", "--draft-model", head]
+    config = '{"controller": "fixed"}'
+    result = run(
+        *call, "--speculative-config", config, "--max-tokens", 12, "--no-chat", "--trace", file
+    )
+    assert result.exit_code == 0, result.stderr
+    return [step["drafted"] for step in json.loads(file.read_text())["steps"]]
+
+
+def test_help(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    result = run("export", "--help")
+    assert result.exit_code == 0
+    assert "$ foretoken export" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+# Wrong use
+
+
+def test_a_folder_that_is_not_there(run: Run, tiny: Path, tmp_path: Path) -> None:
+    result = run("export", tmp_path / "none", "--out", tmp_path / "out", "-m", tiny)
+    assert result.exit_code == 2
+    assert f"there is no folder {tmp_path / 'none'}" in error_of(result)
+
+
+def test_the_folder_of_the_head_itself(run: Run, tiny: Path, head: Path) -> None:
+    before = contents(head)[0]
+    result = run("export", head, "--out", head / ".." / "head", "-m", tiny)
+    assert result.exit_code == 1
+    assert "is the head itself: give another folder" in error_of(result)
+    assert contents(head)[0] == before
+
+
+def test_a_head_of_another_kind(run: Run, tiny: Path, tmp_path: Path) -> None:
+    save_state_head(tmp_path / "medusa", state_net("medusa", state_config("medusa")))
+    result = run("export", tmp_path / "medusa", "--out", tmp_path / "out", "-m", tiny)
+    assert result.exit_code == 1
+    assert "is this the folder of a trained EAGLE-3 head?" in error_of(result)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("other", [{"hidden_size": 128}, {"num_hidden_layers": 3}], ids=str)
+def test_another_model(run: Run, head: Path, other: dict[str, Any], tmp_path: Path) -> None:
+    tiny_model(vocab_size=97, **other).save_pretrained(tmp_path / "other")
+    result = run("export", head, "--out", tmp_path / "out", "-m", tmp_path / "other")
+    assert result.exit_code == 2
+    assert "this head was trained for some/model with" in error_of(result)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_place_that_cannot_be_written(run: Run, tiny: Path, head: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = run("export", head, "--out", tmp_path / "file", "-m", tiny)
+    assert result.exit_code == 1
+    assert "cannot be written" in error_of(result)

@@ -1,0 +1,447 @@
+"""Heads without attention: what serves computes what training computes, in any batch and schedule.
+
+Every test runs over all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from foretoken import LLM, CompatibilityError, SamplingParams
+from foretoken.core.tree import TokenTree
+from foretoken.drafters.heads.state_file import load_net, read_state_file
+from foretoken.drafters.heads.state_head import KEPT, StateHead
+from foretoken.drafters.heads.state_net import StateConfig
+from foretoken.outputs import CompletionOutput
+from foretoken.request import Request
+from foretoken.runtime.target import Target
+from tests.heads import STATE_NETS, save_state_head, state_config, state_net
+from tests.tiny import ARCHITECTURES, CONTEXT, VOCAB_SIZE, tiny_model
+
+METHODS = list(STATE_NETS)
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{method: (method, {}) for method in METHODS},
+    **{f"{method}, own rows": (method, {"own_rows": True}) for method in METHODS},
+    "medusa, two blocks": ("medusa", {"num_layers": 2, "bias": False}),
+    "hydra, three layers": ("hydra", {"num_layers": 3}),
+    "mlp_speculator, untied": ("mlp_speculator", {"tie_weights": False, "scale_input": False}),
+    "mlp_speculator, all its own": (
+        "mlp_speculator",
+        {"own_rows": True, "own_embedding": True, "inner_size": 80, "tie_weights": False},
+    ),
+    "mlp_speculator, tied, all its own": (
+        "mlp_speculator",
+        {"own_rows": True, "own_embedding": True, "inner_size": 80},
+    ),
+}
+K = 4
+
+
+def saved(method: str, model: PreTrainedModel, folder: Path, **fields: Any) -> dict[str, Any]:
+    """A configuration with a random head over a model."""
+    config = state_config(method, **fields)
+    save_state_head(folder, state_net(method, config, model))
+    return {"method": method, "model": str(folder), "controller": "fixed"}
+
+
+def head_of(method: str, folder: Path, target: Target) -> StateHead:
+    kind = STATE_NETS[method][0]
+    return StateHead(load_net(read_state_file(folder, kind), kind, target), target)
+
+
+def request_of(tokens: Sequence[int]) -> Request:
+    return Request(list(tokens), SamplingParams(), vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
+
+
+def grown(
+    head: StateHead, hidden: Tensor, texts: Sequence[Sequence[int]], added: Sequence[Sequence[int]]
+) -> list[Tensor]:
+    """Logits of the nodes of trees that are grown together, level by level.
+
+    Args:
+        head: the head.
+        hidden: [n, E] the target's states of a text, of which `texts` are beginnings.
+        texts: the requests' tokens.
+        added: the levels of every request's tree. The i-th token of a level is the child of the
+            i-th of the level above.
+
+    Returns:
+        For each level, the root's included, [requests, nodes, Vd].
+    """
+    requests = [request_of(text) for text in texts]
+    for request, text in zip(requests, texts, strict=True):
+        head.keep(request, 0, {head.layer: hidden[: len(text) - 1]})
+        assert head.pending(request) == [text[-1]]
+    nodes: list[int] = []
+    parents = [-1]
+    above = [0] * max([1, *map(len, added)])
+    found: list[Tensor] = []
+    for level in ([], *added):
+        computed = 1 + len(nodes) if found else 0
+        nodes += level
+        if level:
+            parents += above[: len(level)]
+            above = list(range(computed, computed + len(level)))
+        trees = [TokenTree((text[-1], *nodes), tuple(parents)) for text in texts]
+        outputs = head.verify([r.key for r in requests], trees, [computed] * len(texts))
+        found.append(torch.stack([output.scores.clone() for output in outputs]))
+    for request in requests:
+        head.finish_draft(request, 1)
+        head.release(request)
+    return found
+
+
+def text_and_states(target: Target, seed: int = 0) -> tuple[list[int], Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCAB_SIZE, (90,), generator=generator).tolist()
+    target.add(0)
+    last = target.network.num_layers
+    return tokens, target.prefill(0, tokens, (last,))[last]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("runtime", ["native", "torch"])
+@torch.inference_mode()
+def test_serving_computes_what_training_computes(form: str, runtime: str, tmp_path: Path) -> None:
+    model = tiny_model(head_dim=32)
+    method, fields = FORMS[form]
+    saved(method, model, tmp_path, **fields)
+    target = Target(model, runtime=runtime)
+    head = head_of(method, tmp_path, target)
+    net = load_net(read_state_file(tmp_path, STATE_NETS[method][0]), STATE_NETS[method][0], target)
+    tokens, hidden = text_and_states(target)
+    decoder: Any = model.base_model
+    normed = decoder(input_ids=torch.tensor([tokens])).last_hidden_state[0]
+    for root in (1, 2, 80):
+        expected = net.float()(normed[root - 1], torch.tensor(tokens[root : root + K]))
+        levels = [[token] for token in tokens[root + 1 : root + K]]
+        found = grown(head, hidden, [tokens[: root + 1]], levels)
+        for level, logits in zip(found, expected, strict=True):
+            torch.testing.assert_close(level[0, 0], logits, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("form", FORMS)
+@torch.inference_mode()
+def test_logits_do_not_depend_on_what_is_computed_with_them(
+    form: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """A path of a tree has the bits of a chain, and a request in a batch those it has alone."""
+    model = tiny_model(dtype=dtype)
+    method, fields = FORMS[form]
+    saved(method, model, tmp_path, **fields)
+    target = Target(model)
+    head = head_of(method, tmp_path, target)
+    tokens, hidden = text_and_states(target)
+    texts = [tokens[:length] for length in (2, 30, 31, 33, 80)]
+    tree = [[10, 20, 30], [11, 21], [12, 22]]
+    together = grown(head, hidden, texts, tree)
+    for request, text in enumerate(texts):
+        for first in ((10, 11, 12), (20, 21, 22)):
+            place = tree[0].index(first[0])
+            chain = grown(head, hidden, [text], [[token] for token in first])
+            assert torch.equal(together[0][request, 0], chain[0][0, 0])
+            for level in range(1, K):
+                assert torch.equal(together[level][request, place], chain[level][0, 0])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@torch.inference_mode()
+def test_only_heads_that_read_tokens_tell_them_apart(method: str, tmp_path: Path) -> None:
+    model = tiny_model()
+    saved(method, model, tmp_path)
+    target = Target(model)
+    tokens, hidden = text_and_states(target)
+    head = head_of(method, tmp_path, target)
+    found = grown(head, hidden, [tokens[:9]], [[10, 20], [11, 11]])
+    for level in found[1:]:
+        same = torch.equal(level[0, 0], level[0, 1])
+        assert same != STATE_NETS[method][0].reads_tokens
+
+
+PROMPTS = [[3, 5, 7, 3, 5], [11, 4], list(range(1, 40)), [8, 8, 8], [1], [2, 2]]
+
+
+@pytest.mark.parametrize("tree", [None, [2, 2, 1], "dynamic"], ids=str)
+@pytest.mark.parametrize("runtime", ["native", "torch"])
+@pytest.mark.parametrize("method", METHODS)
+def test_drafts_do_not_depend_on_the_schedule(
+    method: str, tree: Any, runtime: str, tmp_path: Path
+) -> None:
+    """Alone, in a batch, in chunks, and after preemption: the same drafts (invariant 4)."""
+    model = tiny_model(head_dim=32, max_position_embeddings=1024)
+    config = saved(method, model, tmp_path, draft_vocab_size=VOCAB_SIZE)
+    config |= {} if tree is None else {"tree": tree}
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=40)
+    fields: dict[str, Any] = {"speculative_config": config, "runtime": runtime}
+    alone = LLM(model, max_num_seqs=1, **fields).generate(PROMPTS, params)
+    cells = Target(model).cell_bytes
+    tight = LLM(model, max_num_batched_tokens=7, kv_cache_memory=3 * 512 * cells, **fields)
+    together = tight.generate(PROMPTS, params)
+    if runtime == "native" or tree is None:
+        for one, other in zip(alone, together, strict=True):
+            assert other.token_ids == one.token_ids
+            assert other.metrics.drafter_failure is None
+            if other.metrics.preemptions == 0:
+                assert drafts(other) == drafts(one)
+    assert sum(o.metrics.num_draft_tokens for o in together) > 100
+
+
+def drafts(output: Any) -> list[tuple[int, ...]]:
+    """What was drafted where, for positions at which something was."""
+    return [step.drafted for step in output.trace if step.drafted]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_cached_prefix_brings_its_states(method: str, tmp_path: Path) -> None:
+    """The prompt's last tokens come from the prefix cache, and the first step drafts."""
+    model = tiny_model()
+    llm = LLM(model, speculative_config=saved(method, model, tmp_path))
+    prompt = [i % 7 for i in range(64)] + [9]
+    params = SamplingParams(temperature=0, max_tokens=8)
+    (first,), (again,) = (llm.generate([prompt], params) for _ in range(2))
+    assert again.metrics.cached_prompt_tokens == 64
+    assert [step.drafted for step in again.trace] == [step.drafted for step in first.trace]
+    assert next(iter(again.trace)).drafted
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_text_of_one_token_has_no_state_to_draft_from(method: str, tmp_path: Path) -> None:
+    model = tiny_model()
+    llm = LLM(model, speculative_config=saved(method, model, tmp_path))
+    (output,) = llm.generate([[1]], SamplingParams(temperature=0, max_tokens=6))
+    assert next(iter(output.trace)).drafted == ()
+    assert output.metrics.num_drafts > 0
+    assert output.metrics.drafter_failure is None
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_penalties_and_masks_hold_for_the_tokens_of_the_draft_vocabulary(
+    method: str, tmp_path: Path
+) -> None:
+    """Only even tokens can be drafted; of these only the allowed ones are."""
+    model = tiny_model()
+    config = saved(method, model, tmp_path)
+    for allowed, some in (([4, 6, 9], True), ([3, 5], False)):
+        params = SamplingParams(allowed_token_ids=allowed, seed=1, max_tokens=30)
+        (output,) = LLM(model, speculative_config=config).generate([[1, 2, 3]], params)
+        drafted = {token for step in output.trace for token in step.drafted}
+        assert drafted <= set(allowed)
+        assert bool(drafted) == some
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("tree", [None, [2, 1, 1, 1, 1], "dynamic"], ids=str)
+def test_drafts_are_no_deeper_than_there_are_heads(method: str, tree: Any, tmp_path: Path) -> None:
+    model = tiny_model()
+    config = saved(method, model, tmp_path, num_heads=2)
+    config |= {"num_speculative_tokens": 9} | ({} if tree is None else {"tree": tree})
+    llm = LLM(model, speculative_config=config)
+    (output,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=20))
+    assert max(depth_of(step.parents) for step in output.trace) == 2
+    assert output.metrics.drafter_failure is None
+
+
+def depth_of(parents: Sequence[int]) -> int:
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 + (depths[parent] if parent >= 0 else 0))
+    return max(depths, default=0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_inside_a_cascade(method: str, tmp_path: Path) -> None:
+    """Its tokens are taken back again and again; the states of those that stay are there."""
+    model, draft = tiny_model(), tiny_model(seed=1)
+    inner = saved(method, draft, tmp_path)
+    del inner["controller"]
+    config = {"method": "cascade", "model": draft, "drafter": inner, "controller": "fixed"}
+    params = SamplingParams(temperature=0, max_tokens=40)
+    (output,) = LLM(model, speculative_config=config).generate([PROMPTS[0]], params)
+    (plain,) = LLM(model).generate([PROMPTS[0]], params)
+    assert output.token_ids == plain.token_ids
+    assert output.metrics.drafter_failure is None
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_beside_another_drafter(method: str, tmp_path: Path) -> None:
+    model = tiny_model()
+    inner = saved(method, model, tmp_path)
+    del inner["controller"]
+    drafters = [inner, {"method": "ngram", "prompt_lookup_min": 1}]
+    config = {"method": "ensemble", "drafters": drafters, "controller": "fixed"}
+    params = SamplingParams(temperature=0, max_tokens=40)
+    (output,) = LLM(model, speculative_config=config).generate([PROMPTS[0]], params)
+    (plain,) = LLM(model).generate([PROMPTS[0]], params)
+    assert output.token_ids == plain.token_ids
+    assert output.metrics.drafter_failure is None
+    assert output.metrics.num_drafts == output.metrics.target_passes - 1
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_quantized_target(method: str, quantization: str, tmp_path: Path) -> None:
+    """The head itself is not quantized."""
+    model = tiny_model(dtype=torch.bfloat16, head_dim=32)
+    config = saved(method, model, tmp_path)
+    params = SamplingParams(seed=3, max_tokens=20)
+    llm = LLM(model, quantization=quantization, speculative_config=config)
+    (output,) = llm.generate([PROMPTS[0]], params)
+    (plain,) = llm.generate([PROMPTS[0]], params, speculative_config={"method": "none"})
+    assert output.token_ids == plain.token_ids
+    assert output.metrics.drafter_failure is None
+
+
+@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
+@torch.inference_mode()
+def test_hidden_states_are_read_after_the_final_norm(architecture: str, tmp_path: Path) -> None:
+    """What the target's own output layer reads, in every architecture."""
+    model = tiny_model(architecture)
+    saved("medusa", model, tmp_path)
+    target = Target(model)
+    tokens, hidden = text_and_states(target)
+    decoder: Any = model.base_model
+    expected = decoder(input_ids=torch.tensor([tokens])).last_hidden_state[0]
+    head = head_of("medusa", tmp_path, target)
+    torch.testing.assert_close(head._norm(hidden), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_target_whose_final_norm_is_not_known(tmp_path: Path) -> None:
+    model = tiny_model()
+    saved("medusa", model, tmp_path)
+    target = Target(model)
+    target.final_norm = None
+    with pytest.raises(CompatibilityError, match="final norm"):
+        head_of("medusa", tmp_path, target)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_preempted_request_goes_on_drafting(method: str, tmp_path: Path) -> None:
+    """Its states were kept in steps, and are shown again outside of a step."""
+    model = tiny_model(max_position_embeddings=1024)
+    llm = LLM(model, speculative_config=saved(method, model, tmp_path))
+    engine, params = llm.engine, SamplingParams(temperature=0, max_tokens=150)
+    for _ in range(2):
+        engine.add_request([1], params)
+    for _ in range(40):
+        engine.step()
+    scheduler = engine._scheduler
+    scheduler._preempt(scheduler._running[-1])
+    outputs: list[CompletionOutput] = []
+    while len(outputs) < 2:
+        outputs += [chunk.output for chunk in engine.step() if chunk.output is not None]
+    for output in outputs:
+        assert output.metrics.drafter_failure is None
+        undrafted = [step for step in output.trace.steps[1:-1] if not step.drafted]
+        assert not undrafted
+    assert max(output.metrics.preemptions for output in outputs) == 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_nan_does_not_outlive_its_request(method: str, tmp_path: Path) -> None:
+    model = tiny_model()
+    llm = LLM(model, speculative_config=saved(method, model, tmp_path), runtime="torch")
+    drafter: Any = llm.engine._speculation.default.drafter
+    norm = drafter._head._norm
+    drafter._head._norm = lambda hidden: hidden * torch.nan
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=20)
+    (poisoned,) = llm.generate([PROMPTS[2]], params)
+    assert poisoned.metrics.drafter_failure is not None
+    drafter._head._norm = norm
+    (next_one,) = llm.generate([PROMPTS[0]], params)
+    assert next_one.metrics.drafter_failure is None
+    assert next_one.metrics.num_drafts > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+@torch.inference_mode()
+def test_the_states_of_the_last_tokens_are_kept(method: str, tmp_path: Path) -> None:
+    """In chunks of any size; tokens that were taken back may be followed by others."""
+    model = tiny_model()
+    saved(method, model, tmp_path)
+    target = Target(model)
+    head = head_of(method, tmp_path, target)
+    tokens, hidden = text_and_states(target)
+    request = request_of(tokens[:1])
+    assert head.room(request) == 0
+    at = 0
+    for size in (1, 3, KEPT - 1, 2, 7):
+        head.keep(request, at, {head.layer: hidden[at : at + size]})
+        at += size
+        request.token_ids[:] = tokens[: at + 1]
+        assert head.room(request) > 0
+    for length in (at, at - 9, at - KEPT + 2, at - KEPT + 1, 2):
+        request.token_ids[:] = tokens[:length]
+        head.rewind(request)
+        assert bool(head.room(request)) == (length > at - KEPT + 1)
+        if head.room(request):
+            head.pending(request)
+            kept = head._roots[request.key]
+            torch.testing.assert_close(kept[0], head._norm(hidden[length - 2]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_was_learnt_is_accepted(method: str, tmp_path: Path) -> None:
+    """A head that is fitted to a text drafts that text: training and serving agree on positions."""
+    model = tiny_model()
+    params = SamplingParams(temperature=0, max_tokens=150)
+    (written,) = LLM(model).generate([PROMPTS[0]], params)
+    tokens = torch.tensor([*PROMPTS[0], *written.token_ids])
+    with torch.no_grad():
+        decoder: Any = model.base_model
+        hidden = decoder(input_ids=tokens[None]).last_hidden_state[0]
+    net = state_net(method, state_config(method, draft_vocab_size=VOCAB_SIZE), model)
+    net.initialise()
+    windows = tokens.unfold(0, K + 1, 1)[1:]  # a root, and the tokens after it
+    optimiser = torch.optim.Adam(net.parameters(), lr=3e-3)
+    for _ in range(60):
+        logits = net(hidden[: len(windows)], windows[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+        optimiser.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+    save_state_head(tmp_path, net)
+    config: dict[str, Any] = {"method": method, "model": str(tmp_path), "controller": "fixed"}
+    config["num_speculative_tokens"] = K
+    (output,) = LLM(model, speculative_config=config).generate([PROMPTS[0]], params)
+    assert output.token_ids == written.token_ids
+    assert output.metrics.acceptance_rate > 0.8
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_training_moves_its_own_parameters_alone(method: str) -> None:
+    """Gradients reach every parameter, and neither the embedding nor the target's rows."""
+    model = tiny_model()
+    net = state_net(method, state_config(method), model).train()
+    hidden = torch.randn(3, 5, 64)
+    tokens = torch.randint(0, VOCAB_SIZE, (3, 5, K))
+    logits = net(hidden, tokens)
+    assert logits.shape == (3, 5, K, VOCAB_SIZE // 2)
+    logits.logsumexp(-1).sum().backward()
+    for name, parameter in net.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() > 0, name
+    assert not any(buffer.requires_grad for buffer in net.buffers())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_untrained_head_predicts_numbers(method: str) -> None:
+    """`initialise` sets every parameter."""
+    config: StateConfig = state_config(method, own_rows=True)
+    model = tiny_model()
+    kind = STATE_NETS[method][0]
+    weights = Target(model).vocabulary_weights
+    assert weights is not None
+    net = kind(config, *weights, torch.arange(48) * 2)
+    for parameter in net.parameters():
+        parameter.data.fill_(torch.nan)
+    net.initialise()
+    net.copy_rows(weights[1])
+    assert net(torch.randn(2, 64), torch.randint(0, VOCAB_SIZE, (2, K))).isfinite().all()

@@ -1,0 +1,184 @@
+"""Trees that the native runtime grows in one call are those that are grown level by level."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from foretoken import LLM, RequestOutput, SamplingParams
+from foretoken.control import Budget
+from foretoken.core.tree import Draft
+from foretoken.drafters.model_drafter import ModelDrafter
+from foretoken.request import Request
+from foretoken.runtime.native.build import NativeLibraryError, library
+from foretoken.runtime.native.decoder import NativeDecoder
+from foretoken.runtime.passes import Passes
+from tests.drafting import drafter_of
+from tests.heads import random_head, tiny_config
+from tests.matrix import PROMPTS
+from tests.tiny import tiny_model
+
+VOCAB_SIZE = 101  # no multiple of the vectors' width
+SHAPES: dict[str, dict[str, Any]] = {
+    "chain": {"num_speculative_tokens": 5},
+    "widths": {"tree": [3, 2, 1]},
+    "cut widths": {"tree": [3, 2, 2], "num_speculative_tokens": 5},
+    "dynamic": {"tree": "dynamic", "num_speculative_tokens": 10, "tree_depth": 4},
+    "narrow": {"tree": "dynamic", "num_speculative_tokens": 9, "tree_top_k": 2},
+}
+METHODS = ["eagle", "eagle of few tokens", "draft_model", "early_exit"]
+KINDS: list[tuple[torch.dtype, str | None]] = [
+    (torch.float32, None),
+    (torch.bfloat16, None),
+    (torch.float32, "int8"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _needs_native() -> None:
+    try:
+        library()
+    except NativeLibraryError as error:
+        pytest.skip(f"no native library here: {error}")
+
+
+def made(
+    method: str, dtype: torch.dtype = torch.float32, quantization: str | None = None, **fields: Any
+) -> LLM:
+    size: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "head_dim": 32}
+    own: dict[str, Any] = {}
+    if method.startswith("eagle"):
+        vocabulary = VOCAB_SIZE if method == "eagle" else 50
+        own["model"] = random_head(tiny_config(VOCAB_SIZE, draft_vocab_size=vocabulary))
+    elif method == "draft_model":
+        own["model"] = tiny_model(seed=1, dtype=dtype, **size)
+    config = {"method": method.split()[0], "controller": "fixed", **own, **fields}
+    model = tiny_model(dtype=dtype, **size)
+    return LLM(model, speculative_config=config, quantization=quantization, runtime="native")
+
+
+@pytest.fixture
+def grown(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of trees of each call that has grown some."""
+    calls: list[int] = []
+    grow = NativeDecoder.grow
+
+    def counted(self: NativeDecoder, *args: Any) -> Any:
+        trees = grow(self, *args)
+        calls.append(len(trees))
+        return trees
+
+    monkeypatch.setattr(NativeDecoder, "grow", counted)
+    return calls
+
+
+def level_by_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Passes, "grow", lambda *_, **__: None)
+
+
+def drafts(output: RequestOutput) -> list[Any]:
+    return [(step.drafted, step.parents) for step in output.trace]
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), KINDS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("method", METHODS)
+def test_grown_trees_are_those_of_the_levels(
+    method: str,
+    shape: str,
+    dtype: torch.dtype,
+    quantization: str | None,
+    grown: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a batch, with many accepted tokens and with few, up to the end of the context."""
+    llm = made(method, dtype, quantization, **SHAPES[shape])
+    params = [
+        SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+        for length in (30, 12, 300, 30, 7)
+    ]
+    at_once = llm.generate(PROMPTS, params)
+    assert max(grown) == len(PROMPTS)
+    calls = len(grown)
+    level_by_level(monkeypatch)
+    by_levels = llm.generate(PROMPTS, params)
+    assert len(grown) == calls
+    for one, other in zip(at_once, by_levels, strict=True):
+        assert one.metrics.drafter_failure is None
+        assert one.metrics.num_draft_tokens > 0
+        assert drafts(one) == drafts(other)
+
+
+def requests(*params: SamplingParams) -> list[Request]:
+    return [
+        Request(prompt, each, vocab_size=VOCAB_SIZE, max_model_len=256)
+        for prompt, each in zip(PROMPTS[2:], params, strict=False)
+    ]
+
+
+GREEDY = SamplingParams(temperature=0)
+
+
+def proposed(llm: LLM, batch: list[Request], budgets: list[Budget]) -> list[Draft]:
+    drafter = drafter_of(llm)
+    assert isinstance(drafter, ModelDrafter)
+    with torch.inference_mode():
+        found = drafter.propose(batch, budgets)
+    for request in batch:
+        drafter.release(request)
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_budgets_end_the_growth(
+    shape: str, grown: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Depth, nodes, and probabilities of tokens and of paths; of each tree its own."""
+    llm = made("draft_model", **SHAPES[shape])
+    budgets = [
+        [Budget(9, 9, threshold), Budget(9, 3), Budget(4, 9, 0.0, threshold)]
+        for threshold in (0.02, 0.2, 0.5)
+    ]
+    batch = requests(GREEDY, GREEDY, GREEDY)
+    at_once = [proposed(llm, batch, each) for each in budgets]
+    assert grown == [3, 3, 3]
+    assert len({len(draft.tree) for three in at_once for draft in three}) > 2
+    level_by_level(monkeypatch)
+    by_levels = [proposed(llm, batch, each) for each in budgets]
+    for some, others in zip(at_once, by_levels, strict=True):
+        assert [draft.tree for draft in some] == [draft.tree for draft in others]
+
+
+def test_sampled_and_masked_requests_are_drafted_level_by_level(grown: list[int]) -> None:
+    """And the greedy ones beside them in one call."""
+    llm = made("draft_model", num_speculative_tokens=4)
+    batch = requests(GREEDY, SamplingParams(seed=1), SamplingParams(temperature=0, min_tokens=3))
+    together = proposed(llm, batch, [Budget(4, 4)] * 3)
+    assert grown == [1]
+    alone = [proposed(llm, [request], [Budget(4, 4)])[0] for request in batch]
+    assert grown == [1, 1]
+    assert [draft.tree for draft in together] == [draft.tree for draft in alone]
+
+
+def test_nan_is_refused(grown: list[int]) -> None:
+    llm = made("draft_model", num_speculative_tokens=4)
+    drafter: Any = drafter_of(llm)
+    network = drafter._scorer._model.network
+    for kept in network._kept:
+        if isinstance(kept, torch.Tensor) and kept.dim() == 1:  # norms
+            kept.fill_(torch.nan)
+    (output,) = llm.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=5))
+    assert grown == [1]
+    assert output.metrics.drafter_failure is not None
+    assert "NaN" in output.metrics.drafter_failure
+
+
+def test_grown_trees_count_their_passes() -> None:
+    """As many as there are levels."""
+    llm = made("draft_model", **SHAPES["widths"])
+    drafter: Any = drafter_of(llm)
+    before = drafter._scorer._model.num_passes
+    proposed(llm, requests(GREEDY), [Budget(99, 99)])
+    assert drafter._scorer._model.num_passes - before == 3

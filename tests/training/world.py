@@ -1,0 +1,148 @@
+"""A tiny target, conversations that follow a rule, and their features."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from foretoken import LLM
+from foretoken.runtime.target import Target
+from foretoken.training.batches import TrainingSet
+from foretoken.training.conversations import Conversation
+from foretoken.training.features import FeatureCache, Features, compute_features
+from foretoken.training.method import HeadParts, TrainingMethod
+from foretoken.training.methods import training_method
+from foretoken.training.trainee import Trainee
+from tests.cli.conftest import END, ascii_tokenizer
+from tests.tiny import VOCAB_SIZE, tiny_model
+
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}" + END + "{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""Every message ends with the end token, so conversations can go on."""
+
+
+def chat_llm(
+    chat_template: str | None = CHAT, context: int = 2048, end_bias: float = 0.0, **fields: Any
+) -> LLM:
+    """A target that speaks ASCII.
+
+    Args:
+        chat_template: of its tokenizer.
+        context: most tokens of a row.
+        end_bias: how much more often than by chance it ends a message.
+        fields: other arguments of `LLM`.
+    """
+    tokenizer: PreTrainedTokenizerFast = ascii_tokenizer(chat_template)
+    vocab_size = len(tokenizer.get_vocab())
+    model: Any = tiny_model(
+        vocab_size=vocab_size, max_position_embeddings=context, tie_word_embeddings=False
+    )
+    if end_bias:
+        end = tokenizer.convert_tokens_to_ids(END)
+        model.lm_head.weight.data[end] += end_bias * model.lm_head.weight.data.mean(0)
+    return LLM(model, tokenizer=tokenizer, max_num_seqs=16, **fields)
+
+
+def cycles(
+    count: int, length: int = 24, seed: int = 0, prompt: int = 4, tokens: int = 30
+) -> list[Conversation]:
+    """Conversations in which every token follows from the one before, by a fixed permutation."""
+    order = list(range(tokens))
+    random.Random(7).shuffle(order)
+    after = dict(zip(order, [*order[1:], order[0]], strict=True))
+    drawn, made = random.Random(seed), []
+    for number in range(count):
+        text = [drawn.randrange(tokens)]
+        while len(text) < length:
+            text.append(after[text[-1]])
+        made.append(Conversation(tuple(text), ((prompt, length),), seed=number))
+    return made
+
+
+def computed(
+    target: Target, conversations: Sequence[Conversation], layers: Sequence[int], folder: Path
+) -> FeatureCache:
+    for _ in compute_features(target, conversations, layers, folder):
+        pass
+    return FeatureCache(folder)
+
+
+def parts_of(target: Target, stride: int = 1) -> HeadParts:
+    """Of a head that can draft every token, or every `stride`-th."""
+    weights = target.vocabulary_weights
+    assert weights is not None
+    draft_tokens = torch.arange(0, target.vocab_size, stride)
+    layers = target.network.num_layers
+    return HeadParts(target.config, "tiny", *weights, draft_tokens, layers, target.final_norm)
+
+
+def new_trainee(
+    method: TrainingMethod, target: Target, seed: int = 0, *, spread: float = 0.0, stride: int = 1
+) -> Trainee:
+    """A head with random weights, which `spread` moves away from where training starts."""
+    torch.manual_seed(seed)
+    trainee = method.trainee(parts_of(target, stride))
+    for parameter in trainee.parameters():
+        parameter.data += spread * torch.randn_like(parameter)
+        parameter.data = parameter.data.bfloat16().float()  # as in a file
+    return trainee
+
+
+class World:
+    """A target with a cache of features of a few cycles, for one method.
+
+    Args:
+        folder: for the cache.
+        method: the method.
+        count: conversations.
+        options: of the method.
+    """
+
+    def __init__(
+        self, folder: Path, method: str = "eagle", count: int = 12, **options: Any
+    ) -> None:
+        self.target = Target(tiny_model(head_dim=32), runtime="native")
+        self.method = training_method(method, options)
+        layers = self.method.layers(self.target.network.num_layers)
+        learnt, held_out = cycles(count), cycles(4, seed=1)
+        self.training, self.held_out = (
+            TrainingSet(computed(self.target, each, layers, folder / name), 64)
+            for name, each in (("train", learnt), ("held_out", held_out))
+        )
+
+    def trainee(self) -> Trainee:
+        return new_trainee(self.method, self.target)
+
+
+def random_features(
+    length: int,
+    answers: Sequence[tuple[int, int]],
+    layers: int = 1,
+    size: int = 64,
+    vocab_size: int = VOCAB_SIZE,
+    seed: int = 0,
+) -> Features:
+    """Features with nothing behind them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ints(most: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, most, shape, generator=generator)
+
+    return Features(
+        tokens=ints(vocab_size, length),
+        answers=list(answers),
+        hidden=(ints(255, length, layers, size) - 127).to(torch.int8),
+        scales=torch.rand(length, layers, size // 32, generator=generator) / 64,
+        top_tokens=ints(vocab_size, length, 16),
+        top_logprobs=torch.randn(length, 16, generator=generator).log_softmax(-1),
+    )
+
+
