@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     from foretoken.errors import (
         CompatibilityError,
         ConfigError,
+        DataError,
         ForetokenError,
         ModelError,
         PromptError,
         RequestError,
+        TrainingError,
     )
     from foretoken.llm import LLM
     from foretoken.outputs import (
@@ -48,10 +50,12 @@ _MODULES = {
     "foretoken.errors": [
         "CompatibilityError",
         "ConfigError",
+        "DataError",
         "ForetokenError",
         "ModelError",
         "PromptError",
         "RequestError",
+        "TrainingError",
     ],
     "foretoken.llm": ["LLM"],
     "foretoken.engine.llm_engine": ["LLMEngine"],
@@ -73,6 +77,7 @@ __all__ = [
     "CompatibilityError",
     "CompletionOutput",
     "ConfigError",
+    "DataError",
     "ForetokenError",
     "LLMEngine",
     "Metrics",
@@ -89,6 +94,7 @@ __all__ = [
     "StructuredOutputs",
     "TokenLogprobs",
     "Trace",
+    "TrainingError",
     "VocabularyOverlap",
     "__version__",
 ]

@@ -5,6 +5,8 @@
     ├── CompatibilityError  two parts that cannot work together (model, drafter, rule)
     ├── PromptError         a prompt that cannot be served (empty, too long, bad ids)
     ├── ModelError          a model cannot be found, fetched, read or converted
+    ├── DataError           data to train on cannot be read, or is of no use
+    ├── TrainingError       training cannot go on
     └── RequestError        a request ended with an error while it ran
 
 All are `ValueError`s: the caller passed something that has to change. Each message is one line. It

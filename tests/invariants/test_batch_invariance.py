@@ -45,9 +45,7 @@ def config_of(method: str, dtype: torch.dtype) -> dict[str, Any] | None:
         config["model"] = tiny_model(seed=1, dtype=dtype, max_position_embeddings=CONTEXT)
     if METHODS[method].takes_head:
         eagle = tiny_config(max_position_embeddings=CONTEXT)
-        config["model"] = (
-            random_head(eagle) if method in ("eagle", "hybrid") else tiny_head(method)
-        )
+        config["model"] = random_head(eagle) if method in ("eagle", "hybrid") else tiny_head(method)
     return config
 
 

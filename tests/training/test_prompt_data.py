@@ -10,8 +10,9 @@ import pytest
 
 from foretoken import LLM
 from foretoken.errors import DataError
-from foretoken.training.collect import FileSource, collect
+from foretoken.training.collect import Chooser, FileSource, collect
 from foretoken.training.conversations import ConversationFile
+from foretoken.training.diversity import Unseen
 from foretoken.training.prompt_data import FileData
 from tests.training.world import chat_llm
 
@@ -80,13 +81,10 @@ def test_text_is_learnt_in_pieces(llm: LLM, tmp_path: Path) -> None:
     plain.write_text(text)
     for path in (plain, written(tmp_path, {"text": text})):
         texts = FileData(llm, [path], LENGTH).texts
-        assert [len(each.tokens) for each in texts] == [200, 200, 50 + 1 - path.suffix.count("jsonl")][:0] + [
-            len(each.tokens) for each in texts
-        ]
+        assert [len(each.tokens) for each in texts] == [200, 200, 50]
         joined = [token for each in texts for token in each.tokens]
         assert joined == llm.tokenizer.encode(text, add_special_tokens=False)
         assert all(each.answers == ((0, len(each.tokens)),) for each in texts)
-        assert max(len(each.tokens) for each in texts) == LENGTH
         assert [each.seed for each in texts] == [-3, -2, -1]
 
 
@@ -154,14 +152,21 @@ def test_a_missing_file(llm: LLM, tmp_path: Path) -> None:
 # As a source
 
 
+def everything() -> Chooser:
+    return Chooser(10**9, Unseen(()))
+
+
 @pytest.mark.parametrize("entries", [2, 3, 25])
 def test_every_entry_is_learnt_or_held_out(entries: int, llm: LLM, tmp_path: Path) -> None:
-    given = [*({"prompt": f"{n}?"} for n in range(entries)), *({"text": f"{n} abc"} for n in range(7))]
+    given = [
+        *({"prompt": f"{n}?"} for n in range(entries)),
+        *({"text": f"{n} abc"} for n in range(7)),
+    ]
     source = FileSource(llm, FileData(llm, [written(tmp_path, *given)], LENGTH), rows=1)
     seen: dict[bool, set[tuple[int, ...]]] = {}
     for held_out in (False, True):
         path = tmp_path / f"{held_out}.jsonl"
-        list(collect(source, path, 10**9, held_out=held_out))
+        list(collect(source, path, everything(), held_out=held_out))
         seen[held_out] = {each.tokens[:8] for each in ConversationFile(path)}
         assert seen[held_out]
     assert not seen[True] & seen[False]
@@ -171,11 +176,11 @@ def test_a_file_that_is_continued_holds_every_text_and_answer(llm: LLM, tmp_path
     given = [*({"text": f"{n} abc"} for n in range(9)), *({"prompt": f"{n}?"} for n in range(6))]
     source = FileSource(llm, FileData(llm, [written(tmp_path, *given)], LENGTH), rows=1)
     whole = tmp_path / "whole.jsonl"
-    list(collect(source, whole, 10**9, held_out=False))
+    list(collect(source, whole, everything(), held_out=False))
     text = whole.read_bytes()
     assert text.count(b"\n") > 8
     for end in (0, len(text) // 20, len(text) // 5, len(text) // 2, len(text) - 1):
         part = tmp_path / "part.jsonl"
         part.write_bytes(text[:end])
-        list(collect(source, part, 10**9, held_out=False))
+        list(collect(source, part, everything(), held_out=False))
         assert part.read_bytes() == text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +74,14 @@ def computed(
     return FeatureCache(folder)
 
 
+def tiny_target(architecture: str = "llama", **fields: Any) -> Target:
+    """A target whose model stays in memory."""
+    if architecture == "llama":
+        fields["head_dim"] = 32  # so that the native runtime takes it
+    model = tiny_model(architecture, **fields)
+    return Target(model, reload=lambda: model)
+
+
 def parts_of(target: Target, stride: int = 1) -> HeadParts:
     """Of a head that can draft every token, or every `stride`-th."""
     weights = target.vocabulary_weights
@@ -109,7 +116,7 @@ class World:
     def __init__(
         self, folder: Path, method: str = "eagle", count: int = 12, **options: Any
     ) -> None:
-        self.target = Target(tiny_model(head_dim=32), runtime="native")
+        self.target = tiny_target()
         self.method = training_method(method, options)
         layers = self.method.layers(self.target.network.num_layers)
         learnt, held_out = cycles(count), cycles(4, seed=1)
@@ -144,5 +151,3 @@ def random_features(
         top_tokens=ints(vocab_size, length, 16),
         top_logprobs=torch.randn(length, 16, generator=generator).log_softmax(-1),
     )
-
-

@@ -174,7 +174,10 @@ def _chosen(method: str, given: list[str]) -> tuple[TrainingMethod, TrainingSett
     from foretoken.training.methods import training_method
     from foretoken.training.settings import TrainingSettings
 
-    fields = dict(_pair(each) for each in given)
+    pairs = [_pair(each) for each in given]
+    fields = dict(pairs)
+    if twice := [name for name, _ in pairs if [n for n, _ in pairs].count(name) > 1]:
+        raise UsageError(f"--set: {twice[0]} is given twice")
     general, own = TrainingSettings.field_names(), training_method(method, {}).Options.field_names()
     if unknown := [name for name in fields if name not in (*general, *own)]:
         raise UsageError(f"--set: there is no '{unknown[0]}': {nearest(unknown[0], general + own)}")
@@ -272,4 +275,5 @@ def _show(report: TrainingReport, method: str, out: Path) -> None:
     for line in report.advice:
         console.print(plain(line), soft_wrap=True)
     note = f"Use it: --method {method} --draft-model {out}"
-    console.print(plain(note + os.linesep + f"{out / 'training'} can be deleted.", "note"))
+    note += os.linesep + f"{out / 'training'} can be deleted."
+    console.print(plain(note, "note"), soft_wrap=True)

@@ -65,6 +65,10 @@ _SERVED = 4.0
 """A step with a draft from elsewhere counts as at most so many plain ones until the next probe: a
 model that might be better is probed sooner than one that might not pay at all."""
 
+_MARGIN = 1.04
+"""If it is patient, drafts have to promise this many times the tokens per second of a step without
+them. Estimates are noisy, and the best of several is often one that is too high."""
+
 _UNKNOWN = 0.5
 """Acceptance rate before anything was observed: high enough to try drafts."""
 
@@ -253,7 +257,7 @@ class CostModel(Controller):
         self._drafting_costs = _DraftingCosts()
         self._gain = 1.0  # tokens per second as last planned, over those without drafts
         self._drafted_steps = 0  # since the last step without drafts
-        self.patient = False  # whether to wait until reading a text is worth it
+        self.patient = False  # whether to wait until drafts are clearly worth it
         self._plan: _Plan | None = None  # None if something was learnt since
         self.planned = Expected.plain(1)  # the last step of which depths were chosen
 
@@ -347,7 +351,7 @@ class CostModel(Controller):
         plan.steps += 1
         self.planned = instead
         rate = instead.rate(self.costs, rows)
-        if plan.rate <= rate:
+        if plan.rate <= rate * (_MARGIN if self.patient else 1):
             return [0] * len(batch)
         saved = plan.expected.tokens * (1 / rate - 1 / plan.rate) / len(batch)
         depths = [

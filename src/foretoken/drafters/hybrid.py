@@ -132,6 +132,8 @@ class Hybrid(Several):
             found = self._lookup.propose(batch, budgets)
         chosen = self.chooser.choose(batch, budgets, found)
         rows = [row for row, budget in enumerate(chosen) if budget.chain]
+        if not rows:
+            return found
         trained = self._trained.propose(
             [batch[row] for row in rows],
             [replace(chosen[row], nodes=min(chosen[row].nodes, self._max_nodes)) for row in rows],

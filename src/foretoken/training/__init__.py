@@ -13,4 +13,7 @@ A training goes through the files in this order:
     methods.py        the kinds of heads: eagle.py and state_heads.py make one (method.py) and say
                       what it learns (trainee.py, losses.py)
     serving.py        what the head brings in the engine
+
+`processes.py` joins the processes of `accelerate launch`, and `choices.py` has the names of the
+methods for help pages.
 """

@@ -2,13 +2,12 @@
 
 Files grow batch by batch, so that nothing is lost when the process ends. What is used of them
 follows from their contents alone: the first conversations, in the order of their seeds, that hold
-the number of tokens asked for.
+the number of tokens asked for, without those with the prompt of an earlier one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -21,9 +20,11 @@ from foretoken.training.prompt_data import FileData
 from foretoken.training.self_data import SelfTalk
 from foretoken.training.talks import Answerer, Talk
 
-__all__ = ["Chosen", "FileSource", "SelfSource", "Source", "choose", "collect"]
+__all__ = ["Chooser", "FileSource", "SelfSource", "Source", "collect"]
 
 _HELD_OUT_SEEDS = 500_000_000
+_MOST_IDLE = 50
+"""Batches in a row without anything new after which a source is given up."""
 _HELD_OUT_EVERY = 20
 """Of a user's own data, one entry in so many is held out."""
 
@@ -94,89 +95,88 @@ def _share(entries: Sequence[_Entry], *, held_out: bool) -> Iterator[_Entry]:
             yield entry
 
 
-def collect(source: Source, path: Path, tokens: int, *, held_out: bool) -> Iterator[int]:
-    """Let a file grow until it has enough, or the source ends.
+class Chooser:
+    """Chooses the first conversations with so many tokens of answers.
 
     Args:
-        source: writes the conversations.
-        path: of the file.
-        tokens: of answers that are wanted.
-        held_out: see `Source.write`.
-
-    Yields:
-        Tokens of answers so far.
-    """
-    file = ConversationFile(path)
-    file.mend()
-    there = list(file)
-    total = sum(each.num_answer_tokens for each in there)
-    yield total
-    if total >= tokens:
-        return
-    after = max((each.seed for each in there), default=None)
-    for batch in source.write(after, held_out=held_out):
-        file.append(batch)
-        total += sum(each.num_answer_tokens for each in batch)
-        yield total
-        if total >= tokens:
-            return
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """What is used of a file.
-
-    Args:
-        conversations: in order.
-        twice: number left out because an earlier one has the same prompt.
-        overlapping: number left out because of prompts that must stay unseen.
-    """
-
-    conversations: list[Conversation]
-    twice: int
-    overlapping: int
-
-
-def choose(
-    conversations: Iterable[Conversation],
-    tokens: int,
-    unseen: Unseen,
-    others: Iterable[Conversation] = (),
-) -> Chosen:
-    """The first conversations with this many tokens of answers.
-
-    Args:
-        conversations: in order.
         tokens: of answers that are wanted.
         unseen: prompts that training must not see.
         others: conversations whose prompts are left out, too.
 
-    Raises:
-        DataError: there are none.
+    Attributes:
+        kept: the conversations.
+        total: tokens of their answers.
+        twice: number left out because an earlier one has the same prompt.
+        overlapping: number left out because of prompts that must stay unseen.
     """
-    kept: list[Conversation] = []
-    prompts = {_prompt(each) for each in others}
-    total = twice = overlapping = 0
-    for each in conversations:
-        prompt = _prompt(each)
-        if total >= tokens:
-            break
-        if prompt in prompts:
-            twice += 1
-        elif unseen.overlaps(each):
-            overlapping += 1
-        else:
-            prompts.add(prompt)
-            kept.append(each)
-            total += each.num_answer_tokens
-    if not kept:
-        raise DataError(
-            f"there are no conversations to learn from ({twice} have the prompt of another one, "
-            f"{overlapping} a prompt that must stay unseen): give more data."
-        )
-    return Chosen(kept, twice, overlapping)
+
+    def __init__(self, tokens: int, unseen: Unseen, others: Iterable[Conversation] = ()) -> None:
+        self._tokens, self._unseen = tokens, unseen
+        self._prompts = {_prompt(each) for each in others}
+        self.kept: list[Conversation] = []
+        self.total = self.twice = self.overlapping = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether there are enough."""
+        return self.total >= self._tokens
+
+    def add(self, conversations: Iterable[Conversation]) -> None:
+        """Look at these, in order, until there are enough."""
+        for each in conversations:
+            if self.full:
+                return
+            prompt = _prompt(each)
+            if prompt in self._prompts:
+                self.twice += 1
+            elif self._unseen.overlaps(each):
+                self.overlapping += 1
+            else:
+                self._prompts.add(prompt)
+                self.kept.append(each)
+                self.total += each.num_answer_tokens
 
 
 def _prompt(conversation: Conversation) -> tuple[int, ...]:
     """What is in front of the first answer; all of a text without any."""
     return conversation.tokens[: conversation.answers[0][0]] or conversation.tokens
+
+
+def collect(source: Source, path: Path, chooser: Chooser, *, held_out: bool) -> Iterator[int]:
+    """Let a file grow until enough can be chosen of it, or the source ends.
+
+    Args:
+        source: writes the conversations.
+        path: of the file.
+        chooser: is shown all of them.
+        held_out: see `Source.write`.
+
+    Yields:
+        Tokens of answers so far.
+
+    Raises:
+        DataError: nothing can be chosen, or a source without an end writes nothing new any more.
+    """
+    file = ConversationFile(path)
+    file.mend()
+    after = None
+    for each in file:
+        after = each.seed if after is None else max(after, each.seed)
+        chooser.add([each])
+    yield chooser.total
+    idle = 0
+    batches = () if chooser.full else source.write(after, held_out=held_out)
+    for batch in batches:
+        before = chooser.total
+        file.append(batch)
+        chooser.add(batch)
+        yield chooser.total
+        idle = 0 if chooser.total > before else idle + 1
+        if chooser.full or idle == _MOST_IDLE:
+            break
+    if not chooser.kept or idle == _MOST_IDLE:
+        raise DataError(
+            f"there is not enough to learn from ({chooser.twice} conversations begin like another "
+            f"one, {chooser.overlapping} with a prompt that must stay unseen, others have no "
+            "useful answer): give more data, or learn fewer tokens."
+        )

@@ -121,6 +121,8 @@ class EagleTraining(TrainingMethod):
             return tuple(sorted({min(2, num_layers - 1), middle, high}))
         if max(chosen) > num_layers:
             raise ConfigError(f"layers: this model has layers 0 to {num_layers}, got {chosen}.")
+        if len(set(chosen)) < len(chosen):
+            raise ConfigError(f"layers: name each once, got {chosen}.")
         return chosen
 
     def trainee(self, parts: HeadParts) -> Trainee:

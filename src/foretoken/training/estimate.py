@@ -125,10 +125,10 @@ def measure_speeds(
             pass
         features = time.perf_counter() - began
         cache = FeatureCache(Path(folder) / "features")
-        one, every = (
-            _training_speed(deepcopy(trainee), TrainingSet(cache, length), settings, share)
-            for share in (1.0, 0.0)
-        )
+        data = TrainingSet(cache, length)
+        one = every = _training_speed(deepcopy(trainee), data, settings, 0.0)
+        if settings.first_level_share:
+            one = _training_speed(deepcopy(trainee), data, settings, 1.0)
     written, kept = sum(map(len, texts)), sum(len(each.tokens) for each in sample)
     return Speeds(written / writing, kept / features, one, every)
 

@@ -29,7 +29,7 @@ from foretoken.core.files import write_whole
 from foretoken.errors import CompatibilityError, ConfigError, DataError
 from foretoken.llm import LLM
 from foretoken.training.batches import TrainingSet
-from foretoken.training.collect import Chosen, FileSource, SelfSource, Source, choose, collect
+from foretoken.training.collect import Chooser, FileSource, SelfSource, Source, collect
 from foretoken.training.conversations import Conversation, ConversationFile
 from foretoken.training.curves import save_curves
 from foretoken.training.diversity import Diversity, Unseen, diversity
@@ -179,7 +179,8 @@ class TrainingRun:
         if path.exists():
             found = json.loads(path.read_text())
             if found != wanted:
-                other = next(key for key in wanted if found.get(key) != wanted[key])
+                changed = {*found, *wanted}
+                other = next(k for k in sorted(changed) if found.get(k) != wanted.get(k))
                 raise ConfigError(
                     f"{self._folder} has a training with another '{other}': choose another folder, "
                     f"or delete {self._work}."
@@ -250,8 +251,8 @@ class TrainingRun:
         self._reporter.say("Measuring the head in the engine that will serve it ...")
         served = self._serve(held_out)
         report = TrainingReport(
-            diversity(training.conversations),
-            diversity(held_out.conversations),
+            diversity(training),
+            diversity(held_out),
             coverage,
             best,
             served,
@@ -261,12 +262,11 @@ class TrainingRun:
         write_whole(self._work / "report.json", lambda path: path.write_text(text))
         return report
 
-    def _prepare(self) -> tuple[Chosen, Chosen]:
+    def _prepare(self) -> tuple[list[Conversation], list[Conversation]]:
         """The conversations to learn and those that are held out; their features are there, too."""
         self._claim()
         held_out = self._conversations("held_out", self._data.held_out_tokens)
-        others = held_out.conversations
-        training = self._conversations("train", self._data.tokens, others)
+        training = self._conversations("train", self._data.tokens, held_out)
         for name, chosen in (("train", training), ("held_out", held_out)):
             self._compute(name, chosen)
         return training, held_out
@@ -274,22 +274,24 @@ class TrainingRun:
     def _file(self, name: str) -> Path:
         return self._work / "data" / f"{name}.jsonl"
 
-    def _conversations(self, name: str, tokens: int, others: Sequence[Conversation] = ()) -> Chosen:
+    def _conversations(
+        self, name: str, tokens: int, others: Sequence[Conversation] = ()
+    ) -> list[Conversation]:
         path, held_out = self._file(name), name == "held_out"
         path.parent.mkdir(parents=True, exist_ok=True)
         what = "Held-out conversations" if held_out else "Conversations"
+        chooser = Chooser(tokens, self._unseen, others)
         with self._reporter.stage(what, tokens) as done:
-            for total in collect(self._source, path, tokens, held_out=held_out):
+            for total in collect(self._source, path, chooser, held_out=held_out):
                 done(min(total, tokens), f"{total:,} tokens of answers")
-        chosen = choose(ConversationFile(path), tokens, self._unseen, others)
-        found = diversity(chosen.conversations)
+        found = diversity(chooser.kept)
         self._reporter.say(
             f"{what}: {found.conversations:,} with {found.answer_tokens:,} tokens of answers, "
             f"{found.turns:.2f} turns, {found.greedy:.0%} greedy; distinct 1-, 2- and 3-grams "
-            f"{', '.join(f'{share:.1%}' for share in found.distinct)}; left out: {chosen.twice} "
-            f"twice, {chosen.overlapping} for prompts that must stay unseen."
+            f"{', '.join(f'{share:.1%}' for share in found.distinct)}; left out: {chooser.twice} "
+            f"twice, {chooser.overlapping} for prompts that must stay unseen."
         )
-        return chosen
+        return chooser.kept
 
     @cached_property
     def _unseen(self) -> Unseen:
@@ -306,8 +308,7 @@ class TrainingRun:
     def _has_features(self) -> bool:
         return all((self._features(name) / "index.json").exists() for name in ("train", "held_out"))
 
-    def _compute(self, name: str, chosen: Chosen) -> None:
-        conversations = chosen.conversations
+    def _compute(self, name: str, conversations: Sequence[Conversation]) -> None:
         target, total = self._llm.engine.target, sum(len(c.tokens) for c in conversations)
         size = total * bytes_per_token(len(self._layers), target.hidden_size)
         doing = f"Features ({size / 1e9:.2f} GB)"
@@ -389,12 +390,10 @@ class TrainingRun:
                     done(event.step, f"loss {event.losses[0]:.2f}, {_percent(event)}, {remark}")
         return trainer
 
-    def _serve(self, held_out: Chosen) -> Served:
+    def _serve(self, held_out: Sequence[Conversation]) -> Served:
         prompts = [
-            each.tokens[: each.answers[0][0]]
-            for each in held_out.conversations
-            if each.answers[0][0]
-        ] or [each.tokens[: len(each.tokens) // 2] for each in held_out.conversations]
+            each.tokens[: each.answers[0][0]] for each in held_out if each.answers[0][0]
+        ] or [each.tokens[: len(each.tokens) // 2] for each in held_out]
         return measure(self._llm, self._method.serving(self._folder), prompts[:_SERVED_PROMPTS])
 
 

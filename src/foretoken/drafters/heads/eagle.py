@@ -67,11 +67,14 @@ class _States:
         return self._buffer[: self._length][index]
 
 
+_MOST_WAITING = 64
+"""Parts of a text whose states are not made yet: each of them holds on to the output of a pass."""
+
+
 class _Committed:
     """The states of a request's committed tokens. They are made when they are first read.
 
-    A head that drafts for only some of the steps then makes the states of many tokens at once, and
-    one that does not draft makes none.
+    A head that drafts in only some of the steps then makes the states of many tokens at once.
 
     Args:
         fusion: makes states of hidden states.
@@ -80,36 +83,49 @@ class _Committed:
     def __init__(self, fusion: Fusion) -> None:
         self._fusion = fusion
         self._made = _States()
-        self._waiting = {layer: _States() for layer in fusion.layers}  # of the tokens behind these
-
-    @property
-    def _num_waiting(self) -> int:
-        return len(next(iter(self._waiting.values())))
+        self._waiting: list[tuple[int, Mapping[int, Tensor]]] = []  # number of tokens, their states
+        self._length = 0
 
     def __len__(self) -> int:
-        return len(self._made) + self._num_waiting
+        return self._length
 
     def keep(self, start: int, hidden: Mapping[int, Tensor]) -> None:
         """Keep the hidden states, [n, E] of each layer, of the tokens from `start` on."""
-        assert start <= len(self), "hidden states of tokens before these are missing"
-        self.cut(start)
-        for layer, waiting in self._waiting.items():
-            waiting.keep(start - len(self._made), hidden[layer])
+        assert start <= self._length, "hidden states of tokens before these are missing"
+        if start < self._length:
+            self.cut(start)
+        count = len(hidden[self._fusion.layers[0]])
+        self._waiting.append((count, hidden))
+        self._length += count
+        if len(self._waiting) == _MOST_WAITING:
+            self._make()
 
     def cut(self, length: int) -> None:
         """Forget all but the first `length`."""
+        while self._waiting and self._length > length:
+            count, hidden = self._waiting.pop()
+            left = max(0, count - (self._length - length))
+            self._length -= count - left
+            if left:
+                part = {layer: states[:left] for layer, states in hidden.items()}
+                self._waiting.append((left, part))
         self._made.cut(length)
-        for waiting in self._waiting.values():
-            waiting.cut(max(0, length - len(self._made)))
+        self._length = min(self._length, length)
 
     def __getitem__(self, tokens: slice) -> Tensor:
         """[n, E] a view."""
-        if count := self._num_waiting:
-            hidden = {layer: waiting[:count] for layer, waiting in self._waiting.items()}
-            self._made.keep(len(self._made), self._fusion(hidden))
-            for waiting in self._waiting.values():
-                waiting.cut(0)
+        if self._waiting:
+            self._make()
         return self._made[tokens]
+
+    @torch.inference_mode()  # as in a step, since prompts are shown outside of one
+    def _make(self) -> None:
+        parts = [hidden for _, hidden in self._waiting]
+        hidden = {
+            layer: torch.cat([part[layer] for part in parts]) for layer in self._fusion.layers
+        }
+        self._made.keep(len(self._made), self._fusion(hidden))
+        self._waiting = []
 
 
 class EagleHead(OwnModel):
@@ -182,7 +198,6 @@ class EagleHead(OwnModel):
         states = self._states[request.key][start:stop]
         self._model.prefill(request.key, self.seen(request)[start:stop], states=states)
 
-    @torch.inference_mode()  # as in a step, since prompts are shown outside of one
     def keep(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
         """Keep the hidden states of the committed tokens from `start` on.
 

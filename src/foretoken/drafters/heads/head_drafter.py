@@ -62,9 +62,9 @@ class HeadDrafter(ModelDrafter):
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
         """Take the hidden states of the committed nodes."""
         for outcome in outcomes:
-            # The end of the output may cut the accepted path.
-            kept = len(outcome.committed)
-            hidden = {layer: states[:kept] for layer, states in outcome.hidden.items()}
+            hidden, kept = outcome.hidden, len(outcome.committed)
+            if kept <= len(outcome.accepted.path):  # the end of the output cut the accepted path
+                hidden = {layer: states[:kept] for layer, states in hidden.items()}
             self._head.keep(outcome.request, outcome.root, hidden)
 
     def rewind(self, request: Request) -> None:

@@ -68,7 +68,8 @@ class _Norm(nn.Module):
         self.bias = nn.Parameter(Tensor(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., I] -> [..., I]."""
+        """[..., I] -> [..., I] in the dtype of the weights, whatever autocast says."""
+        x = x.to(self.weight.dtype)
         return F.rms_norm(x, self.weight.shape, self.weight, EPSILON) + self.bias
 
 

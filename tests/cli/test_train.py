@@ -1,0 +1,429 @@
+"""`train`: a head by one command, which can be killed at any time, and mistakes in one line."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.state import AcceleratorState
+
+from foretoken import LLM, SamplingParams
+from foretoken.training import run as training_run
+from foretoken.training import self_data, talks
+from foretoken.training.conversations import ConversationFile
+from foretoken.training.estimate import Speeds
+from foretoken.training.features import bytes_per_token
+from foretoken.training.methods import TRAINING_METHODS
+from tests.cli.conftest import Run, ascii_tokenizer, error_of, save_tiny
+from tests.cli.terminal import environment
+from tests.tiny import tiny_model
+
+QUICK = ["--tokens", 200, "--held-out-tokens", 60, "--set", "batch_tokens=128"]
+SHORT = ["--set", "epochs=2", "--set", "evaluate_every=2"]
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few and short conversations, and no measurement of how long it will take."""
+    monkeypatch.setattr(training_run, "_ROWS", 1)
+    monkeypatch.setattr(training_run, "_SERVED_PROMPTS", 1)
+    monkeypatch.setattr(self_data, "_MOST_USER_TOKENS", 12)
+    monkeypatch.setattr(self_data, "_MOST_TEXT_TOKENS", 12)
+    for name in ("_GREEDY", "_SAMPLED"):
+        shorter = getattr(talks, name).model_copy(update={"max_tokens": 24})
+        monkeypatch.setattr(talks, name, shorter)
+    speeds = Speeds(1e3, 1e4, 1e3, 500)
+    monkeypatch.setattr(training_run, "measure_speeds", lambda *_: speeds)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(
+        "".join(json.dumps({"prompt": f"Say {4 * f'{n:02}'}!"}) + "\n" for n in range(30))
+    )
+    return file
+
+
+def files_in(folder: Path) -> set[str]:
+    return {str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file()}
+
+
+# A whole run
+
+
+@pytest.mark.parametrize("method", ["eagle", "hydra"])
+def test_train_and_use(run: Run, tiny: Path, tmp_path: Path, method: str) -> None:
+    out = tmp_path / "head"
+    result = run("train", method, "-m", tiny, "-o", out, *QUICK, *SHORT)
+    assert result.exit_code == 0, result.stderr
+    assert f"Use it: --method {method} --draft-model {out}" in result.stdout
+    assert "tokens a pass with chains of 4 on 1 held-out prompts" in result.stdout
+    for told in ("This will take about", "Draft vocabulary: 97", "held out: acceptance by"):
+        assert told in result.stderr
+    training = {
+        *("settings.json", "report.json", "curves.csv", "curves.png"),
+        *("data/train.jsonl", "data/held_out.jsonl", "features/train/index.json"),
+    }
+    assert {f"training/{name}" for name in training} <= files_in(out)
+
+    params = SamplingParams(temperature=0, max_tokens=20)
+    prompt = [[1, 2, 3, 4]]
+    (plain,) = LLM(str(tiny)).generate(prompt, params)
+    config = {"method": method, "model": str(out), "controller": "fixed"}
+    shutil.rmtree(out / "training")  # "can be deleted"
+    (drafted,) = LLM(str(tiny), speculative_config=config).generate(prompt, params)
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.metrics.num_draft_tokens > 0
+    assert drafted.metrics.drafter_failure is None
+
+    generated = run(
+        "generate", "abc", "-m", tiny, "--max-tokens", 9, "--draft-model", out, "--method", method
+    )
+    assert generated.exit_code == 0, generated.stderr
+    again = run("train", method, "-m", tiny, "-o", out, *QUICK)
+    assert "already has a head: choose another folder" in error_of(again)
+
+
+def test_json_and_running_it_again(run: Run, tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "head"
+    arguments = ("train", "mlp_speculator", "-m", tiny, "-o", out, *QUICK, *SHORT, "--json")
+    report = json.loads(run(*arguments).stdout)
+    assert report == json.loads((out / "training/report.json").read_text())
+    assert report["training"]["answer_tokens"] >= 200
+    assert report["held_out"]["greedy"] == 1
+    assert report["coverage"] == 1
+    assert report["served"]["prompts"] == 1
+    weights = (out / "model.safetensors").read_bytes()
+    features = (out / "training/features/train/hidden").stat().st_mtime_ns
+    again = run(*arguments)
+    assert "Continuing the training" in again.stderr
+    assert json.loads(again.stdout)["best"] == report["best"]
+    assert (out / "model.safetensors").read_bytes() == weights
+    assert (out / "training/features/train/hidden").stat().st_mtime_ns == features
+
+
+def test_own_data(run: Run, tiny: Path, tmp_path: Path, prompts: Path) -> None:
+    text = tmp_path / "some.txt"
+    text.write_text("ab cd " * 40)
+    arguments = ["--data", prompts, "--data", text, "--set", "max_length=64", *QUICK, *SHORT]
+    result = run("train", "medusa", "-m", tiny, "-o", tmp_path / "head", *arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["training"]["conversations"] > 3
+    assert report["held_out"]["conversations"] >= 1
+
+
+def test_prompts_that_must_stay_unseen(run: Run, tiny: Path, tmp_path: Path, prompts: Path) -> None:
+    secret = tmp_path / "secret.jsonl"
+    entries = [{"question_id": n, "turns": [4 * str(n)]} for n in range(20, 30)]
+    secret.write_text("\n".join(json.dumps(each) for each in entries))
+    arguments = ["--data", prompts, "--unseen", secret, *QUICK, *SHORT, "--tokens", 10_000]
+    out = tmp_path / "head"
+    result = run("train", "blockwise", "-m", tiny, "-o", out, *arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    told = [line for line in result.stderr.splitlines() if line.startswith("Conversations: 1")]
+    written = list(ConversationFile(out / "training/data/train.jsonl"))
+    encode = ascii_tokenizer().encode
+    secrets = [str(encode(4 * str(n)))[1:-1] for n in range(20, 30)]
+    number = sum(any(each in str(list(talk.tokens)) for each in secrets) for talk in written)
+    assert number > 5
+    assert f"left out: 0 twice, {number} for prompts that must stay unseen" in told[0]
+    index = json.loads((out / "training/features/train/index.json").read_text())
+    learnt = json.loads(result.stdout)["training"]["conversations"]
+    assert len(index["lengths"]) == learnt == len(written) - number
+
+
+def test_a_dry_run_leaves_nothing(run: Run, tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "head"
+    result = run("train", "eagle", "-m", tiny, "-o", out, "--dry-run", "--json", *QUICK)
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    layers = len(TRAINING_METHODS["eagle"]().layers(2))
+    assert found["disk_bytes"] == round(1.45 * 260 * bytes_per_token(layers, 64))
+    parts = [found[f"{part}_hours"] for part in ("writing", "feature", "training")]
+    assert found["hours"] == pytest.approx(sum(parts))
+    tokens = 1.45 * 260
+    assert parts == pytest.approx(
+        [tokens / 1e3 / 3600, tokens / 1e4 / 3600, 3 * tokens * (0.4 / 1e3 + 0.6 / 500) / 3600]
+    )
+    assert "This will take about 1 min here" in result.stderr
+    assert not out.exists()
+
+
+def test_the_estimate_runs_every_part(
+    run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(training_run, "_ROWS", 2)
+    result = run(
+        "train", "eagle", "-m", tiny, "-o", tmp_path / "head", "--dry-run", "--json", *QUICK
+    )
+    assert result.exit_code == 0, result.stderr
+    assert all(value > 0 for value in json.loads(result.stdout).values())
+
+
+def test_too_small_a_disk(
+    run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = type("Usage", (), {"free": 10_000})
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    result = run("train", "eagle", "-m", tiny, "-o", tmp_path / "head", *QUICK)
+    assert result.exit_code == 2
+    assert "error: the features need 0.0 GB" in result.stderr
+    assert not (tmp_path / "head").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [("untied", "medusa"), ("int8", "eagle"), ("int8", "medusa"), ("gpt2", "eagle")],
+)
+def test_other_targets(run: Run, tmp_path: Path, kind: str, method: str) -> None:
+    folder = save_tiny(tmp_path / "target")
+    more: list[Any] = []
+    if kind == "int8":
+        model = tiny_model(vocab_size=97, head_dim=32, max_position_embeddings=512)
+        model.save_pretrained(folder)
+        more = ["--quantization", "int8"]
+    elif kind == "gpt2":
+        tiny_model("gpt2", vocab_size=97, n_positions=512).save_pretrained(folder)
+    out = tmp_path / method
+    result = run("train", method, "-m", folder, "-o", out, *QUICK, *more, "--set", "epochs=1")
+    assert result.exit_code == 0, result.stderr
+    used = run(
+        *("generate", "abc", "-m", folder, "--method", method, "--draft-model", out),
+        *("--max-tokens", 9, *more),
+    )
+    assert used.exit_code == 0, used.stderr
+
+
+# Stopping
+
+
+SCRIPT = """
+import os, signal, sys
+from foretoken.training import run, self_data, talks, trainer
+from foretoken.training.estimate import Speeds
+self_data._MOST_USER_TOKENS = self_data._MOST_TEXT_TOKENS = 12
+for name in ("_GREEDY", "_SAMPLED"):
+    setattr(talks, name, getattr(talks, name).model_copy(update={"max_tokens": 24}))
+run._ROWS, run._SERVED_PROMPTS = 1, 1
+run.measure_speeds = lambda *_: Speeds(1e3, 1e3, 1e3, 1e3)
+step, left = trainer.Trainer._step, int(sys.argv.pop(1))
+number = getattr(signal, sys.argv.pop(1))
+def stopping(self, batches):
+    global left
+    found = step(self, batches)
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), number)
+    return found
+trainer.Trainer._step = stopping
+from foretoken.cli import main
+main()
+"""
+
+
+def stopped(steps: int, name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(steps), name, *(str(each) for each in arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment(),
+    )
+
+
+def test_a_kill_and_ctrl_c_lose_nothing(run: Run, tiny: Path, tmp_path: Path) -> None:
+    """The same head as in one go, and the steps before are not made again."""
+    whole, out = tmp_path / "whole", tmp_path / "stopped"
+    arguments = (
+        "train",
+        "hydra",
+        "-m",
+        tiny,
+        *QUICK,
+        "--set",
+        "epochs=4",
+        "--set",
+        "evaluate_every=3",
+    )
+    first = stopped(4, "SIGKILL", *arguments, "-o", out)
+    assert first.returncode == -signal.SIGKILL
+    assert [each.name for each in (out / "training/checkpoints").iterdir()] == ["checkpoint-3"]
+    second = stopped(2, "SIGINT", *arguments, "-o", out)
+    assert second.returncode == 130, second.stderr
+    assert "interrupted" in second.stderr.splitlines()
+    assert "Traceback" not in second.stderr
+    assert [each.name for each in (out / "training/checkpoints").iterdir()] == ["checkpoint-5"]
+    assert (out / "model.safetensors").exists()
+    for folder in (out, whole):
+        result = run(*arguments, "-o", folder)
+        assert result.exit_code == 0, result.stderr
+    for name in ("model.safetensors", "training/curves.csv"):
+        assert (out / name).read_bytes() == (whole / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_two_processes(tiny: Path, tmp_path: Path) -> None:
+    """One of them writes, both train, and the steps are half as many."""
+    steps = {}
+    for processes in (1, 2):
+        out = tmp_path / str(processes)
+        launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
+        settings = ["--set", "evaluate_every=1", "--set", "patience=0"]
+        options = ["train", "hydra", "-m", tiny, "-o", out, *QUICK, *settings, "--json"]
+        result = subprocess.run(
+            [sys.executable, *launcher, "-m", "foretoken", *(str(each) for each in options)],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=environment(),
+        )
+        assert result.returncode == 0, result.stderr
+        assert json.loads(result.stdout) == json.loads((out / "training/report.json").read_text())
+        assert (out / "model.safetensors").exists()
+        with (out / "training/curves.csv").open() as file:
+            steps[processes] = int(list(csv.DictReader(file))[-1]["step"])
+    assert steps[2] == 3 * (steps[1] // 3 // 2)  # of three epochs
+
+
+def test_heads_with_few_levels(run: Run, tiny: Path, tmp_path: Path) -> None:
+    """They are served with chains that are longer than they can draft."""
+    few = ["--set", "num_heads=2", "--set", "epochs=1"]
+    result = run("train", "medusa", "-m", tiny, "-o", tmp_path / "head", *QUICK, *few, "--json")
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert len(report["best"]["mean_lengths"]) == 2
+    assert report["served"]["by_position"][2:] == [0, 0]
+
+
+# Wrong use
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["eagel"], "nothing can be trained as 'eagel': did you mean 'eagle'?"),
+        (["eagle", "--set", "epochs"], "--set: write NAME=VALUE, got epochs"),
+        (["eagle", "--set", "epoch=1"], "--set: there is no 'epoch': did you mean 'epochs'?"),
+        (["eagle", "--set", "num_heads=1"], "--set: there is no 'num_heads'"),
+        (["eagle", "--set", "epochs=0"], "--set epochs: input should be greater than 0"),
+        (["eagle", "--set", "epochs=NaN"], "--set epochs: input should be a finite number"),
+        (["eagle", "--set", "seed=x"], "--set seed: input should be a valid integer"),
+        (["eagle", "--set", "seed=1", "--set", "seed=2"], "--set: seed is given twice"),
+        (["eagle", "--set", "loss=mse"], "--set loss: input should be 'kl', 'ce' or 'tv'"),
+        (["medusa", "--set", "levels=2"], "--set levels: 'medusa' learns all of its heads"),
+        (["eagle", "--tokens", "0"], "invalid value for '--tokens'"),
+        (["eagle", "--data", "self", "--data", "x"], "--data: give 'self' or files, not both"),
+        (["eagle", "--data", "none.jsonl"], "--data: there is no file none.jsonl"),
+        (["eagle", "--unseen", "none.jsonl"], "--unseen: there is no file none.jsonl"),
+        (["eagle", "--set", "layers=[0, 9]"], "layers: this model has layers 0 to 2"),
+        (["eagle", "-m", "nonesuch"], "nonesuch"),
+    ],
+)
+def test_wrong_use(
+    run: Run, tiny: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    result = run("train", "-o", tmp_path / "head", "-m", tiny, *arguments)
+    assert result.exit_code == 2
+    assert message in error_of(result)
+    assert not (tmp_path / "head").exists()
+
+
+def test_a_file_in_place_of_a_folder(run: Run, tiny: Path, prompts: Path) -> None:
+    result = run("train", "eagle", "-m", tiny, "-o", prompts)
+    assert "--out: " in error_of(result)
+    assert "is not a folder" in error_of(result)
+
+
+def test_a_bad_line_is_named(run: Run, tiny: Path, tmp_path: Path, prompts: Path) -> None:
+    with prompts.open("a") as file:
+        file.write('{"messages": [{"role": "tool", "content": "x"}]}\n')
+    result = run("train", "eagle", "-m", tiny, "-o", tmp_path / "head", "--data", prompts)
+    assert result.exit_code == 2
+    assert f"{prompts}, line 31: a message has the role 'tool'" in error_of(result)
+    unseen = tmp_path / "unseen.jsonl"
+    unseen.write_text('{"prompt": "one"}\n{"prompt"\n')
+    result = run("train", "eagle", "-m", tiny, "-o", tmp_path / "head", "--unseen", unseen)
+    assert "unseen.jsonl, line 2: not JSON" in result.stderr.splitlines()[-1]
+
+
+def test_no_chat_template(
+    run: Run, tiny_without_template: Path, tmp_path: Path, prompts: Path
+) -> None:
+    """It cannot write by itself, but answers prompts."""
+    arguments = ("train", "medusa", "-m", tiny_without_template, "-o", tmp_path / "head", *QUICK)
+    refused = run(*arguments)
+    assert refused.exit_code == 2
+    assert "no chat template" in error_of(refused)
+    assert "--data" in error_of(refused)
+    assert not (tmp_path / "head").exists()
+    result = run(*arguments, "--data", prompts, "--set", "epochs=1")
+    assert result.exit_code == 0, result.stderr
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        (["--set", "epochs=4"], "settings"),
+        (["--set", "noise=0"], "options"),
+        (["--tokens", "201"], "data"),
+        (["--dtype", "float32"], "dtype"),
+    ],
+)
+def test_another_training_in_the_same_folder(
+    run: Run, tiny: Path, tmp_path: Path, changed: list[str], named: str
+) -> None:
+    out = tmp_path / "head"
+    arguments = ("train", "eagle", "-m", tiny, "-o", out, *QUICK)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(training_run.TrainingRun, "_train", interrupt)
+        assert run(*arguments).exit_code == 130
+    before = files_in(out)
+    result = run(*arguments, *changed)
+    assert result.exit_code == 2
+    assert "has a training with another" in error_of(result)
+    assert named in error_of(result)
+    assert files_in(out) == before
+
+
+def test_without_the_library_it_stands_on(
+    run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    result = run("train", "eagle", "-m", tiny, "-o", tmp_path / "head")
+    assert result.exit_code == 2
+    assert error_of(result) == "error: training needs accelerate: pip install 'foretoken[train]'"
+
+
+def test_help_names_all_methods_and_is_quick(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = run("train", "--help").stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    assert all(name in shown for name in TRAINING_METHODS)
+    code = (
+        "import sys; from foretoken.cli import app\n"
+        "try: app(['train', '--help'])\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

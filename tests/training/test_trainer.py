@@ -1,0 +1,387 @@
+"""The trainer learns, and a run that is stopped anywhere ends with the same weights."""
+
+from __future__ import annotations
+
+import csv
+import math
+import shutil
+import signal
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from foretoken import ConfigError
+from foretoken.errors import TrainingError
+from foretoken.training import trainer as trainer_module
+from foretoken.training.curves import save_curves
+from foretoken.training.methods import TRAINING_METHODS
+from foretoken.training.settings import TrainingSettings
+from foretoken.training.trainee import Trainee
+from foretoken.training.trainer import Evaluation, Step, Trainer
+from tests.training.world import World
+
+SHORT = TrainingSettings(epochs=3, batch_tokens=96, evaluate_every=4, mixed_precision="no")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("eagle"), count=10)
+
+
+class Run:
+    """A training of a world in a folder; `continued` until it ends."""
+
+    def __init__(self, world: World, folder: Path, settings: TrainingSettings = SHORT) -> None:
+        self.world, self.folder = world, folder
+        self.settings = world.method.adapted(settings)
+        self.saved: list[tuple[Evaluation, dict[str, Tensor]]] = []
+
+    def trainer(self, trainee: Trainee | None = None) -> Trainer:
+        self.trainee = trainee or self.world.trainee()
+        return Trainer(
+            self.trainee,
+            self.world.training,
+            self.world.held_out,
+            self.settings,
+            self.folder,
+            lambda each, found: self.saved.append((found, weights(each))),
+        )
+
+    def whole(self) -> list[Step | Evaluation]:
+        self.made = self.trainer()
+        return list(self.made.run())
+
+
+def weights(trainee: Trainee) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in trainee.state_dict().items()}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+# Learning
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("method", TRAINING_METHODS)
+def test_every_method_learns(method: str, precision: Any, tmp_path: Path) -> None:
+    """What always follows from the last token, whatever the target thinks of it.
+
+    A head that has not understood this is right as often as the most frequent token occurs.
+    """
+    world = World(tmp_path, method, loss="ce")
+    run = Run(
+        world,
+        tmp_path / "run",
+        TrainingSettings(
+            epochs=50 if method == "medusa" else 16,
+            batch_tokens=128,
+            learning_rate=2e-2,
+            mixed_precision=precision,
+        ),
+    )
+    events = run.whole()
+    tokens = Counter(
+        token
+        for number in range(len(world.held_out))
+        for token in world.held_out[number].tokens.tolist()
+    )
+    chance = max(tokens.values()) / tokens.total()
+    best = run.made.history[-1]
+    assert best.by_position[0] > 0.5 > 4 * chance
+    assert best.mean_lengths[0] > 1.5
+    steps = [event for event in events if isinstance(event, Step)]
+    assert steps[-1].losses[0] < steps[0].losses[0] / 2
+    assert len(steps[-1].losses) == len(steps[-1].accuracy) == run.settings.levels
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_the_weights_of_the_target_stay(optimizer: str, world: World, tmp_path: Path) -> None:
+    run = Run(world, tmp_path, SHORT.model_copy(update={"optimizer": optimizer}))
+    before = weights(world.trainee())
+    run.whole()
+    after = weights(run.trainee)
+    target = world.target.vocabulary_weights
+    assert target is not None
+    net: Any = run.trainee.net
+    assert net.embedding.data_ptr() == target[0].data_ptr()
+    assert torch.equal(net.head, target[1])
+    trained = {name for name, _ in run.trainee.named_parameters()}
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor) != (name in trained), name
+    assert not any(buffer.requires_grad for buffer in run.trainee.buffers())
+
+
+def test_what_is_reported(world: World, tmp_path: Path) -> None:
+    run = Run(world, tmp_path)
+    events = run.whole()
+    steps = [event for event in events if isinstance(event, Step)]
+    found = [event for event in events if isinstance(event, Evaluation)]
+    total = run.made.total_steps
+    assert [step.step for step in steps] == list(range(1, total + 1))
+    assert {step.total for step in steps} == {total}
+    assert [each.step for each in found] == sorted({*range(4, total + 1, 4), total})
+    assert found == list(run.made.history)
+    alone = [len(step.losses) == 1 for step in steps]
+    assert alone == [n < 0.4 * total for n in range(total)]
+    per_epoch = total // 3
+    pairs = sum(size - 1 for size in world.training.sizes)
+    for epoch in range(3):
+        part = steps[epoch * per_epoch : (epoch + 1) * per_epoch]
+        assert sum(step.tokens for step in part) == pairs
+    for each in found:
+        assert len(each.by_position) == len(each.mean_lengths) == 5
+        assert each.score == each.mean_lengths[3]
+        ends = [step for step in steps if each.step - 4 < step.step <= each.step]
+        if each.step % 4 == 0:
+            assert math.isclose(each.loss, sum(step.losses[0] for step in ends) / 4, rel_tol=1e-5)
+
+
+# Stopping and continuing
+
+
+def interrupted(run: Run, stops: Sequence[int]) -> None:
+    """Close the run after these events, and begin it anew each time."""
+    for stop in stops:
+        events: Any = run.trainer().run()
+        for _ in range(stop):
+            next(events)
+        events.close()
+
+
+@pytest.mark.parametrize("method", ["eagle", "hydra"])
+@pytest.mark.parametrize("stops", [[1], [4], [5], [2, 2, 3], [3, 1, 1, 1, 1], [10], [11], [12]])
+def test_a_run_that_was_stopped_ends_with_the_same_weights(
+    method: str, stops: list[int], tmp_path: Path
+) -> None:
+    """In front of an evaluation and behind it, at the end of an epoch, and after the last step."""
+    world = World(tmp_path, method, count=12)
+    whole = Run(world, tmp_path / "whole")
+    events = whole.whole()
+    assert len(events) == 12
+    assert isinstance(events[4], Evaluation)
+    stopped = Run(world, tmp_path / "stopped")
+    interrupted(stopped, stops)
+    left = stopped.whole()
+    assert_same(weights(stopped.trainee), weights(whole.trainee))
+    assert stopped.made.history == whole.made.history
+    assert [found for found, _ in stopped.saved] == [found for found, _ in whole.saved]
+    assert len(left) <= len(events)
+
+
+def test_ctrl_c_in_the_middle_of_a_step(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Run(world, tmp_path / "whole")
+    whole.whole()
+    stopped = Run(world, tmp_path / "stopped")
+    learn, left = Trainer._learn, [3, 2, 4]
+
+    def interrupting(self: Trainer, *arguments: Any) -> Any:
+        if left:
+            left[0] -= 1
+            if left[0] == 0:
+                left.pop(0)
+                signal.raise_signal(signal.SIGINT)
+        return learn(self, *arguments)
+
+    monkeypatch.setattr(Trainer, "_learn", interrupting)
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            stopped.whole()
+    stopped.whole()
+    assert_same(weights(stopped.trainee), weights(whole.trainee))
+    assert stopped.made.history == whole.made.history
+
+
+@pytest.mark.parametrize("at", range(1, 12, 2))
+def test_a_kill_at_any_time(at: int, world: World, tmp_path: Path) -> None:
+    """What a killed process leaves: the last checkpoint, and half of a next one."""
+    whole, killed = Run(world, tmp_path / "whole"), Run(world, tmp_path / "killed")
+    events = whole.trainer().run()
+    for _ in range(at):
+        next(events)
+    if whole.folder.exists():
+        shutil.copytree(whole.folder, killed.folder)
+    else:
+        killed.folder.mkdir()
+    (killed.folder / "saving").mkdir()
+    (killed.folder / "saving" / "model.safetensors").write_bytes(b"half")
+    list(events)
+    killed.whole()
+    assert_same(weights(killed.trainee), weights(whole.trainee))
+    assert not (killed.folder / "saving").exists()
+    assert len(list(killed.folder.iterdir())) == 1
+
+
+def test_a_finished_run_stays(world: World, tmp_path: Path) -> None:
+    run = Run(world, tmp_path)
+    assert run.whole()
+    first = weights(run.trainee)
+    assert run.whole() == []
+    assert_same(weights(run.trainee), first)
+
+
+# The loop
+
+
+def test_two_halves_are_one_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same gradients, and so the same weights."""
+    gradients: list[dict[str, Tensor]] = []
+    update = Trainer._update
+
+    def recording(self: Trainer) -> None:
+        named = self._trainee.named_parameters()
+        gradients.append({name: p.grad.clone() for name, p in named if p.grad is not None})
+        update(self)
+
+    monkeypatch.setattr(Trainer, "_update", recording)
+    found = []
+    world = World(tmp_path, count=2, noise=0.0)
+    for name, changed in (
+        ("one", {"batch_tokens": 48}),
+        ("two", {"batch_tokens": 24, "accumulation": 2}),
+        ("half", {"batch_tokens": 24}),
+    ):
+        settings = SHORT.model_copy(update={"epochs": 1, "optimizer": "adamw", **changed})
+        run = Run(world, tmp_path / name, settings)
+        steps = [event for event in run.whole() if isinstance(event, Step)]
+        assert len(steps) == (2 if name == "half" else 1)
+        assert sum(step.tokens for step in steps) == 46
+        found.append((steps[0], weights(run.trainee)))
+    (one, expected), (two, halves), (_, other) = found
+    assert math.isclose(one.losses[0], two.losses[0], rel_tol=1e-5)
+    assert one.accuracy == two.accuracy
+    for name, tensor in expected.items():
+        torch.testing.assert_close(halves[name], tensor, atol=2e-5, rtol=1e-4)
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-5, rtol=1e-3)
+    assert any(not torch.allclose(other[name], each, atol=1e-4) for name, each in expected.items())
+
+
+class Scores:
+    """Stands for evaluations with these mean lengths."""
+
+    def __init__(self, *scores: float) -> None:
+        self._scores = iter(scores)
+
+    def __call__(self) -> Any:
+        score = next(self._scores)
+        return SimpleNamespace(by_position=lambda: [0.5] * 5, mean_length=lambda _: score)
+
+
+def test_it_stops_when_nothing_gets_better_and_keeps_the_best(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = (1.5, 1.4, 1.6, 1.6, 1.5, 1.55)
+    monkeypatch.setattr(Trainer, "_count", Scores(*scores, 9, 9, 9).__call__)
+    settings = SHORT.model_copy(update={"epochs": 100, "evaluate_every": 2, "patience": 3})
+    run = Run(world, tmp_path, settings)
+    events = run.whole()
+    assert sum(isinstance(event, Step) for event in events) == 2 * len(scores)
+    assert [each.best for each in run.made.history] == [True, False, True, False, False, False]
+    assert [found.score for found, _ in run.saved] == [1.5, 1.6]
+    assert run.whole() == []
+
+
+def test_without_patience_it_never_stops_early(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trainer, "_count", Scores(*[1.0] * 99).__call__)
+    settings = SHORT.model_copy(update={"evaluate_every": 1, "patience": 0})
+    run = Run(world, tmp_path, settings)
+    assert sum(isinstance(event, Step) for event in run.whole()) == run.made.total_steps
+
+
+def test_a_loss_that_is_not_finite_stops_it(world: World, tmp_path: Path) -> None:
+    run = Run(world, tmp_path, SHORT)
+    trainee = world.trainee()
+    loss = trainee._loss
+    calls: list[bool] = []
+
+    def failing(logits: Tensor, teacher: Any) -> Tensor:
+        calls.append(trainee.training)
+        return loss(logits, teacher) * (float("nan") if sum(calls) == 12 else 1.0)
+
+    trainee._loss = failing
+    events: list[Any] = []
+    running = run.trainer(trainee).run()
+    with pytest.raises(TrainingError, match=r"step \d+ is not a finite number") as caught:
+        events.extend(running)
+    assert "\n" not in str(caught.value)
+    assert run.saved
+    assert all(tensor.isfinite().all() for tensor in run.saved[-1][1].values())
+    found = [event for event in events if isinstance(event, Evaluation)]
+    assert [each.name for each in tmp_path.iterdir()] == [f"checkpoint-{found[-1].step}"]
+    assert all(tensor.isfinite().all() for tensor in weights(trainee).values())
+
+
+def test_a_checkpoint_that_cannot_be_written(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(world, tmp_path)
+    interrupted(run, [2])
+
+    def full(*_: Any, **__: Any) -> None:
+        (tmp_path / "saving").mkdir()
+        raise RuntimeError("PytorchStreamWriter failed\nwriting file")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Accelerator, "save_state", full)
+        with pytest.raises(TrainingError, match="cannot be written: RuntimeError") as caught:
+            list(run.trainer().run())
+    assert "\n" not in str(caught.value)
+    assert [each.name for each in tmp_path.iterdir()] == ["checkpoint-2"]
+
+
+def test_half_precision_needs_a_gpu(world: World, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="mixed_precision: fp16 needs a GPU"):
+        Run(world, tmp_path, SHORT.model_copy(update={"mixed_precision": "fp16"})).trainer()
+
+
+def test_the_learning_rate() -> None:
+    rates = [trainer_module._rate(step, total=100, warmup=0.1) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[:9] == sorted(rates[:9])
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+    assert max(rates) > 0.97
+    assert rates[-1] < 0.001
+    assert trainer_module._rate(0, total=1, warmup=0.0) == 1
+
+
+# Curves
+
+
+def test_curves(tmp_path: Path) -> None:
+    history = [
+        Evaluation(100 * n, 3.0 - n, (0.1 * n, 0.05 * n), (1 + 0.1 * n, 1.2 * n), best=n < 3)
+        for n in range(1, 5)
+    ]
+    for count in (1, 4):
+        save_curves(tmp_path, history[:count])
+        with (tmp_path / "curves.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        assert len(rows) == count
+        for row, each in zip(rows, history, strict=False):
+            assert int(row.pop("step")) == each.step
+            assert int(row.pop("best")) == each.best
+            numbers = [each.loss, *each.by_position, *each.mean_lengths]
+            assert [float(value) for value in row.values()] == pytest.approx(numbers, abs=1e-4)
+            assert list(row) == [
+                *("loss", "acceptance_1", "acceptance_2"),
+                *("mean_acceptance_length_1", "mean_acceptance_length_2"),
+            ]
+        picture = (tmp_path / "curves.png").read_bytes()
+        assert picture.startswith(b"\x89PNG")
+        assert picture.endswith(b"IEND\xaeB`\x82")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["curves.csv", "curves.png"]
