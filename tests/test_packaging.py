@@ -49,6 +49,8 @@ def test_the_wheel_has_everything_it_needs(unpacked: Path) -> None:
     packed = {path.name for path in (unpacked / "foretoken/runtime/native").iterdir()}
     assert sources <= packed
     assert (unpacked / "foretoken/py.typed").exists()
+    head = unpacked / "foretoken/drafters/heads/pretrained/smollm2-135m"
+    assert {path.name for path in head.iterdir()} == {"config.json", "model.safetensors"}
     assert not list(unpacked.glob("tests*"))
 
 

@@ -34,7 +34,7 @@ MODULE = '''
 from foretoken.core.acceptance.base import AcceptanceRule, Accepted
 from foretoken.core.tree import Draft, chain
 from foretoken.drafters.base import Drafter, DrafterOptions
-from foretoken.drafters.registry import DrafterSpec
+from foretoken.drafters.spec import DrafterSpec
 
 
 class ParrotOptions(DrafterOptions):

@@ -19,7 +19,8 @@ from foretoken.control.cost_model import CostModel
 from foretoken.core.acceptance import AcceptanceRule, rule_class
 from foretoken.core.config import Config
 from foretoken.drafters.base import Drafter, DrafterOptions
-from foretoken.drafters.registry import DrafterSpec, drafter_spec, spec_of
+from foretoken.drafters.registry import drafter_spec, spec_of
+from foretoken.drafters.spec import DrafterSpec
 from foretoken.errors import ConfigError
 
 __all__ = ["SpeculativeConfig"]

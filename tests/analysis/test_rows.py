@@ -18,7 +18,7 @@ from foretoken.decode import Verifier, step
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.draft_model import OwnModel
 from foretoken.drafters.model_drafter import ModelDrafter
-from foretoken.drafters.shapes import TreeOptions, shape_of
+from foretoken.drafters.tree_options import TreeOptions, shape_of
 from foretoken.request import Request
 from foretoken.runtime.target import Target
 from foretoken.speculation import Speculation, Strategy

@@ -66,10 +66,12 @@ def files_in(folder: Path) -> set[str]:
 # A whole run
 
 
-@pytest.mark.parametrize("method", ["eagle", "hydra"])
-def test_train_and_use(run: Run, tiny: Path, tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize(
+    ("trained", "method"), [("eagle", "eagle"), ("hydra", "hydra"), ("distill", "draft_model")]
+)
+def test_train_and_use(run: Run, tiny: Path, tmp_path: Path, trained: str, method: str) -> None:
     out = tmp_path / "head"
-    result = run("train", method, "-m", tiny, "-o", out, *QUICK, *SHORT)
+    result = run("train", trained, "-m", tiny, "-o", out, *QUICK, *SHORT)
     assert result.exit_code == 0, result.stderr
     assert f"Use it: --method {method} --draft-model {out}" in result.stdout
     assert "tokens a pass with chains of 4 on 1 held-out prompts" in result.stdout
@@ -95,7 +97,7 @@ def test_train_and_use(run: Run, tiny: Path, tmp_path: Path, method: str) -> Non
         "generate", "abc", "-m", tiny, "--max-tokens", 9, "--draft-model", out, "--method", method
     )
     assert generated.exit_code == 0, generated.stderr
-    again = run("train", method, "-m", tiny, "-o", out, *QUICK)
+    again = run("train", trained, "-m", tiny, "-o", out, *QUICK)
     assert "already has a head: choose another folder" in error_of(again)
 
 

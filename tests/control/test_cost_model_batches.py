@@ -9,7 +9,8 @@ import pytest
 
 from foretoken.analysis import expected_tokens
 from foretoken.control import CostCurve
-from foretoken.control.cost_model import CostModel, _levels
+from foretoken.control.cost_model import CostModel
+from foretoken.control.drafting_costs import levels_of_one
 from tests.control.worlds import (
     acceptance_rates,
     cheap,
@@ -186,7 +187,7 @@ def test_the_first_measurement_is_not_spoilt_by_newcomers() -> None:
     first, second = request_of(), request_of()
     seen = []
     # Two requests that draft together take longer than one of them.
-    for step, seconds in enumerate((1.0, 0.004, 1.0, 0.004 * _levels(1.0, 2.0))):
+    for step, seconds in enumerate((1.0, 0.004, 1.0, 0.004 * levels_of_one(1.0, 2.0))):
         batch = [first, second] if step else [first]
         lengths = [budget.chain for budget in model.budgets(batch, len(batch))]
         seen.append(lengths)

@@ -13,7 +13,8 @@ from foretoken.control import Budget
 from foretoken.drafters.admission import rows_that_fit
 from foretoken.drafters.draft_model import FIRST_PASS, OwnModel
 from foretoken.drafters.model_drafter import ModelDrafter
-from foretoken.drafters.shapes import Chain, Shape, TreeOptions, Widths
+from foretoken.drafters.shapes import Chain, Shape, Widths
+from foretoken.drafters.tree_options import TreeOptions
 from foretoken.engine.kv_budget import KVBudget
 from foretoken.request import Request
 from foretoken.runtime import slab_buffers as slab_module

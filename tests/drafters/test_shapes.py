@@ -16,7 +16,8 @@ from foretoken.core.noise import Noise
 from foretoken.core.tree import Draft, chain
 from foretoken.drafters.draft_model import OwnModel
 from foretoken.drafters.model_drafter import ModelDrafter
-from foretoken.drafters.shapes import Dynamic, Node, Paths, TreeOptions, Widths
+from foretoken.drafters.shapes import Dynamic, Node, Paths, Widths
+from foretoken.drafters.tree_options import TreeOptions
 from foretoken.request import Request
 from foretoken.runtime.target import Target
 from tests.drafting import drafter_of

@@ -22,8 +22,9 @@ from foretoken.runtime.llama import LinearWeights, LlamaWeights
 from foretoken.runtime.module import ModuleNetwork
 from foretoken.runtime.native import build
 from foretoken.runtime.native.build import NativeLibraryError, library
-from foretoken.runtime.native.decoder import NativeDecoder, why_not_native
+from foretoken.runtime.native.decoder import NativeDecoder
 from foretoken.runtime.native.pack import GROUP, PANEL, Format, in_turns, pack
+from foretoken.runtime.native.support import why_not_native
 from foretoken.runtime.network import Network
 from foretoken.runtime.target import Target
 from tests.runtime.test_lean import FAMILY, TREE, model_of, scores

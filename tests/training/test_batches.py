@@ -45,6 +45,7 @@ def test_every_root_learns_what_follows_it(given_: list[Features]) -> None:
         learnt = {at for start, stop in each.answers for at in range(start, stop)}
         pairs = len(each.tokens) - 1
         assert batch.lengths[row] == pairs
+        assert torch.equal(batch.tokens[row, : pairs + 1], each.tokens)
         assert torch.equal(batch.next_tokens[row, :pairs], each.tokens[1:])
         assert torch.equal(batch.hidden[row, :pairs], each.hidden[:-1])
         assert torch.equal(batch.scales[row, :pairs], each.scales[:-1])

@@ -81,7 +81,7 @@ def test_few_tokens_are_padded_with_impossible_ones(tmp_path: Path) -> None:
     torch.testing.assert_close(found.top_logprobs.exp().sum(-1), torch.ones(24), atol=3e-3, rtol=0)
 
 
-@pytest.mark.parametrize("layers", [(0,), LAYERS])
+@pytest.mark.parametrize("layers", [(), (0,), LAYERS])
 def test_its_size_is_known_beforehand(
     layers: tuple[int, ...], target: Target, tmp_path: Path
 ) -> None:
@@ -89,6 +89,22 @@ def test_its_size_is_known_beforehand(
     files = [each for each in (tmp_path / "cache").iterdir() if each.name != features.INDEX]
     tokens = sum(len(each.tokens) for each in TALKS)
     assert sum(each.stat().st_size for each in files) == tokens * bytes_per_token(len(layers), 64)
+
+
+def test_without_hidden_states(target: Target, tmp_path: Path) -> None:
+    """Everything else is as it is with them."""
+    found, whole = (
+        computed(target, TALKS, layers, tmp_path / str(len(layers))) for layers in ((), LAYERS)
+    )
+    assert {each.name for each in (tmp_path / "0").iterdir()} == {
+        *("tokens", "top_tokens", "top_logprobs", features.INDEX)
+    }
+    for number, talk in enumerate(TALKS):
+        assert found[number].hidden.shape == (len(talk.tokens), 0, 64)
+        assert found[number].scales.shape == (len(talk.tokens), 0, 2)
+        for name in ("tokens", "top_tokens", "top_logprobs"):
+            assert torch.equal(getattr(found[number], name), getattr(whole[number], name))
+    assert counted(target, tmp_path / "0", layers=()) == 0
 
 
 def counted(target: Target, folder: Path, talks: list = TALKS, layers: tuple = LAYERS) -> int:  # type: ignore[type-arg]

@@ -19,12 +19,13 @@ from torch import Tensor
 
 from foretoken import ConfigError
 from foretoken.errors import TrainingError
-from foretoken.training import trainer as trainer_module
+from foretoken.training import optimizers
 from foretoken.training.curves import save_curves
 from foretoken.training.methods import TRAINING_METHODS
+from foretoken.training.progress import Evaluation, Step
 from foretoken.training.settings import TrainingSettings
 from foretoken.training.trainee import Trainee
-from foretoken.training.trainer import Evaluation, Step, Trainer
+from foretoken.training.trainer import Trainer
 from tests.training.world import World
 
 SHORT = TrainingSettings(epochs=3, batch_tokens=96, evaluate_every=4, mixed_precision="no")
@@ -84,7 +85,7 @@ def test_every_method_learns(method: str, precision: Any, tmp_path: Path) -> Non
         world,
         tmp_path / "run",
         TrainingSettings(
-            epochs=50 if method == "medusa" else 16,
+            epochs=50 if method in {"medusa", "distill"} else 16,
             batch_tokens=128,
             learning_rate=2e-2,
             mixed_precision=precision,
@@ -159,7 +160,7 @@ def interrupted(run: Run, stops: Sequence[int]) -> None:
         events.close()
 
 
-@pytest.mark.parametrize("method", ["eagle", "hydra"])
+@pytest.mark.parametrize("method", ["eagle", "hydra", "distill"])
 @pytest.mark.parametrize("stops", [[1], [4], [5], [2, 2, 3], [3, 1, 1, 1, 1], [10], [11], [12]])
 def test_a_run_that_was_stopped_ends_with_the_same_weights(
     method: str, stops: list[int], tmp_path: Path
@@ -350,13 +351,13 @@ def test_half_precision_needs_a_gpu(world: World, tmp_path: Path) -> None:
 
 
 def test_the_learning_rate() -> None:
-    rates = [trainer_module._rate(step, total=100, warmup=0.1) for step in range(100)]
+    rates = [optimizers._rate(step, total=100, warmup=0.1) for step in range(100)]
     assert rates[0] == pytest.approx(0.1)
     assert rates[:9] == sorted(rates[:9])
     assert rates[9:] == sorted(rates[9:], reverse=True)
     assert max(rates) > 0.97
     assert rates[-1] < 0.001
-    assert trainer_module._rate(0, total=1, warmup=0.0) == 1
+    assert optimizers._rate(0, total=1, warmup=0.0) == 1
 
 
 # Curves

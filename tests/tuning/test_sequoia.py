@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 
 from foretoken import LLM, ConfigError, SamplingParams
 from foretoken.config import SpeculativeConfig
-from foretoken.drafters.shapes import Paths, TreeOptions, Widths
+from foretoken.drafters.shapes import Paths, Widths
 from foretoken.drafters.tree_file import TreeFile
+from foretoken.drafters.tree_options import TreeOptions
 from foretoken.errors import ForetokenError
 from foretoken.runtime.costs import CostCurve
 from foretoken.tuning.measure_tree import (

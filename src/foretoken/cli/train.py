@@ -24,8 +24,9 @@ from foretoken.training.choices import TRAINABLE
 if TYPE_CHECKING:
     from foretoken.training.estimate import Estimate
     from foretoken.training.method import TrainingMethod
-    from foretoken.training.run import DataSettings, TrainingReport, TrainingRun
-    from foretoken.training.settings import TrainingSettings
+    from foretoken.training.report import TrainingReport
+    from foretoken.training.run import TrainingRun
+    from foretoken.training.settings import DataSettings, TrainingSettings
 
 __all__ = ["EXAMPLES", "train"]
 
@@ -67,7 +68,7 @@ class DataOptions:
 
     def settings(self) -> DataSettings:
         """As `TrainingRun` takes them."""
-        from foretoken.training.run import DataSettings
+        from foretoken.training.settings import DataSettings
 
         given = self.data or ["self"]
         files = tuple(Path(name) for name in given if name != "self")
@@ -132,7 +133,7 @@ def train(
     if json_output:
         display().out(as_json(asdict(report)))
     else:
-        _show(report, method, out)
+        _show(report, _serving_method(method, out), out)
 
 
 def _check_installed() -> None:
@@ -214,7 +215,7 @@ def _time(hours: float) -> str:
 
 
 class _Shown:
-    """See `training.run.Reporter`: a bar on a terminal, lines elsewhere; both on stderr."""
+    """See `training.report.Reporter`: a bar on a terminal, lines elsewhere; both on stderr."""
 
     def __init__(self) -> None:
         self._console = errors()
@@ -258,6 +259,13 @@ class _Shown:
                 self.say(f"{doing}: {count / max(1, total):.0%}, {remark}")
 
         return done
+
+
+def _serving_method(method: str, out: Path) -> str:
+    """The method that drafts with what was trained."""
+    from foretoken.training.methods import training_method
+
+    return str(training_method(method, {}).serving(out)["method"])
 
 
 def _show(report: TrainingReport, method: str, out: Path) -> None:

@@ -1,6 +1,7 @@
 """`cost_model`: draft as much as maximizes expected tokens per second; the default controller.
 
-Drafters that look tokens up draft first and are cut afterwards: see `lookup_model.py`.
+Drafters that look tokens up draft first and are cut afterwards: see `lookup_model.py`. What is
+learnt from the steps is in `history.py` (acceptance) and `drafting_costs.py`.
 
 The model is that of Leviathan et al., theorem 3.8, with refinements. The cost of a pass is a
 measured curve and not a constant. Each request has its own running estimate of the acceptance rate
@@ -31,19 +32,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Annotated, ClassVar, TypeAlias, TypeVar
+from typing import Annotated, ClassVar, TypeAlias
 
 import numpy as np
 from annotated_types import Ge
 from numpy.typing import NDArray
 
 from foretoken.control.base import Budget, Controller, Expected, within
-from foretoken.control.evidence import Frequency
+from foretoken.control.drafting_costs import DraftingCosts, levels_of_one
+from foretoken.control.history import History
 from foretoken.core.config import Config
 from foretoken.decode import Outcome
 from foretoken.request import Request
 
-__all__ = ["CostModel", "smoothed"]
+__all__ = ["CostModel"]
+
+_Floats: TypeAlias = NDArray[np.float64]
 
 _MEMORY_OF_ONE, _MEMORY_OF_ALL = 0.9, 0.98
 """Weight of the past after each draft, in the estimates of one request and of all requests."""
@@ -57,10 +61,6 @@ _LEAST_NODES = 0.01
 _PLANNED_AGAIN = 8
 """Steps after which a plan is made again although nothing was learnt: costs may have changed."""
 
-_SHARED = 0.7
-"""Part of the time of a level of one request that further requests of the same pass share. With an
-EAGLE head, the levels of 8 requests take 3 times as long as those of one."""
-
 _SERVED = 4.0
 """A step with a draft from elsewhere counts as at most so many plain ones until the next probe: a
 model that might be better is probed sooner than one that might not pay at all."""
@@ -68,150 +68,6 @@ model that might be better is probed sooner than one that might not pay at all."
 _MARGIN = 1.04
 """If it is patient, drafts have to promise this many times the tokens per second of a step without
 them. Estimates are noisy, and the best of several is often one that is too high."""
-
-_UNKNOWN = 0.5
-"""Acceptance rate before anything was observed: high enough to try drafts."""
-
-
-def smoothed(known: float, seconds: float) -> float:
-    """A running mean with one more measurement.
-
-    A measurement counts as at most twice the mean, since it may be an outlier.
-    """
-    return known + 0.1 * (min(seconds, 2 * known) - known)
-
-
-_Floats: TypeAlias = NDArray[np.float64]
-
-
-class _History:
-    """How the drafts of one request, or of all requests, were accepted.
-
-    Args:
-        memory: weight of the past after each draft.
-        levels: number of levels of the deepest draft.
-        trees: whether drafts are trees. Each level of a tree has its own acceptance rate; the
-            levels of a chain share one, alpha.
-
-    Attributes:
-        depth: how deep the request may draft in the current step.
-        caught_up: whether it could also draft in the previous step.
-        tried: whether it has ever drafted.
-        plain_steps: number of steps since it could last draft; served ones count more.
-        missed: seconds that drafts would have saved before the first one.
-    """
-
-    def __init__(self, memory: float, levels: int, *, trees: bool) -> None:
-        self._levels = levels
-        self._trees = trees
-        # A draft counts once for each level of a tree, but once per token for alpha.
-        memory_of_rates = memory**0.5 if trees else memory
-        self._passed = [Frequency(memory_of_rates, 2.0) for _ in range(levels if trees else 1)]
-        self._drafted = Frequency(memory, 2.0)
-        self.depth, self.plain_steps, self.missed = 0, 0.0, 0.0
-        self.caught_up = self.tried = False
-
-    @property
-    def just_started(self) -> bool:
-        """Whether the last step drafted and the one before did not; only valid between steps.
-
-        The drafter then had to read the text first.
-        """
-        return self.depth > 0 and not self.caught_up
-
-    def allow(self, depth: int, *, wanted: bool, counts: float = 1.0) -> None:
-        """Record how deep the request may draft in the current step.
-
-        Args:
-            depth: so deep.
-            wanted: whether more than 0 was chosen.
-            counts: plain steps as which it counts, if it drafts nothing.
-        """
-        self.plain_steps = 0.0 if wanted else self.plain_steps + counts
-        self.caught_up, self.depth = self.depth > 0, depth
-
-    def skip(self) -> None:
-        """Record a step in which a draft from elsewhere cannot be beaten."""
-        self.caught_up, self.depth = self.depth > 0, 0
-
-    def add(self, outcome: Outcome, allowed: int) -> None:
-        """Learn from one draft, which may have had up to `allowed` levels."""
-        drafted, passed = outcome.draft.tree.num_drafted, len(outcome.accepted.path)
-        self._drafted.add(drafted > 0, not drafted)
-        if not drafted:
-            return
-        self.tried = True
-        if not self._trees:
-            self._passed[0].add(passed, len(outcome.accepted.rejected))
-            return
-        for level, frequency in enumerate(self._passed):
-            reached = level <= passed and level < allowed  # else its counts only decay
-            frequency.add(reached and level < passed, reached and level == passed)
-
-    def draft_rate(self, prior: float = 1.0) -> float:
-        """Probability that the drafter has a draft."""
-        return self._drafted.given(prior)
-
-    def acceptance_rates(self, prior: Sequence[float] = ()) -> list[float]:
-        """For each level, the probability that it is passed, given that the level above was.
-
-        A level without observations gets the rate of the level above.
-        """
-        if not self._trees:
-            return [self._passed[0].given(prior[0] if prior else _UNKNOWN)] * self._levels
-        rates, above = list[float](), _UNKNOWN
-        for level, frequency in enumerate(self._passed):
-            above = frequency.given(prior[level] if prior else above)
-            rates.append(above)
-        return rates
-
-
-_Number = TypeVar("_Number", float, _Floats)
-
-
-def _levels(deepest: _Number, drafted: _Number) -> _Number:
-    """What drafting costs, in levels of one request.
-
-    Args:
-        deepest: the depth of the deepest draft.
-        drafted: the depths of all drafts together.
-    """
-    return _SHARED * deepest + (1 - _SHARED) * drafted
-
-
-class _DraftingCosts:
-    """Seconds of drafting, without the target's pass.
-
-    Attributes:
-        level: seconds of one level of one request. It is an upper bound as long as all timed drafts
-            included reading a text.
-        token: seconds to read a token of a request's text; None before the first reading.
-        bound: whether `level` is only an upper bound.
-    """
-
-    def __init__(self) -> None:
-        self.level, self.bound = 0.0, True
-        self.token: float | None = None
-
-    def add(self, seconds: float, levels: float, *, caught_up: bool, read: int = 0) -> None:
-        """Learn from a step that drafted, after reading so many tokens of texts.
-
-        Args:
-            seconds: of drafting.
-            levels: see `_levels`.
-            caught_up: whether all drafting requests could draft in the previous step, too.
-            read: tokens of texts that were read.
-        """
-        per_level = seconds / max(1.0, levels)
-        if read:
-            per_token = max(0.0, seconds - levels * self.level) / read
-            self.token = smoothed(self.token or per_token, per_token)
-        if caught_up and self.bound:
-            self.level, self.bound = per_level, False
-        elif self.bound:
-            self.level = min(per_level, self.level or per_level)
-        elif caught_up or per_level < self.level:
-            self.level = smoothed(self.level, per_level)
 
 
 @dataclass
@@ -252,19 +108,19 @@ class CostModel(Controller):
         self._trees = self.levels is not None
         sizes = [1] * self.num_speculative_tokens if self.levels is None else self.levels
         self._nodes = [float(nodes) for nodes in accumulate(sizes)]  # of a draft, by its depth
-        self._histories: dict[int, _History] = {}
+        self._histories: dict[int, History] = {}
         self._overall = self._new(_MEMORY_OF_ALL)
-        self._drafting_costs = _DraftingCosts()
+        self._drafting_costs = DraftingCosts()
         self._gain = 1.0  # tokens per second as last planned, over those without drafts
         self._drafted_steps = 0  # since the last step without drafts
         self.patient = False  # whether to wait until drafts are clearly worth it
         self._plan: _Plan | None = None  # None if something was learnt since
         self.planned = Expected.plain(1)  # the last step of which depths were chosen
 
-    def _new(self, memory: float) -> _History:
-        return _History(memory, len(self._nodes), trees=self._trees)
+    def _new(self, memory: float) -> History:
+        return History(memory, len(self._nodes), trees=self._trees)
 
-    def _history(self, request: Request) -> _History:
+    def _history(self, request: Request) -> History:
         history = self._histories.get(request.key)
         if history is None:
             history = self._histories[request.key] = self._new(_MEMORY_OF_ONE)
@@ -328,7 +184,7 @@ class CostModel(Controller):
         for request in batch:
             self._history(request).skip()
 
-    def _budget(self, request: Request, history: _History, depth: int, counts: float) -> Budget:
+    def _budget(self, request: Request, history: History, depth: int, counts: float) -> Budget:
         budget = within(request, depth)
         history.allow(budget.depth, wanted=depth > 0, counts=counts)
         if self._trees and depth:
@@ -404,7 +260,7 @@ class CostModel(Controller):
         drafting = (
             per_level
             * likely
-            * _levels(np.maximum.accumulate(level + 1.0), np.arange(1.0, len(level) + 1))
+            * levels_of_one(np.maximum.accumulate(level + 1.0), np.arange(1.0, len(level) + 1))
         )
         rates = tokens / (drafting + self.costs.drafting(positions, rows))
         best = int(rates.argmax())
@@ -440,7 +296,7 @@ class CostModel(Controller):
             Shares of the time of a plain pass.
         """
         share, passed, nodes = self._chances(batch)
-        per_level = _levels(1.0, float(len(batch))) / len(batch)
+        per_level = levels_of_one(1.0, float(len(batch))) / len(batch)
         per_level *= self._drafting_costs.level / self.costs(rows, rows)
         levels = share * (passed / rows - nodes * node_cost) - per_level
         gains: list[float] = np.cumsum(levels, axis=1).max(axis=1).tolist()
@@ -492,7 +348,7 @@ class CostModel(Controller):
         self._drafted_steps = self._drafted_steps + 1 if deepest else 0
         if may_draft:
             self._plan = None
-            levels = _levels(deepest, drafted)
+            levels = levels_of_one(deepest, drafted)
             self._drafting_costs.add(draft_seconds, levels, caught_up=caught_up, read=read)
 
     def release(self, request: Request) -> None:

@@ -38,6 +38,11 @@ _BEST_RATE = 0.8
 would give."""
 
 
+_MOST_ROWS = 4
+"""Most requests of a step in which trained drafts are considered. With 8 on two cores, a pass is
+bound by computing: trained drafts then cost more than they bring (docs/results.md)."""
+
+
 @dataclass
 class _Clock:
     """Seconds of this step's lookups and trained drafts, from one call of a method to the next."""
@@ -114,6 +119,8 @@ class HybridModel(Controller):
 
     def _candidates(self, batch: Sequence[Request], plan: LookupPlan) -> list[int]:
         """Rows of the requests whose lookup is worth less than a trained draft."""
+        if self._rows > _MOST_ROWS:
+            return []
         rows = [row for row in range(len(batch)) if plan.tokens.get(row, 0.0) < self._best_trained]
         if len(batch) == 1 or not any(plan.nodes.values()):
             return rows

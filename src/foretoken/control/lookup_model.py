@@ -26,7 +26,8 @@ from typing import ClassVar
 import numpy as np
 
 from foretoken.control.base import Budget, Controller, Expected, within
-from foretoken.control.cost_model import CostModel, smoothed
+from foretoken.control.cost_model import CostModel
+from foretoken.control.drafting_costs import smoothed
 from foretoken.control.evidence import AcceptanceRates, path_probs
 from foretoken.core.tree import Draft
 from foretoken.decode import Outcome

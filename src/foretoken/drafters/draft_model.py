@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from foretoken.core.common_prefix import common_prefix
 from foretoken.core.tree import TokenTree
 from foretoken.drafters.admission import rows_that_fit
-from foretoken.drafters.model_drafter import GrowingScorer
-from foretoken.drafters.shapes import TreeOptions
+from foretoken.drafters.scorer import GrowingScorer
+from foretoken.drafters.tree_options import TreeOptions
 from foretoken.request import Request
 from foretoken.runtime.network import GrownTree, GrowthLimit, GrowthPlan, Need, PassOutput
 from foretoken.runtime.passes import Passes
@@ -77,7 +77,7 @@ def scored(num_computed: Sequence[int], hidden: tuple[int, ...] = ()) -> Need:
 
 
 class OwnModel(GrowingScorer):
-    """A draft model with KV rows of its own (see `model_drafter.Scorer`).
+    """A draft model with KV rows of its own (see `scorer.Scorer`).
 
     Args:
         model: the draft model.

@@ -18,8 +18,9 @@ from foretoken.core.tree import Draft, chain
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.draft_model import OwnModel
 from foretoken.drafters.model_drafter import ModelDrafter
-from foretoken.drafters.shapes import Chain, TreeOptions
+from foretoken.drafters.shapes import Chain
 from foretoken.drafters.translation import INCOMPLETE, Script, Translator
+from foretoken.drafters.tree_options import TreeOptions
 from foretoken.request import Request
 from foretoken.runtime.target import Target
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from foretoken.core.config import PathText
 from foretoken.core.tree import TokenTree
-from foretoken.drafters.model_drafter import GrowingScorer
-from foretoken.drafters.shapes import TreeOptions
+from foretoken.drafters.scorer import GrowingScorer
+from foretoken.drafters.tree_options import TreeOptions
 from foretoken.drafters.tuned_layers import LayerIndices, TunedLayers
 from foretoken.errors import ConfigError
 from foretoken.request import Request

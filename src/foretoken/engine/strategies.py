@@ -18,7 +18,7 @@ from foretoken.core.grammar import Grammars
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.hybrid import Hybrid
 from foretoken.drafters.overlap import VocabularyOverlap
-from foretoken.drafters.registry import DrafterParts
+from foretoken.drafters.spec import DrafterParts
 from foretoken.drafters.vocabulary import DraftModel
 from foretoken.engine.kv_budget import KVBudget
 from foretoken.errors import CompatibilityError, ConfigError

@@ -13,7 +13,8 @@ from foretoken.runtime.kv_slab import KVSlab
 from foretoken.runtime.lean import DenseLinear, LeanDecoder
 from foretoken.runtime.llama import DecoderWeights, LlamaWeights, is_llama
 from foretoken.runtime.module import ModuleNetwork
-from foretoken.runtime.native.decoder import NativeDecoder, why_not_native, wrong_sizes
+from foretoken.runtime.native.decoder import NativeDecoder
+from foretoken.runtime.native.support import why_not_native, wrong_sizes
 from foretoken.runtime.network import Network
 
 __all__ = ["head_network", "network_for", "slab_for"]

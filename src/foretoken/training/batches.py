@@ -53,7 +53,7 @@ class Batch(NamedTuple):
     Args:
         hidden: [B, T, A, E] the target's hidden states at position t, in int8.
         scales: [B, T, A, G] their scales.
-        next_tokens: [B, T] the token at t + 1.
+        tokens: [B, T + 1] all tokens.
         lengths: [B] pairs of each conversation.
         roots: [B, Q] the pairs from which drafts start, ascending; padded with 0.
         levels: what is to be learnt.
@@ -61,10 +61,15 @@ class Batch(NamedTuple):
 
     hidden: Tensor
     scales: Tensor
-    next_tokens: Tensor
+    tokens: Tensor
     lengths: Tensor
     roots: Tensor
     levels: Levels
+
+    @property
+    def next_tokens(self) -> Tensor:
+        """[B, T] the token at t + 1."""
+        return self.tokens[:, 1:]
 
     @property
     def num_tokens(self) -> int:
@@ -171,11 +176,11 @@ def collate(conversations: Sequence[Features], num_levels: int) -> Batch:
     """One batch of these conversations, to learn `num_levels` levels of drafting."""
     made = [_pairs(each, num_levels) for each in conversations]
     *others, levels = zip(*made, strict=True)
-    hidden, scales, next_tokens, lengths, roots = (
+    hidden, scales, tokens, lengths, roots = (
         pad_sequence(list(each), batch_first=True) for each in others
     )
     padded = [_padded_roots(each) for each in zip(*levels, strict=True)]
-    return Batch(hidden, scales, next_tokens, lengths.flatten(), roots, Levels(*padded))
+    return Batch(hidden, scales, tokens, lengths.flatten(), roots, Levels(*padded))
 
 
 def _padded_roots(tensors: Sequence[Tensor]) -> Tensor:
@@ -204,7 +209,7 @@ def _pairs(each: Features, num_levels: int) -> Batch:
     return Batch(
         hidden=each.hidden[:-1],
         scales=each.scales[:-1],
-        next_tokens=each.tokens[1:],
+        tokens=each.tokens,
         lengths=torch.tensor([size - 1]),
         roots=roots,
         levels=levels,

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 __all__ = ["TRAINABLE"]
 
-TRAINABLE = ("eagle", "medusa", "hydra", "blockwise", "mlp_speculator")
+TRAINABLE = ("eagle", "medusa", "hydra", "blockwise", "mlp_speculator", "distill")
 """The names in `methods.TRAINING_METHODS`."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from foretoken.core.files import write_whole
-from foretoken.training.trainer import Evaluation
+from foretoken.training.progress import Evaluation
 
 __all__ = ["save_curves"]
 

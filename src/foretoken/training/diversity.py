@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from foretoken.errors import DataError
 from foretoken.training.conversations import Conversation
 
-__all__ = ["Diversity", "Unseen", "diversity"]
+__all__ = ["Diversity", "Unseen", "diversity", "texts_in"]
 
 _OVERLAP = 8
 """Length of the n-grams that count as an overlap."""
@@ -90,3 +94,25 @@ def _prompts(conversation: Conversation) -> Iterator[Sequence[int]]:
     for first, stop in conversation.answers:
         yield conversation.tokens[start:first]
         start = stop
+
+
+def texts_in(path: Path) -> Iterator[str]:
+    """All texts in a file of prompts, whatever its fields are called."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read: {error}.") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            if line.strip():
+                yield from _strings(json.loads(line) if path.suffix == ".jsonl" else line)
+        except ValueError as error:
+            raise DataError(f"{path}, line {number}: not JSON: {error}.") from None
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _strings(each)

@@ -20,9 +20,10 @@ from foretoken.llm import LLM
 from foretoken.training.batches import TrainingSet
 from foretoken.training.conversations import Conversation
 from foretoken.training.features import FeatureCache, bytes_per_token, compute_features
+from foretoken.training.progress import Step
 from foretoken.training.settings import TrainingSettings
 from foretoken.training.trainee import Trainee
-from foretoken.training.trainer import Step, Trainer
+from foretoken.training.trainer import Trainer
 
 __all__ = ["Estimate", "Speeds", "estimate", "measure_speeds"]
 

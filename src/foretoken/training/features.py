@@ -62,7 +62,7 @@ class Features:
     Args:
         tokens: [n].
         answers: [start, stop) of each part to learn.
-        hidden: [n, A, E] hidden states of A layers in int8.
+        hidden: [n, A, E] hidden states of A layers in int8; A may be 0.
         scales: [n, A, G] their scales.
         top_tokens: [n, K] the most probable tokens after each token, the best first.
         top_logprobs: [n, K] their log-probabilities at temperature 1.
@@ -88,10 +88,13 @@ def bytes_per_token(num_layers: int, hidden_size: int) -> int:
 
 def _columns(num_layers: int, hidden_size: int) -> dict[str, tuple[str, tuple[int, ...]]]:
     """File name -> type and shape of what is kept of a token."""
-    return {
-        "tokens": ("int32", ()),
+    states = {
         "hidden": ("int8", (num_layers, hidden_size)),
         "scales": ("float16", (num_layers, _groups(hidden_size))),
+    }
+    return {
+        "tokens": ("int32", ()),
+        **(states if num_layers else {}),  # nothing of no layers
         "top_tokens": ("int32", (TOP_K,)),
         "top_logprobs": ("float16", (TOP_K,)),
     }
@@ -154,11 +157,12 @@ class FeatureCache:
     def __getitem__(self, number: int) -> Features:
         part = slice(self._starts[number], self._starts[number + 1])
         read = {name: torch.from_numpy(np.array(a[part])) for name, a in self._arrays.items()}
+        size, none = self.index["hidden_size"], (len(read["tokens"]), 0)
         return Features(
             tokens=read["tokens"].long(),
             answers=self.index["answers"][number],
-            hidden=read["hidden"],
-            scales=read["scales"],
+            hidden=read.get("hidden", torch.zeros(*none, size, dtype=torch.int8)),
+            scales=read.get("scales", torch.zeros(*none, _groups(size), dtype=torch.float16)),
             top_tokens=read["top_tokens"].long(),
             top_logprobs=read["top_logprobs"].float(),
         )
@@ -275,10 +279,8 @@ def _kept(output: PassOutput, layers: Sequence[int]) -> dict[str, Tensor]:
     values, tokens = logits.topk(min(TOP_K, logits.shape[-1]))
     missing = TOP_K - values.shape[-1]  # of a vocabulary smaller than that
     logprobs = F.pad(values - logits.logsumexp(-1, keepdim=True), (0, missing), value=-1e4)
-    hidden, scales = _quantize(torch.stack([output.hidden[layer] for layer in layers], dim=1))
-    return {
-        "hidden": hidden,
-        "scales": scales,
-        "top_tokens": F.pad(tokens.int(), (0, missing)),
-        "top_logprobs": logprobs.half(),
-    }
+    kept = {"top_tokens": F.pad(tokens.int(), (0, missing)), "top_logprobs": logprobs.half()}
+    if layers:
+        hidden = torch.stack([output.hidden[layer] for layer in layers], dim=1)
+        kept["hidden"], kept["scales"] = _quantize(hidden)
+    return kept

@@ -1,22 +1,35 @@
 """Losses between a draft's distribution q and the target's p, of which the top K tokens are known.
 
     kl:  KL(p || q) = sum_x p(x) (log p(x) - log q(x))
+    rkl: KL(q || p) = sum_x q(x) (log q(x) - log p(x))
+    jsd: (KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2
     ce:  -log q(y) of the token y that the target wrote
     tv:  1 - sum_x min(p(x), q(x)), the probability of a rejection (Leviathan et al., theorem 3.5)
 
 p is the target's distribution at temperature 1 over those of the K tokens that are in the draft
 vocabulary, normalised. A place whose K tokens are all outside it teaches nothing.
+
+So p is 0 for all other tokens. For kl, ce and tv they have no term. In jsd each has
+q(x) log 2 / 2. In rkl they would be infinite: all of them together count as one token whose p is
+`REST`, which draws q back to the K tokens and does not tell which of the others are worse.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["LOSSES", "Loss", "Teacher"]
+__all__ = ["LOSSES", "REST", "Loss", "Teacher"]
+
+REST = 1e-3
+"""For rkl: p of all tokens together that the target is not known to write."""
+
+_TINY = 1e-9
+"""In place of 0 in a logarithm."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +59,7 @@ class Teacher:
         inside = places[tokens]
         probs = logprobs.exp().masked_fill(inside < 0, 0)
         total = probs.sum(-1, keepdim=True)
-        return cls(places[labels], inside, probs / total.clamp(min=1e-9))
+        return cls(places[labels], inside, probs / total.clamp(min=_TINY))
 
 
 Loss = Callable[[Tensor, Teacher], Tensor]
@@ -62,7 +75,30 @@ def _log_q(logits: Tensor, tokens: Tensor) -> Tensor:
 def kl(logits: Tensor, teacher: Teacher) -> Tensor:
     """See the module."""
     p = teacher.probs
-    return (p * (p.clamp(min=1e-9).log() - _log_q(logits, teacher.tokens))).sum(-1)
+    return (p * (p.clamp(min=_TINY).log() - _log_q(logits, teacher.tokens))).sum(-1)
+
+
+def _of_known(logits: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
+    """[N, K] log q and q; where p is 0, q is 0, too."""
+    log_q = _log_q(logits, teacher.tokens).masked_fill(teacher.probs == 0, 0)
+    return log_q, log_q.exp() * (teacher.probs > 0)
+
+
+def rkl(logits: Tensor, teacher: Teacher) -> Tensor:
+    """See the module."""
+    log_q, q = _of_known(logits, teacher)
+    known = (q * (log_q - teacher.probs.clamp(min=_TINY).log())).sum(-1)
+    rest = (1 - q.sum(-1)).clamp(min=_TINY)
+    return (known + rest * (rest / REST).log()) * (teacher.probs.sum(-1) > 0)
+
+
+def jsd(logits: Tensor, teacher: Teacher) -> Tensor:
+    """See the module."""
+    p, (log_q, q) = teacher.probs, _of_known(logits, teacher)
+    log_m = ((p + q) / 2).clamp(min=_TINY).log()
+    of_p = (p * (p.clamp(min=_TINY).log() - log_m)).sum(-1)
+    of_q = (q * (log_q - log_m)).sum(-1) + (1 - q.sum(-1)) * math.log(2)
+    return (of_p + of_q) / 2 * (p.sum(-1) > 0)
 
 
 def ce(logits: Tensor, teacher: Teacher) -> Tensor:
@@ -78,4 +114,4 @@ def tv(logits: Tensor, teacher: Teacher) -> Tensor:
     return (1 - torch.minimum(teacher.probs, q).sum(-1)) * known
 
 
-LOSSES: dict[str, Loss] = {"kl": kl, "ce": ce, "tv": tv}
+LOSSES: dict[str, Loss] = {"kl": kl, "rkl": rkl, "jsd": jsd, "ce": ce, "tv": tv}

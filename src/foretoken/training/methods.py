@@ -7,6 +7,7 @@ from typing import Any
 
 from foretoken.core.config import nearest
 from foretoken.errors import ConfigError
+from foretoken.training.distill import DistillTraining
 from foretoken.training.eagle import EagleTraining
 from foretoken.training.method import TrainingMethod
 from foretoken.training.state_heads import (
@@ -26,6 +27,7 @@ TRAINING_METHODS: dict[str, type[TrainingMethod]] = {
         HydraTraining,
         BlockwiseTraining,
         MlpSpeculatorTraining,
+        DistillTraining,
     )
 }
 

@@ -1,103 +1,45 @@
-"""`TrainingRun`: everything between a target and a head of it, in one folder.
-
-    OUT/config.json, OUT/model.safetensors    the best head so far
-    OUT/training/settings.json                what it is made with
-    OUT/training/data/*.jsonl                 conversations
-    OUT/training/features/                    what training needs of the target's passes
-    OUT/training/checkpoints/                 where to continue
-    OUT/training/curves.csv, curves.png       the course
-    OUT/training/report.json                  what it brings
+"""`TrainingRun`: everything between a target and a head of it, in one folder (`folder.py`).
 
 Every part continues where it stopped. The command line calls it (`cli/train.py`).
 """
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 
-from foretoken.core.files import write_whole
 from foretoken.errors import CompatibilityError, ConfigError, DataError
 from foretoken.llm import LLM
 from foretoken.training.batches import TrainingSet
 from foretoken.training.collect import Chooser, FileSource, SelfSource, Source, collect
 from foretoken.training.conversations import Conversation, ConversationFile
 from foretoken.training.curves import save_curves
-from foretoken.training.diversity import Diversity, Unseen, diversity
+from foretoken.training.diversity import Unseen, diversity, texts_in
+from foretoken.training.draft_vocabulary import draft_vocabulary
 from foretoken.training.estimate import Estimate, estimate, measure_speeds
 from foretoken.training.features import FeatureCache, bytes_per_token, compute_features
+from foretoken.training.folder import TrainingFolder
 from foretoken.training.method import HeadParts, TrainingMethod
 from foretoken.training.processes import processes
+from foretoken.training.progress import Evaluation
 from foretoken.training.prompt_data import FileData
+from foretoken.training.report import Reporter, TrainingReport, advice, evaluation_text, step_text
 from foretoken.training.serving import Served, measure
-from foretoken.training.settings import TrainingSettings
+from foretoken.training.settings import DataSettings, TrainingSettings
 from foretoken.training.trainee import Trainee
-from foretoken.training.trainer import Evaluation, Step, Trainer
+from foretoken.training.trainer import Trainer
 
-__all__ = ["DataSettings", "Reporter", "TrainingReport", "TrainingRun"]
+__all__ = ["TrainingRun"]
 
 _ROWS = 32
 """Sequences that the target writes at a time."""
 
 _SERVED_PROMPTS = 12
-
-
-class Reporter(Protocol):
-    """Shows how a run goes."""
-
-    def say(self, text: str) -> None:
-        """One line."""
-        ...
-
-    def stage(self, doing: str, total: int) -> AbstractContextManager[Callable[[int, str], None]]:
-        """A part of the work. Yields a function that is told how much is done, with a remark."""
-        ...
-
-
-@dataclass(frozen=True)
-class DataSettings:
-    """What is learnt.
-
-    Args:
-        files: the user's own data; empty means that the target writes by itself.
-        tokens: of answers to learn.
-        held_out_tokens: of answers for evaluation.
-        unseen: files of prompts that training must not see.
-    """
-
-    files: tuple[Path, ...] = ()
-    tokens: int = 1_000_000
-    held_out_tokens: int = 40_000
-    unseen: tuple[Path, ...] = ()
-
-
-@dataclass(frozen=True)
-class TrainingReport:
-    """What a training brought.
-
-    Args:
-        training, held_out: the data.
-        coverage: share of the held-out answers' tokens that are in the draft vocabulary.
-        best: the best evaluation.
-        served: by the engine.
-        advice: what to change if acceptance is low.
-    """
-
-    training: Diversity
-    held_out: Diversity
-    coverage: float
-    best: Evaluation
-    served: Served
-    advice: tuple[str, ...] = field(default=())
 
 
 class TrainingRun:
@@ -129,10 +71,10 @@ class TrainingRun:
     ) -> None:
         self._llm, self._name, self._method = llm, name, method
         self._data, self._settings, self._reporter = data, method.adapted(settings), reporter
-        self._folder, self._work = folder, folder / "training"
+        self._folder = TrainingFolder(folder)
         self._layers = method.layers(llm.engine.target.network.num_layers)
         self._processes = processes(on_cpu=llm.device.type == "cpu")
-        self._check_folder()
+        self._folder.check(self._wanted())
         self._source = self._made_source()
 
     def _made_source(self) -> Source:
@@ -146,7 +88,7 @@ class TrainingRun:
     @property
     def has_begun(self) -> bool:
         """Whether the folder holds a checkpoint, from which training continues."""
-        return any((self._work / "checkpoints").glob("checkpoint-*"))
+        return self._folder.has_begun
 
     @property
     def num_processes(self) -> int:
@@ -173,27 +115,6 @@ class TrainingRun:
             "settings": self._settings.model_dump(mode="json"),
         }
 
-    def _check_folder(self) -> None:
-        """Refuse a folder that has another training, or a head of another one."""
-        path, wanted = self._work / "settings.json", self._wanted()
-        if path.exists():
-            found = json.loads(path.read_text())
-            if found != wanted:
-                changed = {*found, *wanted}
-                other = next(k for k in sorted(changed) if found.get(k) != wanted.get(k))
-                raise ConfigError(
-                    f"{self._folder} has a training with another '{other}': choose another folder, "
-                    f"or delete {self._work}."
-                )
-        elif (self._folder / "config.json").exists():
-            raise ConfigError(f"{self._folder} already has a head: choose another folder.")
-
-    def _claim(self) -> None:
-        """Say in the folder what it is for."""
-        path, text = self._work / "settings.json", json.dumps(self._wanted(), indent=2) + "\n"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, lambda to: to.write_text(text))
-
     # Beforehand
 
     def estimate(self) -> Estimate:
@@ -212,8 +133,8 @@ class TrainingRun:
         answers = self._data.tokens + self._data.held_out_tokens
         there = sum(
             each.num_answer_tokens
-            for path in (self._file("train"), self._file("held_out"))
-            for each in ConversationFile(path)
+            for name in ("train", "held_out")
+            for each in ConversationFile(self._folder.conversations(name))
         )
         found = estimate(
             speeds,
@@ -223,12 +144,10 @@ class TrainingRun:
             target.hidden_size,
             self._settings,
         )
-        folder = self._work.resolve()
-        there_already = next(each for each in (folder, *folder.parents) if each.exists())
-        free = shutil.disk_usage(there_already).free
-        if not self._has_features() and found.disk_bytes > free:
+        free = self._folder.free_bytes
+        if not self._folder.has_features and found.disk_bytes > free:
             raise DataError(
-                f"the features need {found.disk_bytes / 1e9:.1f} GB, and {self._folder} has "
+                f"the features need {found.disk_bytes / 1e9:.1f} GB, and {self._folder.head} has "
                 f"{free / 1e9:.1f} GB free: learn fewer tokens, or choose another disk."
             )
         return found
@@ -256,28 +175,24 @@ class TrainingRun:
             coverage,
             best,
             served,
-            tuple(_advice(coverage, best, served)),
+            tuple(advice(coverage, best, served)),
         )
-        text = json.dumps(asdict(report), indent=2) + "\n"
-        write_whole(self._work / "report.json", lambda path: path.write_text(text))
+        report.write(self._folder.report)
         return report
 
     def _prepare(self) -> tuple[list[Conversation], list[Conversation]]:
         """The conversations to learn and those that are held out; their features are there, too."""
-        self._claim()
+        self._folder.claim(self._wanted())
         held_out = self._conversations("held_out", self._data.held_out_tokens)
         training = self._conversations("train", self._data.tokens, held_out)
         for name, chosen in (("train", training), ("held_out", held_out)):
             self._compute(name, chosen)
         return training, held_out
 
-    def _file(self, name: str) -> Path:
-        return self._work / "data" / f"{name}.jsonl"
-
     def _conversations(
         self, name: str, tokens: int, others: Sequence[Conversation] = ()
     ) -> list[Conversation]:
-        path, held_out = self._file(name), name == "held_out"
+        path, held_out = self._folder.conversations(name), name == "held_out"
         path.parent.mkdir(parents=True, exist_ok=True)
         what = "Held-out conversations" if held_out else "Conversations"
         chooser = Chooser(tokens, self._unseen, others)
@@ -298,38 +213,32 @@ class TrainingRun:
         if not self._data.unseen:
             return Unseen(())
         assert self._llm.tokenizer is not None
-        texts = [text for path in self._data.unseen for text in _texts(path)]
+        texts = [text for path in self._data.unseen for text in texts_in(path)]
         encode = self._llm.tokenizer.encode
         return Unseen(encode(text, add_special_tokens=False) for text in texts)
-
-    def _features(self, name: str) -> Path:
-        return self._work / "features" / name
-
-    def _has_features(self) -> bool:
-        return all((self._features(name) / "index.json").exists() for name in ("train", "held_out"))
 
     def _compute(self, name: str, conversations: Sequence[Conversation]) -> None:
         target, total = self._llm.engine.target, sum(len(c.tokens) for c in conversations)
         size = total * bytes_per_token(len(self._layers), target.hidden_size)
         doing = f"Features ({size / 1e9:.2f} GB)"
-        folder = self._features(name)
+        folder = self._folder.features(name)
         with self._reporter.stage(doing, total) as done:
             for count in compute_features(target, conversations, self._layers, folder):
                 done(count, f"{count:,} tokens")
 
     def _draft_tokens(self) -> tuple[torch.Tensor, float]:
         """The draft vocabulary: what the target writes most often, and its share held out."""
-        vocab_size = self._llm.engine.target.vocab_size
-        counts = FeatureCache(self._features("train")).counts(vocab_size)
-        counts[list(self._llm.eos_token_ids)] = np.iinfo(np.int64).max
-        most = np.argsort(-counts, kind="stable")[: self._method.draft_vocab_size]
-        tokens = np.sort(most)
-        held_out = FeatureCache(self._features("held_out")).counts(vocab_size)
-        coverage = float(held_out[tokens].sum() / max(1, held_out.sum()))
+        tokens, coverage = draft_vocabulary(
+            FeatureCache(self._folder.features("train")),
+            FeatureCache(self._folder.features("held_out")),
+            self._llm.eos_token_ids,
+            self._method.draft_vocab_size,
+            self._llm.engine.target.vocab_size,
+        )
         self._reporter.say(
             f"Draft vocabulary: {len(tokens):,} tokens, {coverage:.1%} of what is held out."
         )
-        return torch.from_numpy(tokens), coverage
+        return tokens, coverage
 
     def _parts(self, draft_tokens: torch.Tensor) -> HeadParts:
         target = self._llm.engine.target
@@ -361,7 +270,7 @@ class TrainingRun:
     def _train(self, trainee: Trainee) -> Trainer:
         settings = self._settings
         training, held_out = (
-            TrainingSet(FeatureCache(self._features(name)), settings.max_length)
+            TrainingSet(FeatureCache(self._folder.features(name)), settings.max_length)
             for name in ("train", "held_out")
         )
         if not training or not held_out:
@@ -373,84 +282,26 @@ class TrainingRun:
 
         def save_best(best: Trainee, found: Evaluation) -> None:
             notes = {"seed": settings.seed, "step": found.step, "mean_length": found.score}
-            self._method.write(best, parts, self._folder, notes)
+            self._method.write(best, parts, self._folder.head, notes)
 
         trainer = Trainer(
-            trainee, training, held_out, settings, self._work / "checkpoints", save_best
+            trainee, training, held_out, settings, self._folder.checkpoints, save_best
         )
         with self._reporter.stage("Training", trainer.total_steps) as done:
             remark = ""
             for event in trainer.run():
                 if isinstance(event, Evaluation):
                     if self._processes.is_main_process:
-                        save_curves(self._work, trainer.history)
-                    self._reporter.say(_evaluated(event))
+                        save_curves(self._folder.work, trainer.history)
+                    self._reporter.say(evaluation_text(event))
                     remark = f"mean acceptance length {event.score:.2f}"
                 else:
-                    done(event.step, f"loss {event.losses[0]:.2f}, {_percent(event)}, {remark}")
+                    done(event.step, f"{step_text(event)}, {remark}")
         return trainer
 
     def _serve(self, held_out: Sequence[Conversation]) -> Served:
         prompts = [
             each.tokens[: each.answers[0][0]] for each in held_out if each.answers[0][0]
         ] or [each.tokens[: len(each.tokens) // 2] for each in held_out]
-        return measure(self._llm, self._method.serving(self._folder), prompts[:_SERVED_PROMPTS])
-
-
-def _texts(path: Path) -> Iterator[str]:
-    """All texts in a file of prompts, whatever its fields are called."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {error}.") from None
-    for number, line in enumerate(lines, 1):
-        try:
-            if line.strip():
-                yield from _strings(json.loads(line) if path.suffix == ".jsonl" else line)
-        except ValueError as error:
-            raise DataError(f"{path}, line {number}: not JSON: {error}.") from None
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _strings(each)
-
-
-def _percent(step: Step) -> str:
-    return "right " + " ".join(f"{share:.0%}" for share in step.accuracy)
-
-
-def _evaluated(found: Evaluation) -> str:
-    positions = " ".join(f"{share:.0%}" for share in found.by_position)
-    lengths = " ".join(f"{length:.2f}" for length in found.mean_lengths)
-    star = " (best)" if found.best else ""
-    return (
-        f"step {found.step}: loss {found.loss:.3f}; held out: acceptance by position {positions}; "
-        f"mean acceptance length of chains 1 to {len(found.mean_lengths)}: {lengths}{star}"
-    )
-
-
-def _advice(coverage: float, best: Evaluation, served: Served) -> Sequence[str]:
-    """What to change if acceptance is low."""
-    advice = []
-    if coverage < 0.95:
-        advice.append(
-            f"The draft vocabulary covers only {coverage:.0%} of the target's text: raise "
-            "draft_vocab_size."
-        )
-    if served.mean_length < best.score - 0.25:
-        advice.append(
-            f"The engine accepts {served.mean_length:.2f} tokens a pass where the simulation says "
-            f"{best.score:.2f}: few prompts were measured, or their first tokens are harder."
-        )
-    first, *later = best.by_position
-    if first < 0.5:
-        advice.append("The first position is right too rarely: learn more tokens, or more epochs.")
-    if later and later[0] < first - 0.15:
-        advice.append("Later positions are much worse than the first: learn more levels.")
-    if served.speed_up < 1.02:
-        advice.append("It hardly pays on this machine; the default controller will rarely use it.")
-    return advice
+        config = self._method.serving(self._folder.head)
+        return measure(self._llm, config, prompts[:_SERVED_PROMPTS])

@@ -95,13 +95,6 @@ class SelfTalk:
         self._llm = llm
         self._template = Template.of(llm.tokenizer)
         self._answerer = Answerer(llm)
-        self._dropped = dict.fromkeys(("short", "long", "loops"), 0)
-
-    @property
-    def dropped(self) -> dict[str, int]:
-        """Reason -> number of messages and answers that were left out."""
-        answers = self._answerer.dropped
-        return {reason: count + answers.get(reason, 0) for reason, count in self._dropped.items()}
 
     def write(self, seeds: Sequence[int]) -> list[Conversation]:
         """The conversations of these seeds, without those that are of no use."""
@@ -127,11 +120,9 @@ class SelfTalk:
         asked = []
         for talk, start, output in zip(talks, starts, outputs, strict=True):
             message = (*start, *self._without_end(output.token_ids))
-            if fault := self._fault(talk, message):
-                self._dropped[fault] += 1
-                continue
-            talk.tokens += [*message, *self._template.after]
-            asked.append(talk)
+            if self._is_useful(talk, message):
+                talk.tokens += [*message, *self._template.after]
+                asked.append(talk)
         return asked
 
     def _goes_on(self, talk: Talk) -> bool:
@@ -155,11 +146,8 @@ class SelfTalk:
             end -= 1
         return list(tokens[:end])
 
-    def _fault(self, talk: Talk, message: tuple[int, ...]) -> str | None:
-        """Why a user's message is of no use; None if it is of use."""
-        if len(message) < _FEWEST_TOKENS:
-            return "short"
+    def _is_useful(self, talk: Talk, message: tuple[int, ...]) -> bool:
+        """Whether a user's message is long enough, leaves room for an answer, and does not loop."""
         asked = len(talk.tokens) + len(message) + len(self._template.after)
-        if asked + FEWEST_ANSWER_TOKENS > self._llm.max_model_len:
-            return "long"
-        return None if loop_start(message, length=6) is None else "loops"
+        has_room = asked + FEWEST_ANSWER_TOKENS <= self._llm.max_model_len
+        return len(message) >= _FEWEST_TOKENS and has_room and loop_start(message, length=6) is None

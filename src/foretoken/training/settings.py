@@ -1,7 +1,9 @@
-"""`TrainingSettings`: how any head is trained."""
+"""What is learnt (`DataSettings`), and how any head is trained (`TrainingSettings`)."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -9,9 +11,26 @@ from pydantic import FiniteFloat
 
 from foretoken.core.config import Config
 
-__all__ = ["TrainingSettings"]
+__all__ = ["DataSettings", "TrainingSettings"]
 
 _Share = Annotated[FiniteFloat, Ge(0), Le(1)]
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """What is learnt.
+
+    Args:
+        files: the user's own data; empty means that the target writes by itself.
+        tokens: of answers to learn.
+        held_out_tokens: of answers for evaluation.
+        unseen: files of prompts that training must not see.
+    """
+
+    files: tuple[Path, ...] = ()
+    tokens: int = 1_000_000
+    held_out_tokens: int = 40_000
+    unseen: tuple[Path, ...] = ()
 
 
 class TrainingSettings(Config):

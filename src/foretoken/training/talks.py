@@ -67,14 +67,10 @@ class Answerer:
 
     Args:
         llm: the target.
-
-    Attributes:
-        dropped: reason -> number of answers that were left out.
     """
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
-        self.dropped = {"short": 0}
 
     def answer(self, talks: Sequence[Talk]) -> list[Talk]:
         """Add an answer to each; where it begins to loop it is cut off.
@@ -91,7 +87,6 @@ class Answerer:
             cut = loop_start(output.token_ids)
             answer = output.token_ids[:cut]
             if len(answer) < FEWEST_ANSWER_TOKENS:
-                self.dropped["short"] += 1
                 continue
             begin = len(talk.tokens)
             talk.tokens += answer

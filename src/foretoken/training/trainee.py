@@ -61,6 +61,13 @@ class Trainee(nn.Module, ABC):
         self.register_buffer("draft_tokens", draft_tokens, persistent=False)
         self._loss = loss
 
+    @property
+    def matrices(self) -> list[nn.Parameter]:
+        """The weights that multiply states; embeddings only look rows up. See `optimizers`."""
+        return [
+            weight for weight in self.parameters() if weight.requires_grad and weight.dim() == 2
+        ]
+
     @abstractmethod
     def outputs(self, batch: Batch, num_levels: int) -> Iterator[Tensor]:
         """For each level [B, Q, E]: what `logits` is computed of, for every root."""

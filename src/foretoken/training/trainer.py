@@ -10,116 +10,32 @@ from __future__ import annotations
 
 import itertools
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import DistributedDataParallelKwargs, set_seed
-from safetensors import SafetensorError
-from torch.optim import AdamW, Muon, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from foretoken.engine.turns import Uninterrupted
-from foretoken.errors import ConfigError, TrainingError, in_one_line
+from foretoken.errors import ConfigError, TrainingError
 from foretoken.training.acceptance import Acceptance
 from foretoken.training.batches import Batch, BatchSampler, TrainingSet, collate
+from foretoken.training.checkpoints import Checkpoints
+from foretoken.training.optimizers import optimizers_of, schedules
+from foretoken.training.progress import Evaluation, Progress, Step
 from foretoken.training.settings import TrainingSettings
 from foretoken.training.trainee import Learnt, Trainee
 
-__all__ = ["EVALUATED_LEVELS", "Evaluation", "Step", "Trainer"]
+__all__ = ["Trainer"]
 
-EVALUATED_LEVELS = 5
+_EVALUATED_LEVELS = 5
 """Levels whose acceptance is measured, if the head has as many; training may have fewer."""
-
-SCORED_LENGTH = 4
-"""Chains of this length decide which head is the best."""
-
-_PREFIX = "checkpoint-"
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of the optimizer.
-
-    Args:
-        step: its number, from 1.
-        total: number of steps of the whole training.
-        tokens: tokens of its batches on this process.
-        seconds: how long it took.
-        losses: mean loss of each level that was learnt.
-        accuracy: for each of them, the share of roots whose token at this level was right.
-    """
-
-    step: int
-    total: int
-    tokens: int
-    seconds: float
-    losses: tuple[float, ...]
-    accuracy: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What held-out conversations show after a step.
-
-    Args:
-        step: the step.
-        loss: mean loss of the steps since the evaluation before.
-        by_position: for each level, the probability that it is accepted if those before were.
-        mean_lengths: mean acceptance lengths of chains of 1 to L tokens.
-        best: whether no evaluation before was better.
-    """
-
-    step: int
-    loss: float
-    by_position: tuple[float, ...]
-    mean_lengths: tuple[float, ...]
-    best: bool
-
-    @property
-    def score(self) -> float:
-        """What the best head has most of."""
-        return self.mean_lengths[min(SCORED_LENGTH, len(self.mean_lengths)) - 1]
-
-
-@dataclass
-class _Progress:
-    """Where training stands; Accelerate saves it."""
-
-    step: int = 0
-    epoch: int = 0
-    batches: int = 0
-    """Batches of this epoch that are done."""
-    losses: list[float] = field(default_factory=list)
-    """Of the steps since the last evaluation."""
-    history: list[Evaluation] = field(default_factory=list)
-    finished: bool = False
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**vars(self), "history": [asdict(each) for each in self.history]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self.history = [Evaluation(**each) for each in state["history"]]
-
-    @property
-    def evaluated(self) -> int:
-        """The last step after which there was an evaluation; 0 if there was none."""
-        return self.history[-1].step if self.history else 0
-
-    @property
-    def since_best(self) -> int:
-        """Evaluations after the best one."""
-        best = [index for index, each in enumerate(self.history) if each.best]
-        return len(self.history) - 1 - best[-1] if best else 0
 
 
 class Trainer:
@@ -143,7 +59,7 @@ class Trainer:
         folder: Path,
         save_best: Callable[[Trainee, Evaluation], None],
     ) -> None:
-        self._settings, self._folder, self._save_best = settings, folder, save_best
+        self._settings, self._save_best = settings, save_best
         on_cpu = next(trainee.parameters()).device.type == "cpu"
         if on_cpu and settings.mixed_precision == "fp16":
             raise ConfigError("mixed_precision: fp16 needs a GPU: choose 'bf16' or 'no'.")
@@ -165,16 +81,16 @@ class Trainer:
             _loader(training, self._sampler, max(1, settings.levels))
         )
         in_order = BatchSampler(held_out.sizes, settings.batch_tokens)
-        self._levels = min(EVALUATED_LEVELS, trainee.max_levels or EVALUATED_LEVELS)
+        self._levels = min(_EVALUATED_LEVELS, trainee.max_levels or _EVALUATED_LEVELS)
         self._held_out = self._accelerator.prepare(_loader(held_out, in_order, self._levels))
         self.total_steps = self._steps()
         self._trainee = self._accelerator.prepare(trainee)
-        made = _optimizers(trainee, settings)
+        made = optimizers_of(trainee, settings)
         self._optimizers = [self._accelerator.prepare(each) for each in made]
-        rate = partial(_rate, total=self.total_steps, warmup=settings.warmup)
-        self._schedules = [LambdaLR(each, rate) for each in made]
-        self._progress = _Progress()
+        self._schedules = schedules(made, self.total_steps, settings.warmup)
+        self._progress = Progress()
         self._accelerator.register_for_checkpointing(self._progress, *self._schedules)
+        self._checkpoints = Checkpoints(self._accelerator, folder)
 
     @property
     def history(self) -> Sequence[Evaluation]:
@@ -198,13 +114,13 @@ class Trainer:
         Raises:
             TrainingError: a loss is not finite.
         """
-        self._resume()
+        self._checkpoints.load()
         try:
             yield from self._steps_and_evaluations()
         except (KeyboardInterrupt, GeneratorExit):
             if self._accelerator.num_processes == 1:  # several may be at different steps
                 with Uninterrupted():
-                    self._save()
+                    self._checkpoints.save(self._progress.step)
             raise
 
     def _steps_and_evaluations(self) -> Iterator[Step | Evaluation]:
@@ -232,7 +148,7 @@ class Trainer:
             found = self._evaluate()
             out_of_patience = 0 < settings.patience <= progress.since_best
             progress.finished = last or out_of_patience
-            self._save()
+            self._checkpoints.save(progress.step)
         yield found
 
     def _step_batches(self) -> Iterator[list[Batch]]:
@@ -327,46 +243,6 @@ class Trainer:
         counts.totals = self._accelerator.reduce(totals).cpu()
         return counts
 
-    # Checkpoints
-
-    def _resume(self) -> None:
-        """Continue from the last checkpoint, if there is one."""
-        if found := _checkpoints(self._folder):
-            self._accelerator.load_state(str(found[-1]))
-
-    def _save(self) -> None:
-        """Save the state; the one before is deleted when this one is complete.
-
-        Raises:
-            TrainingError: it cannot be written.
-        """
-        name = f"{_PREFIX}{self._progress.step}"
-        beside = self._folder / "saving"
-        if self._accelerator.is_main_process:
-            shutil.rmtree(beside, ignore_errors=True)
-        self._accelerator.wait_for_everyone()
-        try:
-            self._accelerator.save_state(str(beside))
-        except (OSError, RuntimeError, SafetensorError) as error:
-            shutil.rmtree(beside, ignore_errors=True)
-            raise TrainingError(
-                f"{beside} cannot be written: {in_one_line(error)}. The checkpoint before is kept."
-            ) from None
-        self._accelerator.wait_for_everyone()
-        if self._accelerator.is_main_process:
-            earlier = _checkpoints(self._folder)
-            shutil.rmtree(self._folder / name, ignore_errors=True)
-            beside.rename(self._folder / name)
-            for each in earlier:
-                if each.name != name:
-                    shutil.rmtree(each)
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, the last one at the end."""
-    found = folder.glob(f"{_PREFIX}*")
-    return sorted(found, key=lambda path: int(path.name.removeprefix(_PREFIX)))
-
 
 def _loader(data: TrainingSet, sampler: BatchSampler, num_levels: int) -> DataLoader[Batch]:
     return DataLoader(
@@ -377,27 +253,3 @@ def _loader(data: TrainingSet, sampler: BatchSampler, num_levels: int) -> DataLo
         # or a run that was resumed would get other noise.
         generator=torch.Generator(),
     )
-
-
-def _optimizers(trainee: Trainee, settings: TrainingSettings) -> list[Optimizer]:
-    """One for the matrices and one for everything else."""
-    matrices = [p for p in trainee.parameters() if p.requires_grad and p.dim() == 2]
-    vectors = [p for p in trainee.parameters() if p.requires_grad and p.dim() != 2]
-    rate, decay = settings.learning_rate, settings.weight_decay
-    optimizers: list[Optimizer] = []
-    if settings.optimizer == "muon":
-        optimizers.append(
-            Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
-        )
-    else:
-        optimizers.append(AdamW(matrices, lr=rate, weight_decay=decay, betas=(0.9, 0.95)))
-    if vectors:
-        vector_rate = settings.vector_learning_rate
-        optimizers.append(AdamW(vectors, lr=vector_rate, weight_decay=0, betas=(0.9, 0.95)))
-    return optimizers
-
-
-def _rate(step: int, total: int, warmup: float) -> float:
-    """The learning rate of a step, relative to its highest value."""
-    rising = min(1.0, (step + 1) / max(1.0, warmup * total))
-    return rising * 0.5 * (1 + math.cos(math.pi * min(1.0, step / total)))

@@ -15,7 +15,7 @@ from statistics import median
 from foretoken.config import SpeculativeConfig
 from foretoken.core.params import SamplingParams
 from foretoken.drafters.registry import METHODS
-from foretoken.drafters.shapes import TreeOptions
+from foretoken.drafters.tree_options import TreeOptions
 from foretoken.errors import ConfigError
 from foretoken.llm import LLM, Prompt
 from foretoken.runtime.costs import CostCurve

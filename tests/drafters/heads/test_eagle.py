@@ -246,7 +246,7 @@ def test_a_nan_does_not_outlive_its_request(tmp_path: Path) -> None:
     model = tiny_model(head_dim=32)
     llm = LLM(model, speculative_config=head_of(model, tmp_path), runtime="torch")
     drafter: Any = llm.engine._speculation.default.drafter
-    norm = drafter._head._fusion._fuse.norms[0]
+    norm = drafter._scorer._fusion._fuse.norms[0]
     weight = norm.clone()
     norm.fill_(torch.nan)
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=20)

@@ -349,12 +349,12 @@ def test_a_nan_does_not_outlive_its_request(method: str, tmp_path: Path) -> None
     model = tiny_model()
     llm = LLM(model, speculative_config=saved(method, model, tmp_path), runtime="torch")
     drafter: Any = llm.engine._speculation.default.drafter
-    norm = drafter._head._norm
-    drafter._head._norm = lambda hidden: hidden * torch.nan
+    norm = drafter._scorer._norm
+    drafter._scorer._norm = lambda hidden: hidden * torch.nan
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=20)
     (poisoned,) = llm.generate([PROMPTS[2]], params)
     assert poisoned.metrics.drafter_failure is not None
-    drafter._head._norm = norm
+    drafter._scorer._norm = norm
     (next_one,) = llm.generate([PROMPTS[0]], params)
     assert next_one.metrics.drafter_failure is None
     assert next_one.metrics.num_drafts > 0

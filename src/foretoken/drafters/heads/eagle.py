@@ -20,7 +20,7 @@ from foretoken.drafters.heads.eagle_weights import head_passes
 from foretoken.drafters.heads.folder import check_layers, vocabulary_weights
 from foretoken.drafters.heads.fusion import Fusion
 from foretoken.drafters.heads.head_drafter import HeadDrafter
-from foretoken.drafters.shapes import TreeOptions
+from foretoken.drafters.tree_options import TreeOptions
 from foretoken.errors import CompatibilityError
 from foretoken.request import Request
 from foretoken.runtime.native.decoder import NativeDecoder
@@ -129,7 +129,7 @@ class _Committed:
 
 
 class EagleHead(OwnModel):
-    """A head with KV rows of its own (see `model_drafter.Scorer`).
+    """A head with KV rows of its own (see `scorer.Scorer`).
 
     Args:
         head: computes pairs of token and state.

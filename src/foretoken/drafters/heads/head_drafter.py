@@ -8,8 +8,10 @@ from typing import Protocol
 from torch import Tensor
 
 from foretoken.decode import Outcome, StepTimes
-from foretoken.drafters.model_drafter import ModelDrafter, Scorer
-from foretoken.drafters.shapes import Shape, TreeOptions
+from foretoken.drafters.model_drafter import ModelDrafter
+from foretoken.drafters.scorer import Scorer
+from foretoken.drafters.shapes import Shape
+from foretoken.drafters.tree_options import TreeOptions
 from foretoken.request import Request
 
 __all__ = ["Head", "HeadDrafter"]
@@ -42,6 +44,8 @@ class HeadDrafter(ModelDrafter):
         options, shape, coupled: see `ModelDrafter`.
     """
 
+    _scorer: Head
+
     def __init__(
         self,
         head: Head,
@@ -53,11 +57,10 @@ class HeadDrafter(ModelDrafter):
     ) -> None:
         super().__init__(head, options, shape, coupled=coupled)
         self.hidden_layers = tuple(sorted(layers))
-        self._head = head
 
     def observe_prefill(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
         """See `Drafter.observe_prefill`."""
-        self._head.keep(request, start, hidden)
+        self._scorer.keep(request, start, hidden)
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
         """Take the hidden states of the committed nodes."""
@@ -65,8 +68,8 @@ class HeadDrafter(ModelDrafter):
             hidden, kept = outcome.hidden, len(outcome.committed)
             if kept <= len(outcome.accepted.path):  # the end of the output cut the accepted path
                 hidden = {layer: states[:kept] for layer, states in hidden.items()}
-            self._head.keep(outcome.request, outcome.root, hidden)
+            self._scorer.keep(outcome.request, outcome.root, hidden)
 
     def rewind(self, request: Request) -> None:
         """See `Drafter.rewind`."""
-        self._head.rewind(request)
+        self._scorer.rewind(request)

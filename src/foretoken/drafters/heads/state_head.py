@@ -19,7 +19,8 @@ from foretoken.control import Budget
 from foretoken.core.tree import Draft, TokenTree
 from foretoken.drafters.heads.head_drafter import HeadDrafter
 from foretoken.drafters.heads.state_net import FrozenLinear, StateNet
-from foretoken.drafters.shapes import Shape, TreeOptions
+from foretoken.drafters.shapes import Shape
+from foretoken.drafters.tree_options import TreeOptions
 from foretoken.request import Request
 from foretoken.runtime.cpu import linear_layer
 from foretoken.runtime.network import PassOutput
@@ -67,7 +68,7 @@ class _Recent:
 
 
 class StateHead:
-    """A head in the target's dtype (see `model_drafter.Scorer`).
+    """A head in the target's dtype (see `scorer.Scorer`).
 
     Args:
         net: the head. It is changed: its linear layers are packed.

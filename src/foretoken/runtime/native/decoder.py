@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.kv_slab import KVSlab
@@ -34,8 +33,6 @@ from foretoken.runtime.llama import (
     JointInput,
     LayerWeights,
     LinearWeights,
-    LlamaWeights,
-    is_llama,
 )
 from foretoken.runtime.native.arguments import (
     CBuffers,
@@ -48,8 +45,9 @@ from foretoken.runtime.native.arguments import (
     NodeArrays,
     TreeArrays,
 )
-from foretoken.runtime.native.build import NativeLibraryError, library
-from foretoken.runtime.native.pack import GROUP, CLinear, Format, PackedWeights, in_turns, pack
+from foretoken.runtime.native.build import library
+from foretoken.runtime.native.pack import CLinear, Format, PackedWeights, in_turns, pack
+from foretoken.runtime.native.support import FORMATS, MOST_HIDDEN_SIZE
 from foretoken.runtime.network import (
     GrowingNetwork,
     GrownTree,
@@ -59,52 +57,12 @@ from foretoken.runtime.network import (
     PassOutput,
 )
 
-__all__ = ["FORMATS", "NativeDecoder", "checked", "why_not_native", "wrong_sizes"]
+__all__ = ["NativeDecoder", "checked"]
 
-_WIDTHS = (32, 64, 96, 128)
-_MOST_HIDDEN_SIZE = 16384
-"""`MOST_HIDDEN_SIZE` in rows.h: functions of `Run` have room for this many numbers."""
 _ANGLES = 256
 """Rotary angles are computed for this many positions at once."""
 
-FORMATS = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16}
 _QUANTIZED = {"int8": Format.INT8, "int4": Format.INT4}
-
-
-def why_not_native(model: PreTrainedModel) -> str | None:
-    """Why the model cannot run natively here; None if it can."""
-    if not is_llama(model):
-        return "it supports only Llama, Mistral, Qwen2 and Qwen3"
-    if model.device.type != "cpu" or model.dtype not in FORMATS:
-        return (
-            "it supports only float32 and bfloat16 on CPUs, "
-            f"not {model.dtype} on {model.device.type}"
-        )
-    weights = LlamaWeights(model)
-    if (reason := wrong_sizes(weights)) is not None:
-        return reason
-    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
-        return "some of the model's weights are not in CPU memory"
-    embeddings, outputs = len(weights.embedding), len(weights.head.weight)
-    if embeddings < outputs:
-        return f"the model has {outputs} output tokens and only {embeddings} embeddings"
-    try:
-        library()
-    except NativeLibraryError as error:
-        return str(error)
-    return None
-
-
-def wrong_sizes(weights: DecoderWeights) -> str | None:
-    """Which of the sizes the kernels do not support; None if they support all."""
-    sizes = (weights.hidden_size, weights.inner_size)
-    if weights.width not in _WIDTHS:
-        return f"head_dim must be one of {', '.join(map(str, _WIDTHS))}, and is {weights.width}"
-    if any(size % GROUP for size in sizes):
-        return f"hidden_size and intermediate_size must be multiples of {GROUP}, and are {sizes}"
-    if weights.hidden_size > _MOST_HIDDEN_SIZE:
-        return f"hidden_size must be at most {_MOST_HIDDEN_SIZE}, and is {weights.hidden_size}"
-    return None
 
 
 @dataclass(frozen=True)
@@ -353,5 +311,5 @@ def checked(loaded: CDLL) -> CDLL:
     loaded.foretoken_sizes(sizes)
     structures = (CLinear, CLayer, CDecoder, CBuffers, CPass, CTree, CTrees, CFusion)
     ours = [sizeof(each) for each in structures]
-    assert list(sizes) == [*ours, _MOST_HIDDEN_SIZE]
+    assert list(sizes) == [*ours, MOST_HIDDEN_SIZE]
     return loaded

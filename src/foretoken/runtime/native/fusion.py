@@ -12,8 +12,9 @@ from torch import Tensor
 from foretoken.runtime.llama import LinearWeights
 from foretoken.runtime.native.arguments import CFusion
 from foretoken.runtime.native.build import library
-from foretoken.runtime.native.decoder import FORMATS, checked
+from foretoken.runtime.native.decoder import checked
 from foretoken.runtime.native.pack import pack
+from foretoken.runtime.native.support import FORMATS
 
 __all__ = ["NativeFusion"]
 

@@ -1,0 +1,95 @@
+"""`History`: how drafts were accepted, of one request or of all, for `cost_model`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from foretoken.control.evidence import Frequency
+from foretoken.decode import Outcome
+
+__all__ = ["History"]
+
+_UNKNOWN = 0.5
+"""Acceptance rate before anything was observed: high enough to try drafts."""
+
+
+class History:
+    """How the drafts of one request, or of all requests, were accepted.
+
+    Args:
+        memory: weight of the past after each draft.
+        levels: number of levels of the deepest draft.
+        trees: whether drafts are trees. Each level of a tree has its own acceptance rate; the
+            levels of a chain share one, alpha.
+
+    Attributes:
+        depth: how deep the request may draft in the current step.
+        caught_up: whether it could also draft in the previous step.
+        tried: whether it has ever drafted.
+        plain_steps: number of steps since it could last draft; served ones count more.
+        missed: seconds that drafts would have saved before the first one.
+    """
+
+    def __init__(self, memory: float, levels: int, *, trees: bool) -> None:
+        self._levels = levels
+        self._trees = trees
+        # A draft counts once for each level of a tree, but once per token for alpha.
+        memory_of_rates = memory**0.5 if trees else memory
+        self._passed = [Frequency(memory_of_rates, 2.0) for _ in range(levels if trees else 1)]
+        self._drafted = Frequency(memory, 2.0)
+        self.depth, self.plain_steps, self.missed = 0, 0.0, 0.0
+        self.caught_up = self.tried = False
+
+    @property
+    def just_started(self) -> bool:
+        """Whether the last step drafted and the one before did not; only valid between steps.
+
+        The drafter then had to read the text first.
+        """
+        return self.depth > 0 and not self.caught_up
+
+    def allow(self, depth: int, *, wanted: bool, counts: float = 1.0) -> None:
+        """Record how deep the request may draft in the current step.
+
+        Args:
+            depth: so deep.
+            wanted: whether more than 0 was chosen.
+            counts: plain steps as which it counts, if it drafts nothing.
+        """
+        self.plain_steps = 0.0 if wanted else self.plain_steps + counts
+        self.caught_up, self.depth = self.depth > 0, depth
+
+    def skip(self) -> None:
+        """Record a step in which a draft from elsewhere cannot be beaten."""
+        self.caught_up, self.depth = self.depth > 0, 0
+
+    def add(self, outcome: Outcome, allowed: int) -> None:
+        """Learn from one draft, which may have had up to `allowed` levels."""
+        drafted, passed = outcome.draft.tree.num_drafted, len(outcome.accepted.path)
+        self._drafted.add(drafted > 0, not drafted)
+        if not drafted:
+            return
+        self.tried = True
+        if not self._trees:
+            self._passed[0].add(passed, len(outcome.accepted.rejected))
+            return
+        for level, frequency in enumerate(self._passed):
+            reached = level <= passed and level < allowed  # else its counts only decay
+            frequency.add(reached and level < passed, reached and level == passed)
+
+    def draft_rate(self, prior: float = 1.0) -> float:
+        """Probability that the drafter has a draft."""
+        return self._drafted.given(prior)
+
+    def acceptance_rates(self, prior: Sequence[float] = ()) -> list[float]:
+        """For each level, the probability that it is passed, given that the level above was.
+
+        A level without observations gets the rate of the level above.
+        """
+        if not self._trees:
+            return [self._passed[0].given(prior[0] if prior else _UNKNOWN)] * self._levels
+        rates, above = list[float](), _UNKNOWN
+        for level, frequency in enumerate(self._passed):
+            above = frequency.given(prior[level] if prior else above)
+            rates.append(above)
+        return rates

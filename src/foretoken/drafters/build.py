@@ -1,0 +1,153 @@
+"""Builds the drafters that need more than their options: models, heads, files, other drafters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from foretoken.core.acceptance.coupled import Coupled
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.cascade import Cascade
+from foretoken.drafters.corpus_ngram import CorpusNgramDrafter, load_corpus
+from foretoken.drafters.heads.checkpoint import read_checkpoint
+from foretoken.drafters.heads.eagle import EagleDrafter, load_head
+from foretoken.drafters.heads.state_file import Layout, load_net, read_state_file
+from foretoken.drafters.heads.state_head import StateDrafter, StateHead
+from foretoken.drafters.heads.state_net import StateNet
+from foretoken.drafters.hybrid import Hybrid, HybridOptions
+from foretoken.drafters.model_drafter import ModelDrafter
+from foretoken.drafters.resize import resized
+from foretoken.drafters.rest import RestDrafter, load_datastore
+from foretoken.drafters.scorer import Scorer
+from foretoken.drafters.spec import DrafterParts
+from foretoken.drafters.tree_options import shape_of
+from foretoken.drafters.vocabulary import Vocabularies
+from foretoken.errors import ConfigError
+
+__all__ = [
+    "build_cascade",
+    "build_corpus_ngram",
+    "build_draft_model",
+    "build_eagle",
+    "build_hybrid",
+    "build_rest",
+    "build_several",
+    "pad_token_id",
+    "state_head_builder",
+    "with_model",
+]
+
+
+def build_cascade(parts: DrafterParts) -> Drafter:
+    """A draft model that is itself accelerated."""
+    draft, rule = parts.load_model(), Coupled()
+    Vocabularies(parts.target, parts.tokenizer, draft).check_same("method 'cascade'")
+    model = resized(draft.model, parts.target.vocab_size)
+    inner = parts.build(parts.options.drafter, model, rule.couples_draft)
+    return Cascade(model, inner, rule, parts.options, coupled=parts.coupled)
+
+
+def build_several(parts: DrafterParts) -> list[Drafter]:
+    """The drafters of a method that combines several."""
+    return [parts.build(config, parts.target, parts.coupled) for config in parts.options.drafters]
+
+
+def pad_token_id(parts: DrafterParts) -> int:
+    """What `pad` pads with: the token chosen, or the first that the tokenizer has for it.
+
+    Raises:
+        ConfigError: the token chosen does not exist.
+    """
+    chosen: int | None = parts.options.pad_token_id
+    if chosen is not None and chosen >= parts.target.vocab_size:
+        highest = parts.target.vocab_size - 1
+        raise ConfigError(f"pad_token_id: must be 0 to {highest} for this model, got {chosen}.")
+    names = ("mask_token_id", "pad_token_id", "eos_token_id")
+    candidates = [chosen, *(getattr(parts.tokenizer, name, None) for name in names), 0]
+    return next(int(token) for token in candidates if token is not None)
+
+
+def build_corpus_ngram(parts: DrafterParts) -> Drafter:
+    """Trigrams of the user's own text."""
+    options = parts.options
+    ngrams = load_corpus(options.corpus, parts.target.vocab_size, parts.tokenizer)
+    return CorpusNgramDrafter(ngrams, options, coupled=parts.coupled)
+
+
+def build_rest(parts: DrafterParts) -> Drafter:
+    """Lookup in a datastore."""
+    options = parts.options
+    store = load_datastore(options.datastore, parts.target.vocab_size, parts.tokenizer)
+    return RestDrafter(store, options)
+
+
+def with_model(parts: DrafterParts, scorer: Scorer) -> Drafter:
+    """Chains or trees from a drafting model."""
+    shape = shape_of(parts.options)
+    return ModelDrafter(scorer, parts.options, shape, coupled=parts.coupled)
+
+
+def build_draft_model(parts: DrafterParts) -> Drafter:
+    """A smaller model, with whatever vocabulary.
+
+    Raises:
+        ConfigError: its vocabulary asks for drafting by text, and another option rules that out.
+    """
+    draft = parts.load_model().with_tokenizer(parts.options.draft_tokenizer)
+    vocabularies = Vocabularies(parts.target, parts.tokenizer, draft)
+    way = vocabularies.way(parts.options.vocabulary)
+    drafter: Drafter
+    if way == "same":
+        drafter = with_model(parts, vocabularies.same_model())
+    elif way == "intersection":
+        drafter = with_model(parts, vocabularies.translated_model())
+    elif reason := parts.options.refused_for_text():
+        raise ConfigError(f"{vocabularies.overlap(way)}; {reason}")
+    else:
+        drafter = vocabularies.text_drafter()
+    drafter.vocabulary_overlap = vocabularies.overlap(way)
+    return drafter
+
+
+def build_eagle(parts: DrafterParts) -> Drafter:
+    """A trained head with attention."""
+    checkpoint = read_checkpoint(parts.model)
+    head, rows = load_head(checkpoint, parts.target)
+    parts.share_memory(rows)
+    layers = checkpoint.description.config.aux_layers
+    shape = shape_of(parts.options)
+    return EagleDrafter(head, layers, parts.options, shape, coupled=parts.coupled)
+
+
+def build_hybrid(
+    parts: DrafterParts, default_length: Callable[[Mapping[str, Any]], int]
+) -> Drafter:
+    """A lookup beside a trained head.
+
+    Args:
+        parts: see `DrafterParts`.
+        default_length: the default draft length of a drafter's configuration.
+
+    Raises:
+        ConfigError: the lookup does not look tokens up.
+    """
+    options: HybridOptions = parts.options
+    lookup = parts.build(options.lookup, parts.target, parts.coupled)
+    if not lookup.looks_up:
+        raise ConfigError("lookup: its method must look tokens up, as 'suffix' and 'ngram' do.")
+    given = {name: v for name, v in options.drafter.items() if name != "num_speculative_tokens"}
+    trained = parts.build({**given, "model": parts.model}, parts.target, parts.coupled)
+    length = options.drafter.get("num_speculative_tokens")
+    return Hybrid(lookup, trained, default_length(given) if length is None else length)
+
+
+def state_head_builder(kind: type[StateNet], *layouts: Layout) -> Callable[[DrafterParts], Drafter]:
+    """Constructs the drafter of a head without attention, from our own or a published layout."""
+
+    def build(parts: DrafterParts) -> Drafter:
+        file = read_state_file(parts.model, kind, layouts)
+        head = StateHead(load_net(file, kind, parts.target), parts.target)
+        shape = shape_of(parts.options)
+        return StateDrafter(head, parts.options, shape, coupled=parts.coupled)
+
+    return build

@@ -1,0 +1,54 @@
+"""Which models the C++ code can run on this machine."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from foretoken.runtime.llama import DecoderWeights, LlamaWeights, is_llama
+from foretoken.runtime.native.build import NativeLibraryError, library
+from foretoken.runtime.native.pack import GROUP, Format
+
+__all__ = ["FORMATS", "MOST_HIDDEN_SIZE", "why_not_native", "wrong_sizes"]
+
+_WIDTHS = (32, 64, 96, 128)
+MOST_HIDDEN_SIZE = 16384
+"""`MOST_HIDDEN_SIZE` in rows.h: functions of `Run` have room for this many numbers."""
+
+FORMATS = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16}
+
+
+def why_not_native(model: PreTrainedModel) -> str | None:
+    """Why the model cannot run natively here; None if it can."""
+    if not is_llama(model):
+        return "it supports only Llama, Mistral, Qwen2 and Qwen3"
+    if model.device.type != "cpu" or model.dtype not in FORMATS:
+        return (
+            "it supports only float32 and bfloat16 on CPUs, "
+            f"not {model.dtype} on {model.device.type}"
+        )
+    weights = LlamaWeights(model)
+    if (reason := wrong_sizes(weights)) is not None:
+        return reason
+    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+        return "some of the model's weights are not in CPU memory"
+    embeddings, outputs = len(weights.embedding), len(weights.head.weight)
+    if embeddings < outputs:
+        return f"the model has {outputs} output tokens and only {embeddings} embeddings"
+    try:
+        library()
+    except NativeLibraryError as error:
+        return str(error)
+    return None
+
+
+def wrong_sizes(weights: DecoderWeights) -> str | None:
+    """Which of the sizes the kernels do not support; None if they support all."""
+    sizes = (weights.hidden_size, weights.inner_size)
+    if weights.width not in _WIDTHS:
+        return f"head_dim must be one of {', '.join(map(str, _WIDTHS))}, and is {weights.width}"
+    if any(size % GROUP for size in sizes):
+        return f"hidden_size and intermediate_size must be multiples of {GROUP}, and are {sizes}"
+    if weights.hidden_size > MOST_HIDDEN_SIZE:
+        return f"hidden_size must be at most {MOST_HIDDEN_SIZE}, and is {weights.hidden_size}"
+    return None

@@ -1,0 +1,52 @@
+"""The optimizers of a head, and how their learning rates go."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+from torch.optim import AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from foretoken.training.settings import TrainingSettings
+from foretoken.training.trainee import Trainee
+
+__all__ = ["optimizers_of", "schedules"]
+
+
+def optimizers_of(trainee: Trainee, settings: TrainingSettings) -> list[Optimizer]:
+    """One for the matrices and one for everything else."""
+    matrices = trainee.matrices
+    chosen = {id(each) for each in matrices}
+    vectors = [p for p in trainee.parameters() if p.requires_grad and id(p) not in chosen]
+    rate, decay = settings.learning_rate, settings.weight_decay
+    optimizers: list[Optimizer] = []
+    if settings.optimizer == "muon":
+        optimizers.append(
+            Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+        )
+    else:
+        optimizers.append(AdamW(matrices, lr=rate, weight_decay=decay, betas=(0.9, 0.95)))
+    if vectors:
+        vector_rate = settings.vector_learning_rate
+        optimizers.append(AdamW(vectors, lr=vector_rate, weight_decay=0, betas=(0.9, 0.95)))
+    return optimizers
+
+
+def schedules(optimizers: Sequence[Optimizer], total: int, warmup: float) -> list[LambdaLR]:
+    """The learning rates of each optimizer: they rise linearly, and fall as a cosine.
+
+    Args:
+        optimizers: with their highest learning rates.
+        total: number of steps of the whole training.
+        warmup: share of the steps in which they rise.
+    """
+    rate = partial(_rate, total=total, warmup=warmup)
+    return [LambdaLR(each, rate) for each in optimizers]
+
+
+def _rate(step: int, total: int, warmup: float) -> float:
+    """The learning rate of a step, relative to its highest value."""
+    rising = min(1.0, (step + 1) / max(1.0, warmup * total))
+    return rising * 0.5 * (1 + math.cos(math.pi * min(1.0, step / total)))

@@ -1,0 +1,94 @@
+"""What a training tells: its course in words, and what it brought (`TrainingReport`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from foretoken.core.files import write_whole
+from foretoken.training.diversity import Diversity
+from foretoken.training.progress import Evaluation, Step
+from foretoken.training.serving import Served
+
+__all__ = ["Reporter", "TrainingReport", "advice", "evaluation_text", "step_text"]
+
+
+class Reporter(Protocol):
+    """Shows how a run goes."""
+
+    def say(self, text: str) -> None:
+        """One line."""
+        ...
+
+    def stage(self, doing: str, total: int) -> AbstractContextManager[Callable[[int, str], None]]:
+        """A part of the work. Yields a function that is told how much is done, with a remark."""
+        ...
+
+
+@dataclass(frozen=True)
+class TrainingReport:
+    """What a training brought.
+
+    Args:
+        training, held_out: the data.
+        coverage: share of the held-out answers' tokens that are in the draft vocabulary.
+        best: the best evaluation.
+        served: by the engine.
+        advice: what to change if acceptance is low.
+    """
+
+    training: Diversity
+    held_out: Diversity
+    coverage: float
+    best: Evaluation
+    served: Served
+    advice: tuple[str, ...] = field(default=())
+
+    def write(self, path: Path) -> None:
+        """Write it as JSON."""
+        text = json.dumps(asdict(self), indent=2) + "\n"
+        write_whole(path, lambda to: to.write_text(text))
+
+
+def step_text(step: Step) -> str:
+    """What a step showed."""
+    shares = " ".join(f"{share:.0%}" for share in step.accuracy)
+    return f"loss {step.losses[0]:.2f}, right {shares}"
+
+
+def evaluation_text(found: Evaluation) -> str:
+    """What an evaluation showed."""
+    positions = " ".join(f"{share:.0%}" for share in found.by_position)
+    lengths = " ".join(f"{length:.2f}" for length in found.mean_lengths)
+    star = " (best)" if found.best else ""
+    return (
+        f"step {found.step}: loss {found.loss:.3f}; held out: acceptance by position {positions}; "
+        f"mean acceptance length of chains 1 to {len(found.mean_lengths)}: {lengths}{star}"
+    )
+
+
+def advice(coverage: float, best: Evaluation, served: Served) -> Sequence[str]:
+    """What to change if acceptance is low."""
+    found = []
+    if coverage < 0.95:
+        found.append(
+            f"The draft vocabulary covers only {coverage:.0%} of the target's text: raise "
+            "draft_vocab_size."
+        )
+    if served.mean_length < best.score - 0.25:
+        found.append(
+            f"The engine accepts {served.mean_length:.2f} tokens a pass where the simulation says "
+            f"{best.score:.2f}: few prompts were measured, or their first tokens are harder."
+        )
+    first, *later = best.by_position
+    if first < 0.5:
+        found.append("The first position is right too rarely: learn more tokens, or more epochs.")
+    if later and later[0] < first - 0.15:
+        found.append("Later positions are much worse than the first: learn more levels.")
+    if served.speed_up < 1.02:
+        found.append("It hardly pays on this machine; the default controller will rarely use it.")
+    return found
