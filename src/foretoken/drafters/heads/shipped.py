@@ -19,10 +19,8 @@ def shipped_head(alias: object) -> Path | None:
     Args:
         alias: what the user gave as the model.
     """
-    if not isinstance(alias, str) or not alias.isprintable() or {"/", "\\"} & set(alias):
-        return None
-    folder = _FOLDER / alias
-    return folder if (folder / "config.json").is_file() else None
+    heads = {path.parent.name: path.parent for path in _FOLDER.glob("*/config.json")}
+    return heads.get(alias) if isinstance(alias, str) else None
 
 
 def shipped_config(alias: object, *, trees: bool) -> dict[str, Any] | None:
