@@ -156,6 +156,7 @@ def _measure(
     for number in range(1, rounds + 1):
         with working(f"Measuring, round {number} of {rounds}"):
             for llm, runs in ((without, comparison.without), (speculative, comparison.speculative)):
+                llm.reset_drafter_memory()  # or lookups would find the output of the last round
                 result = llm.generate([shaped(llm, prompt.text)], params)[0]
                 runs.outputs.append(result.outputs[0])
 
