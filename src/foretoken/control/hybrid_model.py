@@ -101,7 +101,8 @@ class HybridModel(Controller):
             self._found[request.key] = draft, plan.nodes.get(row, [])
         candidates = self._candidates(batch, plan)
         requests = [batch[row] for row in candidates]
-        self._trained.skip([r for row, r in enumerate(batch) if row not in set(candidates)])
+        others = set(range(len(batch))).difference(candidates)
+        self._trained.skip([batch[row] for row in sorted(others)])
         chosen = self._trained.budgets_beside(
             requests,
             rows,

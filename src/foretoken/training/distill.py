@@ -161,13 +161,8 @@ class DistillTraining(TrainingMethod):
         Raises:
             ConfigError: the settings ask for something else.
         """
-        changed = {"levels": 1, "first_level_share": 0.0}
-        for name in changed:
-            if name in settings.model_fields_set:
-                raise ConfigError(
-                    f"{name}: a draft model learns all levels of a draft at once: remove it."
-                )
-        return settings.model_copy(update=changed)
+        reason = "a draft model learns all levels of a draft at once: remove it."
+        return settings.decided(reason, levels=1, first_level_share=0.0)
 
     def layers(self, num_layers: int) -> tuple[int, ...]:
         """See `TrainingMethod.layers`: a draft model reads tokens only."""

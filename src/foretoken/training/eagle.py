@@ -21,7 +21,7 @@ from torch import Tensor
 
 from foretoken.core.config import Config
 from foretoken.drafters.heads.checkpoint import write_checkpoint
-from foretoken.drafters.heads.config_file import Description, Verifier
+from foretoken.drafters.heads.config_file import Description
 from foretoken.drafters.heads.eagle_net import EagleConfig, EagleNet, KeysValues
 from foretoken.errors import ConfigError
 from foretoken.training.batches import Batch
@@ -164,6 +164,5 @@ class EagleTraining(TrainingMethod):
     ) -> None:
         """See `TrainingMethod.write`."""
         assert isinstance(trainee, EagleTrainee)
-        architectures = tuple(parts.config.architectures or ())
-        verifier = Verifier(parts.name, architectures, parts.num_layers)
-        write_checkpoint(folder, trainee.net, Description(trainee.net.config, verifier, notes))
+        net = trainee.net
+        write_checkpoint(folder, net, Description(net.config, parts.verifier, notes))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from foretoken.core.config import Config
+from foretoken.drafters.heads.folder import Verifier
 from foretoken.training.settings import TrainingSettings
 from foretoken.training.trainee import Trainee
 
@@ -39,6 +40,12 @@ class HeadParts:
     draft_tokens: Tensor
     num_layers: int
     final_norm: nn.Module | None
+
+    @property
+    def verifier(self) -> Verifier:
+        """The target, for the head's file."""
+        architectures = tuple(self.config.architectures or ())
+        return Verifier(self.name, architectures, self.num_layers)
 
 
 class TrainingMethod(ABC):

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from foretoken.errors import CompatibilityError, ConfigError, DataError
+from foretoken.drafters.heads.folder import vocabulary_weights
+from foretoken.errors import ConfigError, DataError
 from foretoken.llm import LLM
 from foretoken.training.batches import TrainingSet
 from foretoken.training.collect import Chooser, FileSource, SelfSource, Source, collect
@@ -255,13 +256,8 @@ class TrainingRun:
 
     @cached_property
     def _vocabulary_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The target's embedding and output rows; [V, E] each."""
-        weights = self._llm.engine.target.vocabulary_weights
-        if weights is None:
-            raise CompatibilityError(
-                "the embedding and output weights of this model are not at hand: load it by name."
-            )
-        return weights
+        """The target's embedding and output rows; [V, E] each. They may have to be loaded again."""
+        return vocabulary_weights(self._llm.engine.target)
 
     def _trainee(self, draft_tokens: torch.Tensor) -> Trainee:
         torch.manual_seed(self._settings.seed)

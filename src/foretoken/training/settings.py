@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import FiniteFloat
 
 from foretoken.core.config import Config
+from foretoken.errors import ConfigError
 
 __all__ = ["DataSettings", "TrainingSettings"]
 
@@ -74,3 +75,18 @@ class TrainingSettings(Config):
     patience: Annotated[int, Ge(0)] = 8
     mixed_precision: Literal["no", "bf16", "fp16"] = "bf16"
     seed: Annotated[int, Ge(0)] = 0
+
+    def decided(self, reason: str, **fields: Any) -> Self:
+        """The settings with fields that a method decides by itself.
+
+        Args:
+            reason: why, and what to do instead; the end of the message.
+            fields: their values.
+
+        Raises:
+            ConfigError: the user has given one of them.
+        """
+        for name in fields:
+            if name in self.model_fields_set:
+                raise ConfigError(f"{name}: {reason}")
+        return self.model_copy(update=fields)

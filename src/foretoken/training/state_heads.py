@@ -9,7 +9,6 @@ rows are the target's, frozen, over a draft vocabulary.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -20,14 +19,13 @@ from pydantic import FiniteFloat
 from torch import Tensor, nn
 
 from foretoken.core.config import Config
-from foretoken.drafters.heads.blockwise import BlockwiseConfig, BlockwiseNet
-from foretoken.drafters.heads.folder import Verifier
-from foretoken.drafters.heads.hydra import HydraConfig, HydraNet
-from foretoken.drafters.heads.medusa import MedusaConfig, MedusaNet
-from foretoken.drafters.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorNet
+from foretoken.drafters.heads.blockwise import BlockwiseNet
+from foretoken.drafters.heads.hydra import HydraNet
+from foretoken.drafters.heads.medusa import MedusaNet
+from foretoken.drafters.heads.mlp_speculator import MlpSpeculatorNet
 from foretoken.drafters.heads.state_file import write_state_file
-from foretoken.drafters.heads.state_net import StateConfig, StateNet
-from foretoken.errors import CompatibilityError, ConfigError
+from foretoken.drafters.heads.state_net import StateNet
+from foretoken.errors import CompatibilityError
 from foretoken.training.batches import Batch
 from foretoken.training.features import dequantize, noisy
 from foretoken.training.losses import LOSSES, Loss
@@ -127,14 +125,8 @@ class _StateTraining(TrainingMethod):
         Raises:
             ConfigError: the settings ask for something else.
         """
-        changed = {"levels": self._options.num_heads, "first_level_share": 0.0}
-        for name in changed:
-            if name in settings.model_fields_set:
-                raise ConfigError(
-                    f"{name}: '{self.name}' learns all of its heads from the first step on: set "
-                    "num_heads."
-                )
-        return settings.model_copy(update=changed)
+        reason = f"'{self.name}' learns all of its heads from the first step on: set num_heads."
+        return settings.decided(reason, levels=self._options.num_heads, first_level_share=0.0)
 
     def layers(self, num_layers: int) -> tuple[int, ...]:
         """See `TrainingMethod.layers`: what enters the final norm."""
@@ -147,29 +139,28 @@ class _StateTraining(TrainingMethod):
                 f"method '{self.name}' reads hidden states after the final norm, and this "
                 "architecture's is not known: train 'eagle'."
             )
-        sizes = {
+        sizes: dict[str, Any] = {
             "hidden_size": parts.embedding.shape[1],
             "vocab_size": parts.embedding.shape[0],
             "draft_vocab_size": len(parts.draft_tokens),
             "num_heads": self._options.num_heads,
         }
-        config = self.config(sizes)
+        config = self.Net.Config(**sizes, **self.own_sizes(parts))
         net = self.Net(config, parts.embedding, parts.output_rows, parts.draft_tokens)
         net.initialise()
         loss = LOSSES[self._options.loss]
         return StateTrainee(net, parts.final_norm, loss, self._options.noise)
 
-    @abstractmethod
-    def config(self, sizes: Mapping[str, Any]) -> StateConfig:
-        """The head's sizes: those that all kinds have, and its own."""
+    def own_sizes(self, parts: HeadParts) -> dict[str, Any]:
+        """The fields of the head's configuration that other kinds do not have."""
+        return self.options.model_dump(exclude=set(StateTrainingOptions.model_fields))
 
     def write(
         self, trainee: Trainee, parts: HeadParts, folder: Path, notes: Mapping[str, Any]
     ) -> None:
         """See `TrainingMethod.write`."""
         assert isinstance(trainee, StateTrainee)
-        verifier = Verifier(parts.name, tuple(parts.config.architectures or ()), parts.num_layers)
-        write_state_file(folder, trainee.net, verifier, notes)
+        write_state_file(folder, trainee.net, parts.verifier, notes)
 
 
 class _LayeredOptions(StateTrainingOptions):
@@ -186,11 +177,6 @@ class MedusaTraining(_StateTraining):
     Options: ClassVar[type[Config]] = _LayeredOptions
     Net: ClassVar[type[StateNet]] = MedusaNet
 
-    def config(self, sizes: Mapping[str, Any]) -> StateConfig:
-        """See `_StateTraining.config`."""
-        assert isinstance(self.options, _LayeredOptions)
-        return MedusaConfig(**sizes, num_layers=self.options.num_layers)
-
 
 class HydraTraining(_StateTraining):
     """Hydra heads."""
@@ -199,11 +185,6 @@ class HydraTraining(_StateTraining):
     summary: ClassVar[str] = "heads that read the tokens drafted before (Hydra)"
     Options: ClassVar[type[Config]] = _LayeredOptions
     Net: ClassVar[type[StateNet]] = HydraNet
-
-    def config(self, sizes: Mapping[str, Any]) -> StateConfig:
-        """See `_StateTraining.config`."""
-        assert isinstance(self.options, _LayeredOptions)
-        return HydraConfig(**sizes, num_layers=self.options.num_layers)
 
 
 class _InnerOptions(StateTrainingOptions):
@@ -220,11 +201,6 @@ class BlockwiseTraining(_StateTraining):
     Options: ClassVar[type[Config]] = _InnerOptions
     Net: ClassVar[type[StateNet]] = BlockwiseNet
 
-    def config(self, sizes: Mapping[str, Any]) -> StateConfig:
-        """See `_StateTraining.config`."""
-        assert isinstance(self.options, _InnerOptions)
-        return BlockwiseConfig(**sizes, inner_size=self.options.inner_size)
-
 
 class _MlpOptions(StateTrainingOptions):
     """See `StateTrainingOptions`; `tie_weights` shares the weights of all depths."""
@@ -240,8 +216,6 @@ class MlpSpeculatorTraining(_StateTraining):
     Options: ClassVar[type[Config]] = _MlpOptions
     Net: ClassVar[type[StateNet]] = MlpSpeculatorNet
 
-    def config(self, sizes: Mapping[str, Any]) -> StateConfig:
-        """See `_StateTraining.config`."""
-        assert isinstance(self.options, _MlpOptions)
-        inner = sizes["hidden_size"]
-        return MlpSpeculatorConfig(**sizes, inner_size=inner, tie_weights=self.options.tie_weights)
+    def own_sizes(self, parts: HeadParts) -> dict[str, Any]:
+        """See `_StateTraining.own_sizes`: states are as wide as the target's embedding."""
+        return {**super().own_sizes(parts), "inner_size": parts.embedding.shape[1]}

@@ -12,8 +12,7 @@ from typing import Annotated, ClassVar
 from annotated_types import Ge
 
 from foretoken.core.acceptance.base import AcceptanceRule, Accepted, TargetDistributions
-from foretoken.core.acceptance.walk import accept_longest, likelihoods
-from foretoken.core.config import Config
+from foretoken.core.acceptance.walk import BlockOptions, accept_longest, likelihoods
 from foretoken.core.noise import StepNoise
 from foretoken.core.tree import Draft
 
@@ -23,18 +22,15 @@ __all__ = ["Distance"]
 class Distance(AcceptanceRule):
     """The rule `distance`: lossy, and of use only where similar tokens have similar ids."""
 
-    class Options(Config):
-        """Options of `distance`.
+    class Options(BlockOptions):
+        """Options of `distance`; see `BlockOptions` for `minimum_block`.
 
         Args:
             epsilon: largest difference between the ids of a drafted token and of the target's most
                 probable one.
-            minimum_block: fewest tokens of a step, including the one after the accepted ones.
-                Drafted tokens are kept untested until there are so many.
         """
 
         epsilon: Annotated[int, Ge(0)] = 2
-        minimum_block: Annotated[int, Ge(1)] = 1
 
     name: ClassVar[str] = "distance"
     lossless: ClassVar[bool] = False

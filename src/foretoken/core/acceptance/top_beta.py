@@ -18,8 +18,7 @@ from annotated_types import Ge
 from pydantic import FiniteFloat
 
 from foretoken.core.acceptance.base import AcceptanceRule, Accepted, TargetDistributions
-from foretoken.core.acceptance.walk import accept_longest, likelihoods
-from foretoken.core.config import Config
+from foretoken.core.acceptance.walk import BlockOptions, accept_longest, likelihoods
 from foretoken.core.noise import StepNoise
 from foretoken.core.tree import Draft
 
@@ -29,19 +28,16 @@ __all__ = ["TopBeta"]
 class TopBeta(AcceptanceRule):
     """The rule `top_beta`: lossy; the defaults are those of SpecDec."""
 
-    class Options(Config):
-        """Options of `top_beta`.
+    class Options(BlockOptions):
+        """Options of `top_beta`; see `BlockOptions` for `minimum_block`.
 
         Args:
             beta: a drafted token must be among this many most probable tokens.
             tau: largest log-likelihood gap to the most probable token, in nats.
-            minimum_block: fewest tokens of a step, including the one after the accepted ones.
-                Drafted tokens are kept untested until there are so many.
         """
 
         beta: Annotated[int, Ge(1)] = 3
         tau: Annotated[FiniteFloat, Ge(0)] = 1.0
-        minimum_block: Annotated[int, Ge(1)] = 1
 
     name: ClassVar[str] = "top_beta"
     lossless: ClassVar[bool] = False

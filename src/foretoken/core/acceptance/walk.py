@@ -6,13 +6,28 @@ These rules judge each drafted token on its own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Annotated
+
+from annotated_types import Ge
 
 from foretoken.core.acceptance.base import Accepted, TargetDistributions
+from foretoken.core.config import Config
 from foretoken.core.distribution import Distribution
 from foretoken.core.noise import StepNoise
 from foretoken.core.tree import Draft
 
-__all__ = ["accept_longest", "likelihoods"]
+__all__ = ["BlockOptions", "accept_longest", "likelihoods"]
+
+
+class BlockOptions(Config):
+    """Options of rules that may accept more than what passes.
+
+    Args:
+        minimum_block: fewest tokens of a step, including the one after the accepted ones. Drafted
+            tokens are kept untested until there are so many.
+    """
+
+    minimum_block: Annotated[int, Ge(1)] = 1
 
 
 def likelihoods(p: TargetDistributions, node: int) -> Distribution:
