@@ -21,6 +21,7 @@ from foretoken.control.evidence import (
     prior_rate,
 )
 from foretoken.control.hybrid_model import HybridModel
+from foretoken.control.lookup_model import LookupModel, LookupPlan
 from foretoken.core.acceptance import Accepted
 from foretoken.core.sampler import TreeDistributions
 from foretoken.core.tree import Draft, TokenTree, chain
@@ -199,6 +200,29 @@ def test_where_nothing_pays_it_switches_itself_off(
     rate, kinds = world.run(model, requests, texts, 400)
     assert rate > 0.98 * rows / seconds(rows)
     assert share(kinds, "plain") > 0.95
+
+
+def test_where_nothing_pays_planning_is_rare(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Yet trained drafts are probed every 64 steps, and a new request is planned for at once."""
+    world = World(cpu, clock, lookup_seconds=0.0002)
+    requests = [request_of(), request_of()]
+    model, texts = model_of(world), [NOISE, NOISE]
+    world.run(model, requests, texts, 300)
+    plans = 0
+
+    def plan(*args: object) -> LookupPlan:
+        nonlocal plans
+        plans += 1
+        return LookupModel.plan(model._lookups, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(model._lookups, "plan", plan)
+    _, kinds = world.run(model, requests, texts, 640)
+    assert 10 <= plans <= 640 / 5
+    assert 8 <= kinds.count("trained") <= 12
+    for _ in range(20):
+        before = plans
+        world.run(model, [*requests, request_of()], [*texts, NOISE], 1)
+        assert plans == before + 1
 
 
 def test_each_request_of_a_batch_has_what_suits_it(clock: Clock) -> None:

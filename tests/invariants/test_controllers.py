@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from foretoken import LLM, RequestOutput, SamplingParams
@@ -60,10 +59,6 @@ class WildCosts(CostCurve):
 
     def __call__(self, positions: float, rows: int = 1) -> float:
         return float(10 ** self._dice.uniform(-1, 2))
-
-    def drafting(self, positions: NDArray[np.float64], rows: int) -> NDArray[np.float64]:
-        costs: NDArray[np.float64] = 10 ** self._dice.uniform(-1, 2, len(positions))
-        return costs
 
 
 class Depths:

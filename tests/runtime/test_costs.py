@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -65,17 +67,7 @@ def test_a_clock_that_stands_still_is_no_division_by_zero() -> None:
         for _ in range(50):
             curve.observe(positions, 0.0, rows)
         assert curve(positions, rows) > 0
-        assert (curve.drafting(np.array([1.0, 8.0]) * rows, rows) > 0).all()
-
-
-def test_many_at_once_are_the_same_as_one_by_one() -> None:
-    positions = np.array([2.5, 4.0, 6.5, 8.0, 20.0])
-    for curve in (CostCurve({1: 1.0, 4: 1.5, 8: 2.0}), CostCurve({1: 1.0, 9: 1.0})):
-        for _ in range(30):
-            curve.observe(2, 1.5, rows=2)
-            curve.observe(8, 2.5, rows=2)
-        expected = [curve(n, rows=2) for n in positions]
-        assert curve.drafting(positions, rows=2).tolist() == pytest.approx(expected)
+        assert all(curve(n * rows, rows) > 0 for n in (1, 8))
 
 
 def test_a_measured_curve_takes_the_place_of_a_learnt_one() -> None:
@@ -118,12 +110,13 @@ def test_passes_with_drafts_that_seem_faster_than_plain_ones_leave_a_sane_curve(
 ) -> None:
     """And they may get dear again."""
     curve = CostCurve({1: 1.0, 8: 1.5, 64: 4.0} if measured else None)
-    positions = rows + np.arange(16.0 * rows + 1)
+    positions = range(rows, 17 * rows + 1)
     for seconds in (0.8, 3.0):
         for _ in range(500):
             curve.observe(rows, 1.0, rows)
             curve.observe(2 * rows, seconds, rows)
-            assert (np.diff(curve.drafting(positions, rows)) > 0).all()
+            costs = [curve(n, rows) for n in positions]
+            assert all(less < more for less, more in pairwise(costs))
     assert curve(rows, rows) == pytest.approx(1.0, rel=0.1)
     assert curve(2 * rows, rows) == pytest.approx(3.0, rel=0.1)
 

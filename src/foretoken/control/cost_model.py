@@ -31,12 +31,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Annotated, ClassVar, TypeAlias
+from itertools import accumulate, pairwise
+from operator import itemgetter, mul, truediv
+from typing import Annotated, ClassVar
 
-import numpy as np
 from annotated_types import Ge
-from numpy.typing import NDArray
 
 from foretoken.control.base import Budget, Controller, Expected, within
 from foretoken.control.drafting_costs import DraftingCosts, levels_of_one
@@ -46,8 +45,6 @@ from foretoken.decode import Outcome
 from foretoken.request import Request
 
 __all__ = ["CostModel"]
-
-_Floats: TypeAlias = NDArray[np.float64]
 
 _MEMORY_OF_ONE, _MEMORY_OF_ALL = 0.9, 0.98
 """Weight of the past after each draft, in the estimates of one request and of all requests."""
@@ -116,6 +113,7 @@ class CostModel(Controller):
         self.patient = False  # whether to wait until drafts are clearly worth it
         self._plan: _Plan | None = None  # None if something was learnt since
         self.planned = Expected.plain(1)  # the last step of which depths were chosen
+        self.idle = False  # whether the last step had no drafts because none pays
 
     def _new(self, memory: float) -> History:
         return History(memory, len(self._nodes), trees=self._trees)
@@ -152,10 +150,12 @@ class CostModel(Controller):
         """
         histories = [self._history(request) for request in batch]
         depths = [0] * len(batch)
+        self.idle = not batch
         if batch and self._nodes and self.costs and not self._plain_step_is_due():
             measuring = self._drafting_costs.bound and any(h.just_started for h in histories)
             depths = self._best_depths(batch, rows, beside, instead, measuring)
             depths = self._probing(batch, depths, rows)
+            self.idle &= not any(depths)
             if measuring:
                 depths = [
                     depth if history.depth else 0
@@ -184,6 +184,21 @@ class CostModel(Controller):
         for request in batch:
             self._history(request).skip()
 
+    def idle_steps(self, batch: Sequence[Request]) -> int:
+        """How many steps follow without any draft or probe; only valid after one."""
+        if not self.idle:
+            return 0
+        waited = max((self._history(request).plain_steps for request in batch), default=0.0)
+        return max(0, int(self._probe_every - waited) - 1)
+
+    def rest(self, batch: Sequence[Request], steps: int) -> None:
+        """Record steps in which these requests had no drafts and it was not asked."""
+        for request in batch:
+            if history := self._histories.get(request.key):
+                history.rest(steps)
+        if self._plan is not None:
+            self._plan.steps += steps
+
     def _budget(self, request: Request, history: History, depth: int, counts: float) -> Budget:
         budget = within(request, depth)
         history.allow(budget.depth, wanted=depth > 0, counts=counts)
@@ -208,6 +223,7 @@ class CostModel(Controller):
         self.planned = instead
         rate = instead.rate(self.costs, rows)
         if plan.rate <= rate * (_MARGIN if self.patient else 1):
+            self.idle = True
             return [0] * len(batch)
         saved = plan.expected.tokens * (1 / rate - 1 / plan.rate) / len(batch)
         depths = [
@@ -247,41 +263,46 @@ class CostModel(Controller):
             measuring: whether to leave out the cost of drafting, because only an upper bound of it
                 is known and this step measures it.
         """
-        levels = len(self._nodes)
         share, passed, nodes = self._chances(batch)
-        # A level needs those above it, so it is worth no more than they are.
-        worth = np.minimum.accumulate(passed / nodes, axis=1)
-        order = np.argsort(-worth, axis=None, kind="stable")  # [R x L]
-        tokens = beside.tokens + np.cumsum((share * passed).ravel()[order])
-        positions = beside.positions + np.cumsum((share * nodes).ravel()[order])
-        row, level = np.divmod(order, levels)
-        likely = np.maximum.accumulate(share[row, 0])  # lower bound of P(any has a draft)
+        ranked: list[tuple[float, int, int]] = []  # expected tokens per node, row, level
+        for row, of_row in enumerate(passed):
+            # A level needs those above it, so it is worth no more than they are.
+            worth = accumulate(map(truediv, of_row, nodes), min)
+            ranked += [(each, row, level) for level, each in enumerate(worth)]
+        ranked.sort(key=itemgetter(0), reverse=True)  # stable
         per_level = 0.0 if measuring else self._drafting_costs.level
-        drafting = (
-            per_level
-            * likely
-            * levels_of_one(np.maximum.accumulate(level + 1.0), np.arange(1.0, len(level) + 1))
-        )
-        rates = tokens / (drafting + self.costs.drafting(positions, rows))
-        best = int(rates.argmax())
-        self._gain = float(rates[best]) * self.costs(rows, rows) / rows
-        expected = Expected(float(tokens[best]), float(positions[best]), float(drafting[best]))
-        depths: list[int] = np.bincount(row[: best + 1], minlength=len(batch)).tolist()
-        return depths, float(rates[best]), expected
+        tokens, positions = beside.tokens, beside.positions
+        likely, deepest = 0.0, 0  # lower bound of P(any has a draft); number of levels
+        best, expected = (0.0, 0), beside
+        # Not by NumPy: for a few levels, its calls take several times as long.
+        for count, (_, row, level) in enumerate(ranked, 1):
+            tokens += share[row] * passed[row][level]
+            positions += share[row] * nodes[level]
+            likely, deepest = max(likely, share[row]), max(deepest, level + 1)
+            drafting = per_level * likely * levels_of_one(deepest, count)
+            rate = tokens / (drafting + self.costs(positions, rows))
+            if rate > best[0]:
+                best, expected = (rate, count), Expected(tokens, positions, drafting)
+        depths = [0] * len(batch)
+        for _, row, _ in ranked[: best[1]]:
+            depths[row] += 1
+        self._gain = best[0] * self.costs(rows, rows) / rows
+        return depths, best[0], expected
 
-    def _chances(self, batch: Sequence[Request]) -> tuple[_Floats, _Floats, _Floats]:
+    def _chances(
+        self, batch: Sequence[Request]
+    ) -> tuple[list[float], list[list[float]], list[float]]:
         """Of R requests and L levels what is expected.
 
         Returns:
-            [R, 1] the probability that a request has a draft; [R, L] that a level of a draft is
+            [R] the probability that a request has a draft; [R, L] that a level of a draft is
             passed; [L] the nodes of each level.
         """
-        nodes = np.maximum(np.diff(self._nodes, prepend=0.0), _LEAST_NODES)
+        nodes = [max(upto - above, _LEAST_NODES) for above, upto in pairwise((0.0, *self._nodes))]
         prior, prior_drafts = self._overall.acceptance_rates(), self._overall.draft_rate()
         histories = [self._history(request) for request in batch]
-        share = np.array([h.draft_rate(prior_drafts) for h in histories])[:, None]
-        rates = np.array([h.acceptance_rates(prior) for h in histories])
-        passed: _Floats = np.cumprod(rates, axis=1)
+        share = [history.draft_rate(prior_drafts) for history in histories]
+        passed = [list(accumulate(h.acceptance_rates(prior), mul)) for h in histories]
         return share, passed, nodes
 
     def gains(self, batch: Sequence[Request], rows: int, node_cost: float) -> list[float]:
@@ -298,8 +319,13 @@ class CostModel(Controller):
         share, passed, nodes = self._chances(batch)
         per_level = levels_of_one(1.0, float(len(batch))) / len(batch)
         per_level *= self._drafting_costs.level / self.costs(rows, rows)
-        levels = share * (passed / rows - nodes * node_cost) - per_level
-        gains: list[float] = np.cumsum(levels, axis=1).max(axis=1).tolist()
+        gains = []
+        for has, of_row in zip(share, passed, strict=True):
+            levels = [
+                has * (reached / rows - each * node_cost) - per_level
+                for reached, each in zip(of_row, nodes, strict=True)
+            ]
+            gains.append(max(accumulate(levels)))
         return gains
 
     def _probing(self, batch: Sequence[Request], depths: Sequence[int], rows: int) -> list[int]:

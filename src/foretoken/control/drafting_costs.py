@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
-
 __all__ = ["DraftingCosts", "levels_of_one", "smoothed"]
 
 _SHARED = 0.7
@@ -22,10 +17,7 @@ def smoothed(known: float, seconds: float) -> float:
     return known + 0.1 * (min(seconds, 2 * known) - known)
 
 
-_Number = TypeVar("_Number", float, NDArray[np.float64])
-
-
-def levels_of_one(deepest: _Number, drafted: _Number) -> _Number:
+def levels_of_one(deepest: float, drafted: float) -> float:
     """What drafting costs, in levels of one request.
 
     Args:

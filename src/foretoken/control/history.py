@@ -59,6 +59,10 @@ class History:
         self.plain_steps = 0.0 if wanted else self.plain_steps + counts
         self.caught_up, self.depth = self.depth > 0, depth
 
+    def rest(self, steps: int) -> None:
+        """Record so many steps without a draft, after one without."""
+        self.plain_steps, self.caught_up, self.depth = self.plain_steps + steps, False, 0
+
     def skip(self) -> None:
         """Record a step in which a draft from elsewhere cannot be beaten."""
         self.caught_up, self.depth = self.depth > 0, 0

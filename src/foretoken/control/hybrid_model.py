@@ -38,9 +38,35 @@ _BEST_RATE = 0.8
 would give."""
 
 
+_NOTHING = Budget(0, 0)
+
 _MOST_ROWS = 4
 """Most requests of a step in which trained drafts are considered. With 8 on two cores, a pass is
 bound by computing: trained drafts then cost more than they bring (docs/results.md)."""
+
+
+_LONGEST_REST = 15
+"""Most steps in a row in which nothing is planned, because nothing paid in the step before: a plan
+takes a few percent of a pass."""
+
+
+@dataclass
+class _Rest:
+    """Steps without drafts that were planned at once.
+
+    Args:
+        keys: of the batch.
+        waiting: the requests among them that might have had trained drafts.
+        steps: so many are left.
+
+    Attributes:
+        taken: so many have passed.
+    """
+
+    keys: tuple[int, ...] = ()
+    waiting: Sequence[Request] = ()
+    steps: int = 0
+    taken: int = 0
 
 
 @dataclass
@@ -80,20 +106,39 @@ class HybridModel(Controller):
         self._found: dict[int, tuple[Draft, list[int]]] = {}  # key -> lookup, nodes that pay
         self._drafts: dict[int, Draft] = {}  # key -> trained draft, before grafts were cut
         self._clock = _Clock()
+        self._rest = _Rest()
+        self._resting = False  # whether this step is one of a rest
 
     # Before a step
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
         """See `Controller.budgets`: those of the lookups."""
+        self._resting = self._goes_on_resting(batch, rows)
+        if self._resting:
+            return [_NOTHING] * len(batch)
         self._rows, self._found, self._drafts = rows, {}, {}
         budgets = self._lookups.budgets(batch, rows)
         self._clock = _Clock(since=time.perf_counter())
         return budgets
 
+    def _goes_on_resting(self, batch: Sequence[Request], rows: int) -> bool:
+        rest = self._rest
+        same = rows == self._rows and tuple(request.key for request in batch) == rest.keys
+        if rest.steps and same:
+            rest.steps, rest.taken = rest.steps - 1, rest.taken + 1
+            return True
+        if rest.taken:
+            self._lookups.rest(rest.taken)
+            self._trained.rest(rest.waiting, rest.taken)
+        self._rest = _Rest()
+        return False
+
     def choose(
         self, batch: Sequence[Request], budgets: Sequence[Budget], found: Sequence[Draft]
     ) -> list[Budget]:
         """See `drafters.hybrid.Chooser`."""
+        if self._resting:
+            return list(budgets)
         self._clock.lookups += self._clock.lap()
         rows = self._rows
         plan = self._lookups.plan(batch, found, rows)
@@ -115,6 +160,10 @@ class HybridModel(Controller):
             trained[row] = budget
         drafting = [row for row, budget in enumerate(trained) if budget.chain]
         self._lookups.follow(batch, plan, left_out=drafting)
+        if not drafting:
+            idle = min(self._lookups.idle_steps(), self._trained.idle_steps(requests))
+            keys = tuple(request.key for request in batch)
+            self._rest = _Rest(keys, requests, min(idle, _LONGEST_REST))
         self._clock.lap()
         return trained
 
@@ -130,6 +179,8 @@ class HybridModel(Controller):
 
     def trim(self, batch: Sequence[Request], drafts: Sequence[Draft], rows: int) -> list[Draft]:
         """See `Controller.trim`: cuts lookups, and what was appended to trained drafts."""
+        if self._resting:
+            return list(drafts)
         self._clock.trained += self._clock.lap()
         trimmed = list(drafts)
         grafts: list[tuple[float, int, int]] = []  # probability, place in the batch, node
@@ -176,6 +227,8 @@ class HybridModel(Controller):
 
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
         """Learn which lookups and which levels of trained drafts were right, and their costs."""
+        if self._resting:
+            return
         self._lookups.observe(outcomes, self._clock.lookups)
         trained = []
         for outcome in outcomes:

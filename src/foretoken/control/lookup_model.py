@@ -17,13 +17,12 @@ plain decoding.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import ClassVar
-
-import numpy as np
 
 from foretoken.control.base import Budget, Controller, Expected, within
 from foretoken.control.cost_model import CostModel
@@ -36,7 +35,7 @@ from foretoken.runtime.costs import CostCurve
 
 __all__ = ["LookupModel", "LookupPlan", "how_many"]
 
-_POLLING = 0.001
+_POLLING = 0.002
 """Share of the time that may go into polling requests whose lookups do not pay."""
 
 _FIRST_GAIN = 0.1
@@ -101,13 +100,14 @@ class LookupModel(Controller):
         self._rates = AcceptanceRates()
         self._gain = _FIRST_GAIN  # of new requests' lookups
         self._lookup_seconds = 0.0  # of one request's lookup; 0 while unknown
+        self._planning = 0.0  # seconds of planning in this step
         self._step = 0
         self._next_poll = 0.0  # the next step that looks up for all requests
         self._asked: dict[int, _State] = {}  # of the requests with a lookup in this step, by key
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
         """See `Controller.budgets`: the full length where lookups pay, else nothing."""
-        self._asked = {}
+        self._asked, self._planning = {}, 0.0
         budgets = [_NOTHING] * len(batch)
         if not self.costs:  # a pass has to be timed first
             return budgets
@@ -123,6 +123,16 @@ class LookupModel(Controller):
                 self._asked[request.key] = state
         return budgets
 
+    def idle_steps(self) -> int:
+        """How many steps follow without any lookup; only valid after one."""
+        if self._asked or not self.costs:
+            return 0
+        return max(0, math.ceil(self._next_poll - self._step) - 1)
+
+    def rest(self, steps: int) -> None:
+        """Record steps in which it was not asked."""
+        self._step += steps
+
     def trim(self, batch: Sequence[Request], drafts: Sequence[Draft], rows: int) -> list[Draft]:
         """See `Controller.trim`: keeps the most probable tokens of all drafts, as many as pay."""
         plan = self.plan(batch, drafts, rows)
@@ -134,6 +144,7 @@ class LookupModel(Controller):
 
     def plan(self, batch: Sequence[Request], drafts: Sequence[Draft], rows: int) -> LookupPlan:
         """Choose the most probable tokens of all drafts, as many as pay; see `trim`."""
+        began = time.perf_counter()
         asked = [row for row, request in enumerate(batch) if request.key in self._asked]
         likely: list[tuple[float, int, int]] = []  # probability, row, node
         for row in asked:
@@ -151,6 +162,7 @@ class LookupModel(Controller):
             nodes[row].append(node)
             tokens[row] += p
             gains[row] += p / rows - cost
+        self._planning += time.perf_counter() - began
         return LookupPlan(nodes, tokens, gains, cost)
 
     def follow(
@@ -174,7 +186,8 @@ class LookupModel(Controller):
                 if state.proposal:
                     self._rates.learn(state.proposal, outcome)
                 state.proposal, state.new = None, False
-        seconds = (draft_seconds + time.perf_counter() - began) / len(self._asked)
+        seconds = draft_seconds + self._planning + time.perf_counter() - began
+        seconds /= len(self._asked)
         if all_have_read:
             self._lookup_seconds = smoothed(self._lookup_seconds or seconds, seconds)
 
@@ -201,9 +214,13 @@ def how_many(
     """
     if not probs:
         return 0, 0.0
-    plain = costs(rows, rows)
-    positions = beside.positions + np.arange(len(probs) + 1.0)
-    seconds = (beside.seconds + costs.drafting(positions, rows)) / plain
-    rates = (beside.tokens + np.cumsum((0.0, *probs))) / seconds
-    best = int(rates.argmax())
-    return best, float(seconds[best] - seconds[0]) / max(1, best)
+    before = costs(beside.positions, rows)
+    tokens, best, added = beside.tokens, 0, 0.0
+    highest = tokens / (beside.seconds + before)
+    for count, p in enumerate(probs, 1):
+        tokens += p
+        seconds = costs(beside.positions + count, rows)
+        if tokens > highest * (beside.seconds + seconds):
+            highest = tokens / (beside.seconds + seconds)
+            best, added = count, seconds - before
+    return best, added / costs(rows, rows) / max(1, best)

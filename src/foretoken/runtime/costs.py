@@ -17,11 +17,9 @@ attributes an error to the coefficient that is less certain.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from statistics import mean
-
-import numpy as np
-from numpy.typing import NDArray
 
 __all__ = ["CostCurve"]
 
@@ -144,19 +142,16 @@ class CostCurve:
 
     def _alone(self, positions: float) -> float:
         """f, the curve of a single row."""
-        last = self._nodes[-1]
-        if positions > last:
-            return self._seconds[-1] * positions / last
-        return float(np.interp(positions, self._nodes, self._seconds))
-
-    def drafting(self, positions: NDArray[np.float64], rows: int) -> NDArray[np.float64]:
-        """Expected seconds [N] of passes over these numbers of nodes [N] in this many rows."""
-        curve = np.interp(positions, self._nodes, self._seconds)
-        curve *= np.maximum(positions / self._nodes[-1], 1.0)
-        plain, _ = self._parts(rows, rows)
-        drafted = np.maximum(curve - self._alone(rows), 0.0)
-        seconds: NDArray[np.float64] = self._a * plain + self._b * drafted
-        return seconds
+        nodes, seconds = self._nodes, self._seconds
+        if positions > nodes[-1]:
+            return seconds[-1] * positions / nodes[-1]
+        if positions <= nodes[0]:
+            return seconds[0]
+        # Not by NumPy: for a single number, its calls take ten times as long.
+        right = bisect_left(nodes, positions)
+        left = right - 1
+        share = (positions - nodes[left]) / (nodes[right] - nodes[left])
+        return seconds[left] + share * (seconds[right] - seconds[left])
 
 
 def _drifted(variance: float, value: float) -> float:
