@@ -25,6 +25,8 @@ BRANCHING = ("ensemble", "lookahead", "pad", "recycle")
 """Methods whose drafts are trees whatever their options."""
 ON_CHAINS = [name for name in SPECULATIVE if name not in BRANCHING]
 """Methods whose bits invariant 7 promises; for the others it promises the tokens."""
+ON_SOURCES = [name for name in SPECULATIVE if not METHODS[name].takes_head]
+"""Methods for encoder-decoders: those that need no trained head."""
 
 
 def tiny_texts() -> list[list[int]]:

@@ -20,7 +20,6 @@ from foretoken.engine.prompts import (
     as_list,
     is_conversation,
     one_per_prompt,
-    token_ids,
 )
 from foretoken.engine.strategies import Speculative
 from foretoken.errors import ConfigError, PromptError
@@ -31,7 +30,12 @@ __all__ = ["LLM", "Message", "Prompt"]
 
 
 class LLM:
-    """A language model with speculative decoding.
+    """A language model with speculative decoding: decoder-only, or an encoder-decoder.
+
+    An encoder-decoder reads each prompt as its source, once, and writes the output. A prompt may be
+    text or token ids. It may also be a mapping: `encoder_prompt` or `audio` is the source,
+    `decoder_prompt` begins the output, and `source_language` and `target_language` are those of a
+    translation. Greedy outputs in float32 are those of Transformers' `generate()`.
 
     Args:
         model: a Hugging Face folder (safetensors), a GGUF file, an alias (`foretoken models`), or a
@@ -45,17 +49,19 @@ class LLM:
         device: "cpu", "cuda", ...; "auto" takes a GPU if there is one. A loaded model stays
             where it is.
         max_model_len: most tokens of prompt and output together; None takes the model's limit.
+            The source of an encoder-decoder does not count.
         max_num_seqs: most sequences advanced together.
         max_num_batched_tokens: most prompt tokens computed between two steps of the running
-            sequences. With a smaller value, a long prompt delays them less.
+            sequences. With a smaller value, a long prompt delays them less. A source is read whole.
         kv_cache_memory: most memory for the KV of the target and of the draft models that
-            `speculative_config` names: bytes, or text such as "2GiB". None takes what
+            `speculative_config` names, and for what a decoder keeps of each source: bytes, or text
+            such as "2GiB". None takes what
             `max_num_seqs` sequences need. If there is no room, sequences wait, are preempted and
             computed again, or run without drafts. Outputs do not depend on it, except that a
             sequence that does not fit even alone ends with an error. A draft model that only a
             request names gets as many positions as the others, in addition to this limit.
         enable_prefix_caching: keep the KV of prompts, for later prompts that begin with the same
-            tokens.
+            tokens, and what a decoder keeps of a source, for later prompts with the same source.
         prefix_cache_memory: most memory for the prefix cache: bytes, or text.
         quantization: None keeps the weights as they are. "int8" and "int4" (CPU only) make them a
             half and a third as large, those of draft models too. Speculation is then lossless with
@@ -173,7 +179,8 @@ class LLM:
         """Generate for one prompt or many.
 
         Args:
-            prompts: a prompt or a sequence of prompts (strings, token id lists, conversations).
+            prompts: a prompt or a sequence of prompts (strings, token id lists, conversations, or
+                mappings for encoder-decoders).
             sampling_params: one for all, or one per prompt; None takes the defaults.
             speculative_config: one for all, or one per prompt; None takes the `LLM`'s. One without
                 `acceptance` uses the `LLM`'s rule. Draft models and files are loaded at the first
@@ -247,10 +254,12 @@ class LLM:
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, including special tokens; the chat template formats conversations.
 
+        Those of an encoder-decoder are the source's.
+
         Raises:
             PromptError: there is no tokenizer or no chat template, or the prompt is malformed.
         """
-        return token_ids(prompt, self.tokenizer)
+        return self.engine.encode(prompt)
 
     def reset_drafter_memory(self) -> None:
         """Make drafters forget what they learnt from earlier outputs (`suffix`, `recycle`).

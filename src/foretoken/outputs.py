@@ -38,11 +38,15 @@ class TokenLogprobs:
 class Metrics:
     """Counts and times of one output. Times are wall-clock seconds.
 
+    The prompt of an encoder-decoder is the decoder's; what the encoder reads is the source.
+
     `num_drafts` counts the steps in which at least one token was drafted. In a batch, the full time
     of a step counts for every request that took part in it.
     """
 
     prompt_tokens: int = 0
+    source_tokens: int = 0
+    """Tokens that the encoder reads, or frames of audio; 0 for a decoder-only model."""
     generated_tokens: int = 0
     target_passes: int = 0
     num_drafts: int = 0
@@ -52,6 +56,8 @@ class Metrics:
     accepted_per_position: list[int] = field(default_factory=list)
     """How often the drafted token at each depth was accepted."""
     prefill_seconds: float = 0.0
+    encode_seconds: float = 0.0
+    """Time in the encoder, which is part of `prefill_seconds`."""
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     accept_seconds: float = 0.0
@@ -59,6 +65,8 @@ class Metrics:
     """From admission to the last token, prefill included."""
     cached_prompt_tokens: int = 0
     """Prompt tokens whose KV came from the prefix cache."""
+    cached_source_tokens: int = 0
+    """`source_tokens` if an earlier request had read the same source, else 0."""
     preemptions: int = 0
     """How often the request lost its row to older requests and was computed again."""
     drafter_failure: str | None = None
@@ -134,13 +142,26 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """All outputs of one prompt. `text`, `metrics` and so on are those of the first output."""
+    """All outputs of one prompt. `text`, `metrics` and so on are those of the first output.
+
+    `prompt` and `prompt_token_ids` of an encoder-decoder are the decoder's.
+    """
 
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: Sequence[CompletionOutput]
     request_id: str | None = None
     """The id that `LLMEngine.add_request` returned; None from `LLM.generate`."""
+    encoder_prompt: str | None = None
+    """The text that the encoder read; None if it was not given as text, or there is no encoder."""
+    encoder_prompt_token_ids: tuple[int, ...] | None = None
+    """The tokens that the encoder read, () of audio; None if there is no encoder."""
+
+    def ids_as_dict(self) -> dict[str, Any]:
+        """The token ids of the prompt, and of the source if there is one, for JSON."""
+        source = self.encoder_prompt_token_ids
+        ids = {"prompt_token_ids": list(self.prompt_token_ids)}
+        return ids if source is None else {"encoder_prompt_token_ids": list(source), **ids}
 
     @property
     def finished(self) -> bool:

@@ -15,7 +15,9 @@ from foretoken.core.detokenizer import Detokenizer
 from foretoken.core.grammar import Grammar
 from foretoken.core.noise import Noise, fresh_seed
 from foretoken.core.params import SamplingParams
+from foretoken.core.rules import DecodingRules
 from foretoken.core.sampler import Sampler, TreeDistributions
+from foretoken.core.source import Source
 from foretoken.core.tree import Draft
 from foretoken.errors import ForetokenError, in_one_line
 from foretoken.outputs import CompletionOutput, Metrics, StreamedToken, TokenLogprobs
@@ -30,7 +32,8 @@ class Request:
     """State of one output from its prompt to its end.
 
     Args:
-        prompt_ids: the prompt, at least one token.
+        prompt_ids: the prompt, at least one token. Of an encoder-decoder it is the decoder's, which
+            begins with its start token.
         params: sampling parameters. The caller makes `n` requests of them.
         vocab_size: width of the target's logits.
         eos_token_ids: tokens that end the output.
@@ -39,6 +42,8 @@ class Request:
         index: which of the prompt's n outputs this is, from 0.
         trace_all: record p of every drafted token, also of those that the rule did not reach.
         grammar: the compiled `params.structured_outputs`, for this request alone (it has state).
+        source: what the encoder reads; None for a decoder-only model.
+        rules: what an encoder-decoder's generation config does to its logits.
     """
 
     def __init__(
@@ -53,26 +58,32 @@ class Request:
         index: int = 0,
         trace_all: bool = False,
         grammar: Grammar | None = None,
+        source: Source | None = None,
+        rules: DecodingRules | None = None,
     ) -> None:
         assert prompt_ids, "the caller refuses empty prompts"
         self.key = next(_keys)
         self.index = index
         self.params = params
         self.prompt_ids = tuple(prompt_ids)
+        self.source = source
         self.token_ids = list(prompt_ids)
         self.trace_all = trace_all
-        self.sampler = Sampler(params, vocab_size, prompt_ids, eos_token_ids, grammar)
+        room = max_model_len - len(prompt_ids)
+        self._max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        own = None if rules is None else rules.for_output(prompt_ids, source, self._max_tokens)
+        self.sampler = Sampler(params, vocab_size, prompt_ids, eos_token_ids, grammar, own)
         seed = fresh_seed() if params.seed is None else params.seed
         self.noise = Noise(seed + index)
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.failure: Exception | None = None
         self.closed = False  # the scheduler has released it; it does not change any more
-        self.metrics = Metrics(prompt_tokens=len(prompt_ids))
+        self.metrics = Metrics(
+            prompt_tokens=len(prompt_ids), source_tokens=0 if source is None else len(source)
+        )
         self.admitted_at = 0.0
         self._eos = frozenset(() if params.ignore_eos else eos_token_ids)
-        room = max_model_len - len(prompt_ids)
-        self._max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         self._detokenizer = Detokenizer(
             tokenizer,
             params.stop_strings,
@@ -87,6 +98,11 @@ class Request:
         self._trace = Trace()
 
     # Read by drafters and the loop
+
+    @property
+    def input_ids(self) -> Sequence[int]:
+        """What the output answers: the text that the encoder reads, or else the prompt."""
+        return self.prompt_ids if self.source is None else self.source.tokens
 
     @property
     def output_ids(self) -> list[int]:

@@ -10,8 +10,11 @@ import pytest
 from typer.testing import Result
 
 from foretoken import LLM, SamplingParams, Trace
+from foretoken.core.source import Source
+from foretoken.runtime.passes import Passes
 from tests.cli.conftest import Run, ascii_tokenizer, error_of
 from tests.heads import tiny_head
+from tests.tiny_seq2seq import tiny_seq2seq
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 SHORT = ["--max-tokens", "20"]
@@ -184,3 +187,104 @@ def test_quantized_weights(run: Run, tiny: Path) -> None:
     refused = run("generate", "hello", "-m", tiny, "--quantization", "int3")
     assert refused.exit_code == 2
     assert "--quantization: must be int8" in error_of(refused)
+
+
+# A prompt per line, and encoder-decoders
+
+
+@pytest.fixture(scope="session")
+def translator(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An encoder-decoder that reads and writes ASCII."""
+    folder, tokenizer = tmp_path_factory.mktemp("seq2seq"), ascii_tokenizer(chat_template=None)
+    tiny_seq2seq(vocab_size=len(tokenizer.get_vocab())).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_line_per_source(run: Run, translator: Path, tmp_path: Path) -> None:
+    llm = LLM(translator)
+    sources = ["one", "two words", "three words now"]
+    file = tmp_path / "sources.txt"
+    file.write_text("".join(source + "\n" for source in sources))
+    params = SamplingParams(temperature=0, max_tokens=20)
+    expected = llm.generate(sources, params)
+    given = ["generate", "-m", translator, *SHORT, "--jsonl"]
+    for more, stdin in (
+        (["--file", file], None),
+        (["--max-num-seqs", 2], "\r\n".join(sources)),
+        (["--n", 2, "--temperature", 1, "--logprobs", 1, "-"], "\n".join(sources)),
+    ):
+        result = run(*given, *more, stdin=stdin)
+        assert result.exit_code == 0, result.stderr
+        assert result.stderr == ""
+        lines = [json.loads(line) for line in result.stdout.splitlines()]
+        assert [line["line"] for line in lines] == [1, 2, 3]
+        assert [line["prompt"] for line in lines] == sources
+        for line, output in zip(lines, expected, strict=True):
+            assert line["prompt_token_ids"] == [2]
+            assert line["encoder_prompt_token_ids"] == list(output.encoder_prompt_token_ids or ())
+            assert len(line.get("outputs", "")) == (2 if "--n" in more else 0)
+            assert (line["logprobs"] is None) == ("--n" not in more)
+            assert ("--n" in more) or line["text"] == output.text
+
+
+def test_one_source(run: Run, translator: Path) -> None:
+    (expected,) = LLM(translator).generate("hi", SamplingParams(temperature=0, max_tokens=20))
+    given = ["generate", "hi", "-m", translator, *SHORT]
+    assert run(*given).stdout == expected.text + "\n"
+    value = parsed(run(*given, "--json"))
+    assert value["encoder_prompt_token_ids"] == list(expected.encoder_prompt_token_ids or ())
+    assert value["text"] == expected.text
+
+
+def test_lines_for_a_decoder_only_model(run: Run, tiny: Path, llm: LLM) -> None:
+    (expected,) = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=20))
+    result = run("generate", "-m", tiny, *SHORT, "--jsonl", stdin="hello\nhello")
+    for line in map(json.loads, result.stdout.splitlines()):
+        assert line["text"] == expected.text
+        assert "encoder_prompt_token_ids" not in line
+
+
+@pytest.mark.parametrize(
+    ("options", "stdin", "message"),
+    [
+        (["--jsonl"], "a\n\nb\n", "line 2: the source is empty"),
+        (["--jsonl"], "a\n" + "b" * 257, "line 2: the source has 257 tokens and the encoder takes"),
+        (["--jsonl"], "", "the prompt is empty"),
+        (["--jsonl", "hello"], "a", "--jsonl reads a prompt per line: give --file FILE, or pipe"),
+        (["--jsonl", "--json"], "a", "--json prints one object, and --jsonl one per line"),
+        (["--jsonl", "--trace", "t.json"], "a", "--trace describes one answer: leave out --jsonl"),
+        (["--source-language", "xx"], "a", "this tokenizer has no tokens of languages"),
+        (["--target-language", "de_DE", "--jsonl"], "a", "line 1: target_language: this tokenizer"),
+    ],
+)
+def test_bad_lines(
+    run: Run, translator: Path, options: list[str], stdin: str, message: str
+) -> None:
+    result = run("generate", "-m", translator, *options, stdin=stdin)
+    assert result.exit_code == 2
+    assert message in error_of(result)
+    assert result.stdout == ""
+
+
+def test_languages_need_an_encoder(run: Run, tiny: Path) -> None:
+    result = run("generate", "hello", "-m", tiny, "--target-language", "de_DE")
+    assert "this model has no encoder" in error_of(result)
+
+
+def test_a_line_that_fails_leaves_the_others(
+    run: Run, translator: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = Passes.encode
+
+    def failing(passes: Passes, key: int, source: Source) -> None:
+        if len(source) == 3:
+            raise OSError("no disk")
+        encode(passes, key, source)
+
+    monkeypatch.setattr(Passes, "encode", failing)
+    result = run("generate", "-m", translator, *SHORT, "--jsonl", stdin="one\nfour")
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [line["error"] for line in lines] == ["OSError: no disk", None]
+    assert result.exit_code == 1
+    assert "1 of 2 lines ended with an error" in error_of(result)

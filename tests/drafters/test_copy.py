@@ -9,6 +9,8 @@ import pytest
 
 from foretoken import ConfigError, SamplingParams
 from foretoken.control import Budget
+from foretoken.core.rules import DecodingRules
+from foretoken.core.source import Source
 from foretoken.drafters.copy import LONGEST_MATCH, CopyDrafter, CopyOptions
 from foretoken.request import Request
 
@@ -29,6 +31,32 @@ class Text:
     def then(self, *tokens: int) -> Text:
         self.request.token_ids += tokens
         return self
+
+
+START, END, ENGLISH, GERMAN = 0, 1, 2, 3
+SPECIAL = (START, END, ENGLISH, GERMAN)
+
+
+class Translation(Text):
+    """A request of an encoder-decoder."""
+
+    def __init__(
+        self,
+        source: list[int],
+        prompt: tuple[int, ...] = (START,),
+        special: tuple[int, ...] = SPECIAL,
+        rules: DecodingRules | None = None,
+        **options: Any,
+    ) -> None:
+        self.request = Request(
+            prompt,
+            SamplingParams(),
+            vocab_size=100,
+            max_model_len=10**6,
+            source=Source(tuple(source)),
+            rules=rules,
+        )
+        self.drafter = CopyDrafter(CopyOptions(**options), special)
 
 
 def test_a_region_is_copied_from_its_beginning() -> None:
@@ -123,6 +151,58 @@ def test_against_brute_force(seed: int) -> None:
         expected = brute_force(prompt, text.request.token_ids, shortest, len(prompt))
         assert text.draft() == expected
         text.then(*expected[: dice.randrange(4)], *(dice.choices(range(5), k=dice.randrange(3))))
+
+
+def test_a_source_is_copied_from_its_beginning() -> None:
+    """Input-guided aggressive decoding: the first draft is the whole input, its end included."""
+    text = Translation([*INPUT, END])
+    assert text.draft(25) == [*INPUT, END]
+    assert text.then(*INPUT[:3]).draft(25) == [*INPUT[3:], END]
+    assert text.then(90).draft(25) == []  # replaced
+    assert text.then(14, 15).draft(25) == [16, END]
+
+
+def test_a_source_behind_its_language() -> None:
+    """The language of the source is left out if that of the output is given."""
+    source = [ENGLISH, *INPUT, END]
+    assert Translation(source, (START, GERMAN)).draft() == [10, 11, 12]
+    assert Translation(source, (START, GERMAN, 10, 11)).draft() == [12, 13, 14]
+    assert Translation(source, (START,)).draft() == [ENGLISH, 10, 11]  # the model chooses
+
+
+def test_a_token_that_comes_first_by_the_models_rules() -> None:
+    """It leads the first draft, and the source follows it."""
+    source, rules = [ENGLISH, *INPUT, END], DecodingRules(forced_bos_token_id=GERMAN)
+    text = Translation(source, rules=rules)
+    assert text.draft() == [GERMAN, 10, 11]
+    assert text.draft(1) == [GERMAN]
+    assert text.draft(0) == []
+    assert text.then(GERMAN).draft() == [10, 11, 12]
+    assert text.then(10, 11).draft() == [12, 13, 14]
+    given = Translation(source, (START, GERMAN), rules=rules)  # the rule has no place then
+    assert given.draft() == [10, 11, 12]
+    bart = DecodingRules(forced_bos_token_id=START)
+    unknown = Translation([START, *INPUT], (END,), special=(), rules=bart)  # without a tokenizer
+    assert unknown.draft() == [START, 10, 11]
+    assert unknown.then(START, 10).draft() == [11, 12, 13]
+
+
+def test_a_region_of_a_source() -> None:
+    text = Translation([7, 7, *INPUT, END], copy_start=2, copy_end=-1)
+    assert text.draft(25) == INPUT
+    assert text.then(10, 7).draft(25) == []  # outside the region
+    assert Translation([7], copy_start=2).draft() == []
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_source_against_brute_force(seed: int) -> None:
+    dice = random.Random(seed)
+    source = [dice.randrange(4, 8) for _ in range(dice.randrange(1, 40))]
+    text = Translation(source, copy_min_match=1 + seed % 3)
+    for _ in range(30):
+        expected = brute_force(source, text.request.token_ids, 1 + seed % 3, 1)
+        assert text.draft() == expected
+        text.then(*expected[: dice.randrange(4)], *(dice.choices(range(4, 9), k=dice.randrange(3))))
 
 
 @pytest.mark.parametrize("shortest", [0, LONGEST_MATCH + 1])

@@ -9,6 +9,7 @@ import torch
 
 from foretoken import LLM, SamplingParams
 from foretoken.control import Budget
+from foretoken.core.source import Source
 from foretoken.drafters.lookahead import LookaheadDrafter, LookaheadOptions, Pool, Window
 from foretoken.request import Request
 from tests.drafting import drafter_of
@@ -18,9 +19,9 @@ from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 GREEDY = SamplingParams(temperature=0, max_tokens=60)
 
 
-def request_of(tokens: list[int]) -> Request:
+def request_of(tokens: list[int], source: Source | None = None) -> Request:
     params = SamplingParams(temperature=0, seed=1)  # the window begins at random
-    return Request(tokens, params, vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
+    return Request(tokens, params, vocab_size=VOCAB_SIZE, max_model_len=CONTEXT, source=source)
 
 
 def options(**fields: Any) -> LookaheadOptions:
@@ -52,6 +53,17 @@ def test_rows_move_up_and_stay_aligned() -> None:
     for row, tokens in enumerate(window.rows):
         known = tokens if row < 2 else tokens[:3]
         assert known == [text[length + row + column] for column in range(3)]
+
+
+def test_an_encoder_decoder_starts_from_its_source() -> None:
+    """The pool has the source's n-grams, and the window its tokens that can be written."""
+    source = Source((7, 8, 9, 10, VOCAB_SIZE + 1))
+    drafter = LookaheadDrafter(options())
+    (draft,) = drafter.propose([request_of([7], source)], [Budget(64, 64)])
+    assert draft.tree.tokens[:4] == (7, 8, 9, 10)
+    assert set(draft.tree.tokens) == {7, 8, 9, 10}
+    (draft,) = drafter.propose([request_of([7], Source())], [Budget(64, 64)])  # as of audio
+    assert set(draft.tree.tokens) == {7}
 
 
 def test_the_draft_holds_ngrams_and_the_whole_window() -> None:

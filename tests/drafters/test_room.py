@@ -186,7 +186,7 @@ def test_a_pass_that_does_not_fit_after_all(
     llm = llm_of(model, small, 2)
     draft_slab(llm).limit = KEY_BLOCK
     monkeypatch.setattr(
-        "foretoken.drafters.draft_model.rows_that_fit", lambda _, w, __: (set(w), [])
+        "foretoken.drafters.draft_model.rows_that_fit", lambda _, w, *__: (set(w), [])
     )
     monkeypatch.setattr("foretoken.drafters.draft_model.OwnModel.room", lambda *_: 100)
     (output,) = llm.generate(prompts, GREEDY)

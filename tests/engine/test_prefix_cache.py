@@ -10,12 +10,14 @@ import torch
 from transformers import PreTrainedModel
 
 from foretoken import LLM, SamplingParams
+from foretoken.core.source import Source
 from foretoken.core.tree import chain
 from foretoken.engine.prefix_cache import BLOCK, PrefixCache
 from foretoken.runtime.attention import KEY_BLOCK
 from foretoken.runtime.target import Target
 from tests.counting import counted
 from tests.tiny import VOCAB_SIZE, tiny_model
+from tests.tiny_seq2seq import tiny_seq2seq
 
 PARAMS = SamplingParams(temperature=0.9, seed=3, max_tokens=12, logprobs=2)
 
@@ -151,3 +153,51 @@ def test_outputs_are_not_kept(model: PreTrainedModel) -> None:
     (output,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=2 * BLOCK))
     (again,) = llm.generate([[1, 2, 3, *output.token_ids]], PARAMS)
     assert again.metrics.cached_prompt_tokens == 0
+
+
+def test_decoder_prompts_of_different_sources_share_nothing() -> None:
+    """Their KV depends on the source through cross-attention."""
+    model = tiny_seq2seq()
+    plain, llm = LLM(model, enable_prefix_caching=False), LLM(model)
+    decoder = tokens_of(1, BLOCK + 6)
+    prompts = [
+        {"encoder_prompt": tokens_of(seed, 9), "decoder_prompt": [*decoder, seed]}
+        for seed in (5, 6, 5, 6)
+    ]
+    expected = [plain.generate(prompt, PARAMS)[0] for prompt in prompts]
+    outputs = [llm.generate(prompt, PARAMS)[0] for prompt in prompts]
+    assert [(o.token_ids, o.logprobs) for o in outputs] == [
+        (o.token_ids, o.logprobs) for o in expected
+    ]
+    assert outputs[0].token_ids != outputs[1].token_ids
+    assert [o.metrics.cached_prompt_tokens for o in outputs] == [0, 0, BLOCK, BLOCK]
+    assert [o.metrics.cached_source_tokens for o in outputs] == [0, 0, 9, 9]
+
+
+def test_sources_and_blocks_share_the_memory() -> None:
+    target = Target(tiny_seq2seq())
+    sources = [Source(tuple(tokens_of(seed, 9))) for seed in range(5)]
+    each = target.state_bytes(sources[0])
+    cache = PrefixCache(target, 3 * each)
+    states = {}
+    for source in sources:
+        target.add(1)
+        target.encode(1, source)
+        states[source] = target.row_state(1)
+        target.prefill(1, tokens_of(0, BLOCK))
+        cache.store(1, tokens_of(0, BLOCK), source=source)
+        target.remove(1)
+    assert len(cache) == min(5, 3 * each // (BLOCK * target.cell_bytes))
+    for source in sources[:4]:
+        cache.keep_state(source, states[source])  # blocks go first, then the oldest source
+        assert cache.num_bytes <= 3 * each
+        assert cache.state_of(sources[0]) is not None or source == sources[3]
+    assert [cache.state_of(source) is not None for source in sources] == [1, 0, 1, 1, 0]
+    cache.keep_state(sources[4], states[sources[4]])
+    assert cache.state_of(sources[0]) is None
+    cache.clear()
+    assert (len(cache), cache.num_bytes) == (0, 0)
+    small = PrefixCache(target, BLOCK * target.cell_bytes)
+    assert each > BLOCK * target.cell_bytes
+    small.keep_state(sources[0], states[sources[0]])
+    assert len(small) == 0

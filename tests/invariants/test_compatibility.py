@@ -12,6 +12,9 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    BertConfig,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
     PreTrainedModel,
 )
 
@@ -22,6 +25,7 @@ from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.target import Target
 from tests.drafting import RandomTrees, scheduler_of
 from tests.tiny import CONTEXT, tiny_model
+from tests.tiny_seq2seq import tiny_seq2seq
 
 
 def test_trees_with_a_rule_for_chains() -> None:
@@ -139,12 +143,31 @@ def test_rotary_frequencies_chosen_by_the_longest_row() -> None:
     assert LLM(model, max_model_len=128).max_model_len == 128
 
 
-def test_encoder_decoder() -> None:
+def test_encoder_decoders_whose_outputs_would_depend_on_the_batch() -> None:
     config = AutoConfig.for_model(
-        "t5", vocab_size=32, d_model=16, d_ff=32, d_kv=8, num_layers=1, num_heads=2
+        "longt5", vocab_size=32, d_model=16, d_ff=32, d_kv=8, num_layers=1, num_heads=2
     )
-    with pytest.raises(CompatibilityError, match="encoder-decoder"):
+    with pytest.raises(CompatibilityError, match=r"LongT5.* its encoder attends to windows"):
         LLM(AutoModelForSeq2SeqLM.from_config(config))  # type: ignore[no-untyped-call]
+
+
+def test_an_encoder_and_a_decoder_of_two_configurations() -> None:
+    size: dict[str, Any] = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
+    encoder, decoder = BertConfig(**size), BertConfig(**size)
+    joined = EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    with pytest.raises(CompatibilityError, match="joins an encoder and a decoder"):
+        LLM(EncoderDecoderModel(joined))
+
+
+def test_an_encoder_decoder_without_a_head() -> None:
+    config = tiny_seq2seq().config
+    with pytest.raises(CompatibilityError, match="no language-model head"):
+        LLM(AutoModel.from_config(config))  # type: ignore[no-untyped-call]
 
 
 def test_no_language_model_head() -> None:

@@ -150,12 +150,6 @@ def test_unknown_models_are_refused(folder: Path) -> None:
     assert "cannot load the model in" in refusal(folder)
 
 
-@pytest.mark.parametrize("model_type", ["t5", "marian", "bart"])
-def test_encoder_decoders_are_refused_for_now(model_type: str, folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
-    assert f"is an encoder-decoder ({model_type}); only decoder-only" in refusal(folder)
-
-
 def test_a_bidirectional_model_is_no_language_model(tmp_path: Path) -> None:
     config = transformers.BertConfig(
         vocab_size=20,

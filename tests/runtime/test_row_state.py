@@ -1,6 +1,6 @@
 """Row state: tensors that a row carries, written once and never rolled back.
 
-An encoder-decoder's cross-attention will keep its keys and values so.
+An encoder-decoder's cross-attention keeps its keys and values so.
 """
 
 from __future__ import annotations

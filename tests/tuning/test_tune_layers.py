@@ -20,6 +20,7 @@ from foretoken.tuning.layer_laboratory import LayerLaboratory, layers_of
 from foretoken.tuning.skip_sets import KINDS, Deadline, Run, SkipSet, Sublayer
 from foretoken.tuning.tune_layers import LayerSearch
 from tests.tiny import tiny_model
+from tests.tiny_seq2seq import tiny_seq2seq
 
 CURVE = (1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.6)
 ENDLESS = 1e9
@@ -299,3 +300,5 @@ def test_layers_without_parts_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(Skipped.KINDS, "mlp", ("no_such_part",))
     with pytest.raises(CompatibilityError, match="has no submodule named no_such_part"):
         LayerLaboratory(LLM(tiny_model("phi")))
+    with pytest.raises(CompatibilityError, match="this is an encoder-decoder"):
+        LayerLaboratory(LLM(tiny_seq2seq()))

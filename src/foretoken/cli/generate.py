@@ -1,10 +1,10 @@
-"""`foretoken generate`: the answer to one prompt, or several with --n."""
+"""`foretoken generate`: the answer to a prompt, or several with --n, or one per line of a file."""
 
 from __future__ import annotations
 
 import json
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,13 +13,14 @@ import typer
 from foretoken.cli.console import display, plain, working
 from foretoken.cli.files import check_writable, write_whole
 from foretoken.cli.flat import flat, in_panel
+from foretoken.cli.lines import generate_lines
 from foretoken.cli.options import (
     CachingOptions,
     MaxNumSeqs,
     ModelOptions,
     SpeculationOptions,
 )
-from foretoken.cli.prompt import read_prompt
+from foretoken.cli.prompt import read_lines, read_prompt
 from foretoken.cli.report import as_json, show_summary
 from foretoken.cli.root import UsageError, examples
 from foretoken.cli.sampling_options import SamplingOptions
@@ -40,7 +41,25 @@ EXAMPLES = examples(
     'foretoken generate "Write a poem." --temperature 0.8 --seed 7 --json',
     'foretoken generate "Count to ten." --trace steps.json',
     "foretoken generate Hi --speculative-config '{\"prompt_lookup_max\": 6}'",
+    "foretoken generate --model DIR --file sentences.txt --jsonl",
 )
+
+
+@dataclass(frozen=True)
+class LanguageOptions:
+    """The languages of a translation."""
+
+    source_language: Annotated[
+        str | None, in_panel("Translation", "Language of the text, such as de_DE.", metavar="CODE")
+    ] = None
+    target_language: Annotated[
+        str | None, in_panel("Translation", "Language to translate into.", metavar="CODE")
+    ] = None
+
+    def prompt(self, given: Prompt) -> Prompt:
+        """A prompt with the languages that were given."""
+        languages = {name: code for name, code in asdict(self).items() if code is not None}
+        return {"encoder_prompt": given, **languages} if languages else given
 
 
 @dataclass(frozen=True)
@@ -62,7 +81,7 @@ class GenerateEngine(CachingOptions):
         }
         for name, was_given in given.items():
             if was_given:
-                raise UsageError(f"{name} is for several answers: add --n")
+                raise UsageError(f"{name} is for several answers: add --n, or --jsonl")
 
 
 @flat
@@ -87,6 +106,7 @@ def generate(
     speculation: SpeculationOptions,
     sampling: SamplingOptions,
     engine: GenerateEngine,
+    languages: LanguageOptions,
     n: Annotated[int, in_panel("Sampling", "Number of answers.", "--n")] = 1,
     logprobs: Annotated[
         int | None,
@@ -96,6 +116,10 @@ def generate(
         bool,
         in_panel("Output", "Print one JSON object; with --n, `outputs` has all answers.", "--json"),
     ] = False,
+    jsonl: Annotated[
+        bool,
+        in_panel("Output", "Read a prompt per line, print a JSON object per line.", "--jsonl"),
+    ] = False,
     trace: Annotated[
         Path | None,
         in_panel("Output", "Write what every step drafted, accepted and added.", metavar="FILE"),
@@ -104,21 +128,25 @@ def generate(
         bool, in_panel("Output", "Print the text only: no spinner, no statistics.", "--quiet", "-q")
     ] = False,
 ) -> None:
-    """Generate text for one prompt.
+    """Generate text for one prompt, or with --jsonl for one per line.
 
     On a terminal the colour of a token shows its origin: accepted draft,
     correction of a rejected draft, or bonus. A pipe gets the text and
     nothing else.
     """
-    _check(n, logprobs, json_output, trace)
-    if n == 1:
+    _check(n, logprobs, json_output, jsonl, trace)
+    if n == 1 and not jsonl:
         engine.refuse_what_is_for_several()
-    text = read_prompt(prompt, file)
+    lines = read_lines(prompt, file) if jsonl else [read_prompt(prompt, file)]
     with working("Starting", quiet=quiet):
         config = speculation.config_for(target.model)
         params = sampling.params(n=n, logprobs=logprobs)
     llm = open_llm(target, config, quiet=quiet, **engine.arguments())
-    conversation = shaped(llm, text, chat)
+    prompts = [languages.prompt(shaped(llm, line, chat)) for line in lines]
+    if jsonl:
+        generate_lines(llm, lines, prompts, params)
+        return
+    (text,), (conversation,) = lines, prompts
     if json_output:
         with working("Generating", quiet=quiet):
             result = llm.generate([conversation], params, trace=trace is not None)[0]
@@ -132,11 +160,17 @@ def generate(
         write_whole(trace, json.dumps(outputs[0].trace.as_dict()) + "\n")
 
 
-def _check(n: int, logprobs: int | None, json_output: bool, trace: Path | None) -> None:
+def _check(
+    n: int, logprobs: int | None, json_output: bool, jsonl: bool, trace: Path | None
+) -> None:
     """Refuse wrong combinations before the model is loaded."""
-    if logprobs is not None and not json_output:
-        raise UsageError("--logprobs are shown with --json only: add --json")
+    if json_output and jsonl:
+        raise UsageError("--json prints one object, and --jsonl one per line: leave out one")
+    if logprobs is not None and not (json_output or jsonl):
+        raise UsageError("--logprobs are shown with --json only, or with --jsonl: add one of them")
     if trace is not None:
+        if jsonl:
+            raise UsageError("--trace describes one answer: leave out --jsonl")
         if n > 1:
             raise UsageError(f"--trace describes one answer: leave out --n {n}")
         check_writable(trace)
@@ -186,7 +220,7 @@ def _fields(llm: LLM, text: str, result: RequestOutput) -> dict[str, Any]:
         "device": str(llm.device),
         "speculative_config": llm.speculative_config.as_dict(),
         "prompt": text,
-        "prompt_token_ids": list(result.prompt_token_ids),
+        **result.ids_as_dict(),
         **first,
         **({"outputs": outputs} if len(outputs) > 1 else {}),
     }

@@ -1,4 +1,7 @@
-"""The one prompt of `foretoken generate`: an argument, a file, or standard input."""
+"""The prompt of `foretoken generate`: an argument, a file, or standard input.
+
+With `--jsonl` every line of the file or of standard input is a prompt.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import typer
 from foretoken.cli.root import UsageError
 from foretoken.errors import ForetokenError
 
-__all__ = ["read_prompt"]
+__all__ = ["read_lines", "read_prompt"]
 
 STDIN = "-"
 
@@ -40,6 +43,19 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
     if not text:
         raise UsageError("the prompt is empty")
     return text
+
+
+def read_lines(argument: str | None, file: Path | None) -> list[str]:
+    """The lines of a file or of standard input, a prompt each; arguments as in `read_prompt`.
+
+    Raises:
+        UsageError: there are no lines, or PROMPT is given as an argument.
+        ForetokenError: what was read is not UTF-8 text.
+        OSError: the file cannot be read.
+    """
+    if argument not in (None, STDIN):
+        raise UsageError("--jsonl reads a prompt per line: give --file FILE, or pipe text in")
+    return [line.removesuffix("\r") for line in read_prompt(argument, file).split("\n")]
 
 
 def _decode(content: bytes, source: str) -> str:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from foretoken.cli.writer import TokenWriter
     from foretoken.outputs import CompletionOutput, Metrics
 
-__all__ = ["as_json", "legend", "show_summary", "summary"]
+__all__ = ["as_json", "as_json_line", "legend", "show_summary", "summary"]
 
 
 def legend(origins: Counter[str]) -> Text:
@@ -56,10 +56,11 @@ def show_summary(output: CompletionOutput, writer: TokenWriter) -> None:
 
 def as_json(value: dict[str, Any]) -> str:
     """One JSON object with a line per field, for programs and people."""
-    # Where the encoding lacks a character, JSON has an escape for it.
-    ascii_only = "utf" not in (sys.stdout.encoding or "").lower()
-    lines = [
-        f"  {json.dumps(name)}: {json.dumps(field, ensure_ascii=ascii_only)}"
-        for name, field in value.items()
-    ]
+    lines = [f"  {json.dumps(name)}: {as_json_line(field)}" for name, field in value.items()]
     return "{\n" + ",\n".join(lines) + "\n}"
+
+
+def as_json_line(value: Any) -> str:
+    """JSON on one line."""
+    # Where the encoding lacks a character, JSON has an escape for it.
+    return json.dumps(value, ensure_ascii="utf" not in (sys.stdout.encoding or "").lower())

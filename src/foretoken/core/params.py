@@ -111,7 +111,8 @@ class SamplingParams(Config):
         top_p: keep the smallest set of most probable tokens whose mass reaches top_p.
         min_p: drop tokens less probable than min_p times the most probable one.
         repetition_penalty: divides the positive logits of tokens in the prompt or the output, and
-            multiplies the negative ones.
+            multiplies the negative ones. 1 leaves an encoder-decoder the penalty of its generation
+            config, if it has one.
         presence_penalty: subtracted from the logit of every token already in the output.
         frequency_penalty: subtracted once for each occurrence in the output.
         logit_bias: token id -> value added to its logit.
@@ -147,6 +148,7 @@ class SamplingParams(Config):
         "num_return_sequences": "use 'n'.",
         "best_of": "use 'n' and choose among the outputs.",
         "eos_token_id": "use 'stop_token_ids'.",
+        "forced_bos_token_id": "say in the prompt how the decoder's text begins.",
         "stop_strings": "use 'stop'.",
         "bad_words": "use 'logit_bias' or 'allowed_token_ids'.",
         "guided_decoding": f"{_STRUCTURED}.",

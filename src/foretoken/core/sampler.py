@@ -2,9 +2,9 @@
 
 Each request owns one `Sampler`. `TreeDistributions` computes p for acceptance rules, and drafters
 with a model compute q with the same sampler. The order of operations is vLLM's: allowed tokens,
-bias, minimum length, grammar, penalties; then temperature, min-p, top-k, top-p. Every operation
-works on one [V] row. A distribution therefore has the same bits for any number of verified nodes
-(invariant 7).
+bias, minimum length, grammar, penalties; then the model's own rules (`rules.py`), temperature,
+min-p, top-k, top-p. Every operation works on one [V] row. A distribution therefore has the same
+bits for any number of verified nodes (invariant 7).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from foretoken.core.distribution import Distribution
 from foretoken.core.grammar import Grammar
 from foretoken.core.params import GREEDY_BELOW, SamplingParams
+from foretoken.core.rules import OutputRules
 from foretoken.core.tree import TokenTree
 from foretoken.core.truncation import truncate
 from foretoken.errors import ConfigError, RequestError
@@ -35,6 +36,7 @@ class Sampler:
         prompt_ids: the prompt; the repetition penalty applies to its tokens too.
         eos_token_ids: end-of-sequence tokens, forbidden before `min_tokens`.
         grammar: the compiled `params.structured_outputs`; None if there are none.
+        rules: what the model's generation config rules out; None if that is nothing.
 
     Raises:
         ConfigError: a parameter names a token outside the vocabulary, or the parameters leave no
@@ -48,10 +50,12 @@ class Sampler:
         prompt_ids: Sequence[int],
         eos_token_ids: Sequence[int] = (),
         grammar: Grammar | None = None,
+        rules: OutputRules | None = None,
     ) -> None:
         assert (grammar is None) == (params.form is None)
         self.params = params
         self.grammar = grammar
+        self.rules = rules
         self.vocab_size = vocab_size
         self.stop_ids = () if params.ignore_eos else tuple(eos_token_ids)
         self.stop_ids = (*self.stop_ids, *params.stop_token_ids)
@@ -63,25 +67,39 @@ class Sampler:
                 "allowed_token_ids: only tokens that end the output are allowed, and min_tokens "
                 f"forbids them before token {params.min_tokens}."
             )
+        if grammar is not None and rules is not None and rules.first is not None:
+            raise ConfigError(
+                f"structured_outputs: every output of this model begins with token {rules.first}, "
+                "which is in no such form: give that token in the decoder's prompt."
+            )
         self._prompt_tokens = torch.tensor(sorted(set(prompt_ids)), dtype=torch.long)
 
     @cached_property
     def plain_greedy(self) -> bool:
-        """Whether p is one-hot at the argmax of the raw logits.
+        """Whether p is one-hot at the argmax of the raw logits, wherever `rules` keep it.
 
         One argmax call then serves all nodes of a tree.
         """
-        return self.params.greedy and not self.changes_logits
+        return self.params.greedy and not self._params_change_logits
+
+    @cached_property
+    def _repetition_penalty(self) -> float:
+        own = self.params.repetition_penalty
+        return own if own != 1 or self.rules is None else self.rules.repetition_penalty
 
     @cached_property
     def _penalises(self) -> bool:
         params = self.params
-        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        penalties = (self._repetition_penalty, params.presence_penalty, params.frequency_penalty)
         return penalties != (1.0, 0.0, 0.0)
 
     @cached_property
     def changes_logits(self) -> bool:
-        """Whether masks, bias, grammar or penalties change the logits."""
+        """Whether masks, bias, grammar, penalties or the model's own rules change the logits."""
+        return self._params_change_logits or self.rules is not None
+
+    @cached_property
+    def _params_change_logits(self) -> bool:
         params = self.params
         masks = params.logit_bias or params.allowed_token_ids is not None or params.min_tokens
         return bool(masks) or self._penalises or self.grammar is not None
@@ -124,15 +142,17 @@ class Sampler:
             # distribution below it does not matter.
             if allowed is not None:
                 logits.masked_fill_(~allowed.to(logits.device), -torch.inf)
-        return self._penalise(logits, output_ids) if self._penalises else logits
+        if self._penalises:
+            logits = self._penalise(logits, output_ids)
+        return logits if self.rules is None else self.rules.apply(logits, output_ids)
 
     def _penalise(self, logits: Tensor, output_ids: Sequence[int]) -> Tensor:
         params, device = self.params, logits.device
         output = torch.tensor(output_ids, dtype=torch.long, device=device)
-        if params.repetition_penalty != 1:
+        if self._repetition_penalty != 1:
             seen = torch.unique(torch.cat([self._prompt_tokens.to(device), output]))
             values = logits[seen]
-            factor = params.repetition_penalty
+            factor = self._repetition_penalty
             logits[seen] = torch.where(values > 0, values / factor, values * factor)
         if len(output_ids):
             tokens, counts = torch.unique(output, return_counts=True)
@@ -242,8 +262,10 @@ class TreeDistributions:
         self._output_ids = output_ids
         self._distributions: dict[int, Distribution] = {}
         self._argmax: Sequence[int] | None = None  # plain greedy: p is one-hot at these tokens
+        self._unruled: Sequence[int] | None = None  # likewise, where the model's rules keep them
         if sampler.plain_greedy:
-            self._argmax = _argmax(logits) if argmax is None else argmax
+            best = _argmax(logits) if argmax is None else argmax
+            self._argmax, self._unruled = (best, None) if sampler.rules is None else (None, best)
 
     @property
     def greedy(self) -> bool:
@@ -257,14 +279,22 @@ class TreeDistributions:
             RequestError: the largest logit is not finite.
         """
         if self._argmax is not None:
-            token = self._argmax[node]
-            check_finite(self._logits[node, token])
-            return Distribution.one_hot(token)
+            return self._one_hot(node, self._argmax[node])
         if node not in self._distributions:
-            self._distributions[node] = self._sampler.distribution(
-                self._logits[node], self._output(node)
-            )
+            self._distributions[node] = self._computed(node)
         return self._distributions[node]
+
+    def _one_hot(self, node: int, token: int) -> Distribution:
+        check_finite(self._logits[node, token])
+        return Distribution.one_hot(token)
+
+    def _computed(self, node: int) -> Distribution:
+        output, rules = self._output(node), self._sampler.rules
+        if self._unruled is not None and rules is not None:
+            token = self._unruled[node]
+            if rules.keep(token, output):
+                return self._one_hot(node, token)
+        return self._sampler.distribution(self._logits[node], output)
 
     def untempered(self, node: int) -> Distribution:
         """The distribution after `node` at temperature 1, without truncation (for lossy rules)."""

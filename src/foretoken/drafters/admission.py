@@ -1,23 +1,57 @@
-"""Which requests a draft model has KV memory for, if `kv_cache_memory` limits it.
+"""Which requests a draft model has KV memory for, if `kv_cache_memory` limits it, and their rows.
 
 Drafters with a model of their own call `rows_that_fit` before they compute anything. The oldest
 requests are drafted for. The others get empty drafts in this step: they run slower, and their
 output does not change (invariant 3). A request that is too long to fit even alone gets none either.
 If a step needs more memory than was estimated here, the slab raises `OverBudget`, and the engine
 runs that step without drafts.
+
+A draft model that is an encoder-decoder reads the request's source once, when its row is opened.
+What its decoder reads of the source is counted into the same memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
+from foretoken.core.source import Source
+from foretoken.runtime.passes import Passes
 from foretoken.runtime.rows import Rows
 
-__all__ = ["rows_that_fit"]
+__all__ = ["most_tokens", "open_row", "rows_that_fit"]
+
+
+def most_tokens(model: Passes, source: Source | None) -> int:
+    """Most tokens of a row that reads this source; 0 if it is too long for the model's encoder."""
+    network = None if source is None else model.source_network
+    if network is None or source is None:
+        return model.most_tokens
+    if network.source_limit is not None and len(source) > network.source_limit:
+        return 0
+    return model.most_tokens_beside(network.state_bytes(source))
+
+
+def open_row(model: Passes, key: int, source: Source | None) -> None:
+    """Open a row of the draft model, which reads the source if there is one.
+
+    Raises:
+        SlabFull: there is no room for the row or for the source. Then there is no row.
+    """
+    model.add(key)
+    if source is None:
+        return
+    try:
+        model.encode(key, source)
+    except Exception:
+        model.remove(key)
+        raise
 
 
 def rows_that_fit(
-    model: Rows, wanted: Mapping[int, int], held: Mapping[int, int]
+    model: Rows,
+    wanted: Mapping[int, int],
+    held: Mapping[int, int],
+    states: Mapping[int, int] | None = None,
 ) -> tuple[set[int], list[int]]:
     """Choose the requests whose rows fit into the model's memory together.
 
@@ -25,17 +59,24 @@ def rows_that_fit(
         model: the draft model.
         wanted: request key -> tokens of its row after drafting; the oldest request first.
         held: request key -> tokens of the rows that exist, including those of preempted requests.
+        states: request key -> bytes of the row's state, of all these rows; None if they have none.
 
     Returns:
         The keys to draft for, and the keys of rows to free first. The tokens of a freed row are
         computed again when its request is admitted again.
     """
-    wanted = {key: tokens for key, tokens in wanted.items() if model.has_room(1, tokens)}
-    tokens = list(wanted.values())
-    count = len(tokens)
-    while count and not model.has_room(count, max(tokens[:count])):
-        count -= 1
-    admitted = set(list(wanted)[:count])
+    sizes = states or {}
+    in_use = sum(sizes.get(key, 0) for key in held)
+
+    def fit(keys: Collection[int], longest: int) -> bool:
+        added = sum(sizes.get(key, 0) for key in keys) - in_use
+        return model.has_room(len(keys), longest, added)
+
+    wanted = {key: tokens for key, tokens in wanted.items() if fit([key], tokens)}
+    admitted = list(wanted)
+    while admitted and not fit(admitted, max(wanted[key] for key in admitted)):
+        admitted.pop()
     others = [key for key in held if key not in admitted]
-    longest = max([*tokens[:count], *(held[key] for key in others)], default=0)
-    return admitted, [] if model.has_room(count + len(others), longest) else others
+    lengths = [*(wanted[key] for key in admitted), *(held[key] for key in others)]
+    fits = fit([*admitted, *others], max(lengths, default=0))
+    return set(admitted), [] if fits else others

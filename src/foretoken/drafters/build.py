@@ -8,6 +8,7 @@ from typing import Any
 from foretoken.core.acceptance.coupled import Coupled
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.cascade import Cascade
+from foretoken.drafters.copy import CopyDrafter
 from foretoken.drafters.corpus_ngram import CorpusNgramDrafter, load_corpus
 from foretoken.drafters.heads.checkpoint import read_checkpoint
 from foretoken.drafters.heads.eagle import EagleDrafter, load_head
@@ -22,10 +23,11 @@ from foretoken.drafters.scorer import Scorer
 from foretoken.drafters.spec import DrafterParts
 from foretoken.drafters.tree_options import shape_of
 from foretoken.drafters.vocabulary import Vocabularies
-from foretoken.errors import ConfigError
+from foretoken.errors import CompatibilityError, ConfigError
 
 __all__ = [
     "build_cascade",
+    "build_copy",
     "build_corpus_ngram",
     "build_draft_model",
     "build_eagle",
@@ -45,6 +47,24 @@ def build_cascade(parts: DrafterParts) -> Drafter:
     model = resized(draft.model, parts.target.vocab_size)
     inner = parts.build(parts.options.drafter, model, rule.couples_draft)
     return Cascade(model, inner, rule, parts.options, coupled=parts.coupled)
+
+
+def build_copy(parts: DrafterParts) -> Drafter:
+    """The rest of the prompt, or of an encoder-decoder's source.
+
+    Raises:
+        CompatibilityError: the source has no tokens, or other ones than the output.
+    """
+    network, config = parts.target.source_network, parts.target.config
+    if network is not None:
+        shared = getattr(config, "share_encoder_decoder_embeddings", True)
+        if not shared or network.source_vocab_size != parts.target.vocab_size:
+            raise CompatibilityError(
+                "method 'copy' continues the source, and this model's sources and outputs have "
+                "different tokens: draft with 'suffix' or 'ngram'."
+            )
+    special = () if parts.tokenizer is None else parts.tokenizer.all_special_ids
+    return CopyDrafter(parts.options, special)
 
 
 def build_several(parts: DrafterParts) -> list[Drafter]:

@@ -21,7 +21,7 @@ from foretoken.core.common_prefix import common_prefix
 from foretoken.core.distribution import Distribution
 from foretoken.core.tree import Draft, chain
 from foretoken.decode import Outcome, StepTimes, step
-from foretoken.drafters.admission import rows_that_fit
+from foretoken.drafters.admission import most_tokens, open_row, rows_that_fit
 from foretoken.drafters.base import Drafter, DrafterOptions
 from foretoken.request import Request
 from foretoken.runtime.target import Target
@@ -115,18 +115,24 @@ class Cascade(Drafter):
         ]
 
     def _lengths(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> dict[int, int]:
-        """Request key -> tokens to draft; 0 if the middle model's context or memory is full."""
+        """Request key -> tokens to draft; 0 if the middle model's context or memory is full.
+
+        They are also 0 if the source is too long for the middle model's encoder.
+        """
+        most = {r.key: most_tokens(self._model, r.source) for r in batch}  # each row alone
         lengths = {
-            request.key: max(0, min(budget.chain, self._model.most_tokens - len(request.token_ids)))
+            request.key: max(0, min(budget.chain, most[request.key] - len(request.token_ids)))
             for request, budget in zip(batch, budgets, strict=True)
         }
         wanted = [request for request in batch if lengths[request.key]]
         ahead = max(lengths.values(), default=0) + self._speculation.length
-        most = self._model.most_tokens  # of one row alone
+        sources = {key: inner.source for key, inner in self._inner.items()}
+        sources |= {request.key: request.source for request in wanted}
         admitted, to_free = rows_that_fit(
             self._model,
-            {request.key: min(len(request.token_ids) + ahead, most) for request in wanted},
+            {r.key: min(len(r.token_ids) + ahead, most[r.key]) for r in wanted},
             {key: len(inner.token_ids) for key, inner in self._inner.items()},
+            {key: self._model.state_bytes(source) for key, source in sources.items()},
         )
         for key in to_free:
             self._free(key)
@@ -175,7 +181,7 @@ class Cascade(Drafter):
         key = None if before is None else before.key
         inner = request.shadow(noise, self._model.most_tokens, key)
         if before is None:
-            self._model.add(inner.key)
+            open_row(self._model, inner.key, inner.source)
             agreed = 0
         else:
             cached = before.token_ids[: self._model.cached(inner.key)]

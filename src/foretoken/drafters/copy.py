@@ -5,14 +5,17 @@ Shallow Aggressive Decoding"; Ge et al., "Lossless Acceleration for Seq2seq Gene
 Aggressive Decoding". While the output follows the input, the draft continues the input. After the
 output has diverged, nothing is drafted until a suffix of the text occurs in the input again.
 
-The input is the prompt, or a region of it (`copy_start`, `copy_end`). If a region is given, copying
-starts at its beginning, as in the papers. A whole prompt also holds instructions; copying then
-starts where the prompt's last tokens occurred before, if they did.
+The input of an encoder-decoder is its source, and copying starts at its beginning, as in the
+papers. Special tokens in front of it, such as its language, are left out if the output's own are
+given. The input of a decoder-only model is the prompt, or a region of it (`copy_start`,
+`copy_end`). If a region is given, copying starts at its beginning, too. A whole prompt also holds
+instructions; copying then starts where the prompt's last tokens occurred before, if they did.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import takewhile
 from typing import Annotated, Any
 
 import numpy as np
@@ -37,8 +40,9 @@ class CopyOptions(DrafterOptions):
     """Options of `copy`.
 
     Args:
-        copy_start: index in the prompt of the input's first token. A negative index counts from
-            the prompt's end, as in Python's slices. None is the prompt's beginning.
+        copy_start: index in the prompt (or in an encoder-decoder's source) of the input's first
+            token. A negative index counts from the prompt's end, as in Python's slices. None is the
+            prompt's beginning.
         copy_end: index after the input's last token, likewise. None is the prompt's end.
         copy_min_match: shortest suffix that aligns text and input again, in tokens.
     """
@@ -47,13 +51,13 @@ class CopyOptions(DrafterOptions):
     copy_end: int | None = None
     copy_min_match: Annotated[int, Ge(1), Le(LONGEST_MATCH)] = 2
 
-    def region(self, prompt: Sequence[int]) -> Sequence[int]:
-        """The input within a prompt; empty if the prompt is too short."""
-        return prompt[self.copy_start : self.copy_end]
+    def region(self, tokens: Sequence[int]) -> Sequence[int]:
+        """The input within a prompt or source; empty if that is too short."""
+        return tokens[self.copy_start : self.copy_end]
 
     @property
     def explicit(self) -> bool:
-        """Whether the input is a region of the prompt instead of the whole prompt."""
+        """Whether the input is a region instead of the whole prompt or source."""
         return self.copy_start is not None or self.copy_end is not None
 
 
@@ -61,31 +65,61 @@ class Alignment:
     """The position in the input that a text has reached: a function of the committed tokens alone.
 
     Args:
-        prompt: the prompt's tokens.
-        options: see `CopyOptions`.
+        tokens: the input.
+        start: index in the input of the first expected token; None without an alignment.
+        seen: length of the text so far.
+        min_match: see `CopyOptions`.
     """
 
-    def __init__(self, prompt: Sequence[int], options: CopyOptions) -> None:
-        self.input = list(options.region(prompt))
-        self.position: int | None = None
+    def __init__(self, tokens: Sequence[int], start: int | None, seen: int, min_match: int) -> None:
+        self.input = list(tokens)
+        self.position = start
         """Index in the input of the expected next token; None without an alignment."""
         self.match = 1
         """Length of the match: the text's last tokens equal the input's before the position."""
-        self._last = 0  # position of the last alignment
-        self._min_match = options.copy_min_match
+        self._last = start or 0  # position of the last alignment
+        self._min_match = min_match
         self._array = np.array(self.input, dtype=np.int64)
         self._ends = occurrences(self._array)
-        self._seen = len(prompt)
-        if options.explicit:
-            self.position = 0
-        else:
-            self._realign(prompt)
+        self._seen = seen
+
+    @classmethod
+    def of_prompt(cls, prompt: Sequence[int], options: CopyOptions) -> Alignment:
+        """How a prompt is copied: a region from its beginning, the whole where it ends."""
+        start, match = (0 if options.explicit else None), options.copy_min_match
+        alignment = cls(options.region(prompt), start, len(prompt), match)
+        if start is None:
+            alignment._realign(prompt)
+        return alignment
+
+    @classmethod
+    def of_source(
+        cls,
+        source: Sequence[int],
+        given: Sequence[int],
+        special: Collection[int],
+        options: CopyOptions,
+    ) -> Alignment:
+        """How an encoder-decoder's source is copied: from its beginning.
+
+        Args:
+            source: the source.
+            given: how the text begins whatever the model finds: the decoder's prompt, and the token
+                that comes first by the model's rules.
+            special: the tokens that are not content, those in front of the given ones included.
+            options: see `CopyOptions`.
+        """
+        lead = _num_leading(given, special)
+        start = _num_leading(source, special) if lead > 1 and not options.explicit else 0
+        alignment = cls(options.region(source), start, lead, options.copy_min_match)
+        alignment.catch_up(given)
+        return alignment
 
     def catch_up(self, tokens: Sequence[int]) -> None:
         """Follow the new committed tokens, one by one; `tokens` is the whole text."""
         for end in range(self._seen + 1, len(tokens) + 1):
             self._follow(tokens, end)
-        self._seen = len(tokens)
+        self._seen = max(self._seen, len(tokens))
 
     def _follow(self, tokens: Sequence[int], end: int) -> None:
         position = self.position
@@ -149,12 +183,14 @@ class CopyDrafter(Drafter):
 
     Args:
         options: see `CopyOptions`.
+        special_ids: the tokenizer's special tokens.
     """
 
     looks_up = True
 
-    def __init__(self, options: CopyOptions) -> None:
+    def __init__(self, options: CopyOptions, special_ids: Collection[int] = ()) -> None:
         self._options = options
+        self._special = frozenset(special_ids)
         self._alignments: dict[int, Alignment] = {}
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
@@ -166,14 +202,32 @@ class CopyDrafter(Drafter):
 
     def _propose(self, request: Request, length: int) -> Draft:
         alignment = self._alignments.get(request.key)
+        given = (*request.prompt_ids, *_forced(request))
         if alignment is None:
-            alignment = Alignment(request.prompt_ids, self._options)
-            self._alignments[request.key] = alignment
+            alignment = self._alignments[request.key] = self._alignment(request, given)
         alignment.catch_up(request.token_ids)
-        drafted = alignment.rest(length)
+        ahead = given[len(request.token_ids) :]
+        drafted = [*ahead, *alignment.rest(length - len(ahead))][:length]
         features = by_match(alignment.match, len(drafted))
         return Draft.deterministic(chain([request.root, *drafted]), features)
+
+    def _alignment(self, request: Request, given: Sequence[int]) -> Alignment:
+        if request.source is None:
+            return Alignment.of_prompt(request.prompt_ids, self._options)
+        special = {*self._special, given[0], *_forced(request)}
+        return Alignment.of_source(request.input_ids, given, special, self._options)
 
     def release(self, request: Request) -> None:
         """Forget the request's alignment."""
         self._alignments.pop(request.key, None)
+
+
+def _forced(request: Request) -> tuple[int, ...]:
+    """The first token behind the prompt, if the model's rules leave no choice."""
+    rules = request.sampler.rules
+    return () if rules is None or rules.first is None else (rules.first,)
+
+
+def _num_leading(tokens: Sequence[int], special: Collection[int]) -> int:
+    """How many special tokens stand in front."""
+    return sum(1 for _ in takewhile(special.__contains__, tokens))

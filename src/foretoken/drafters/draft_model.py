@@ -2,7 +2,8 @@
 
 Leviathan et al., "Fast Inference from Transformers via Speculative Decoding"; Chen et al.,
 "Accelerating Large Language Model Decoding with Speculative Sampling"; trees as in SpecInfer and
-EAGLE-2. The draft model has its own KV. It draws under the request's own sampling parameters, which
+EAGLE-2. The draft model has its own KV. The draft model of an encoder-decoder has an encoder, too,
+which reads the same source. It draws under the request's own sampling parameters, which
 brings q close to p. `OwnModel` is the `Scorer` that `ModelDrafter` uses. Draft models with another
 vocabulary than the target's are in `vocabulary.py`.
 """
@@ -19,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from foretoken.core.common_prefix import common_prefix
 from foretoken.core.tree import TokenTree
-from foretoken.drafters.admission import rows_that_fit
+from foretoken.drafters.admission import most_tokens, open_row, rows_that_fit
 from foretoken.drafters.scorer import GrowingScorer
 from foretoken.drafters.tree_options import TreeOptions
 from foretoken.request import Request
@@ -97,8 +98,11 @@ class OwnModel(GrowingScorer):
         return request.token_ids
 
     def room(self, request: Request) -> int:
-        """Tokens left in the draft model's context and in its memory for one row."""
-        return self._model.most_tokens - len(self.seen(request))
+        """Tokens left in the draft model's context and in its memory for one row.
+
+        It is negative if the source is too long for the draft model's encoder.
+        """
+        return most_tokens(self._model, request.source) - len(self.seen(request))
 
     def admit(self, requests: Sequence[Request], num_nodes: int) -> Sequence[Request]:
         """The oldest requests that fit into the model's memory (see `admission`)."""
@@ -109,18 +113,25 @@ class OwnModel(GrowingScorer):
         # missing committed tokens.
         ahead = max([num_nodes, *(count for count in missing if count <= FIRST_PASS)])
         # A row alone in its pass is not padded, and its draft is cut to the room that is left.
-        most = self._model.most_tokens
-        wanted = {key: min(tokens + ahead, most) for key, tokens in seen.items()}
-        admitted, to_free = rows_that_fit(self._model, wanted, held)
+        most = {r.key: most_tokens(self._model, r.source) for r in requests}
+        wanted = {key: min(tokens + ahead, most[key]) for key, tokens in seen.items()}
+        admitted, to_free = rows_that_fit(self._model, wanted, held, self._state_bytes(requests))
         for key in to_free:
             self._free(key)
         return [request for request in requests if request.key in admitted]
+
+    def _state_bytes(self, requests: Sequence[Request]) -> dict[int, int] | None:
+        """Request key -> bytes that a row has of its source; None of a decoder-only model."""
+        if not self._model.reads_source:
+            return None
+        held = {key: sum(t.nbytes for t in self._model.state(key)) for key in self._cached}
+        return held | {r.key: self._model.state_bytes(r.source) for r in requests}
 
     def pending(self, request: Request) -> list[int]:
         """Roll the KV back to the committed tokens; prefill if too many of them are missing."""
         key, tokens = request.key, list(self.seen(request))
         if key not in self._cached:
-            self._model.add(key)
+            open_row(self._model, key, request.source)
             self._cached[key] = []
         agreed = common_prefix(self._cached[key], tokens[:-1])
         self._model.rollback(key, agreed)

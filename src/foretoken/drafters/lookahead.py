@@ -38,7 +38,8 @@ class LookaheadOptions(DrafterOptions):
         ngram_size: tokens of an n-gram; N of the paper. The window has one row less.
         max_ngrams: most n-grams that are drafted in one step, and kept for each first token; G of
             the paper.
-        pool_from_prompt: whether the pool starts with the n-grams of the prompt.
+        pool_from_prompt: whether the pool starts with the n-grams of the prompt, or of an
+            encoder-decoder's source.
     """
 
     window_size: Annotated[int, Ge(1), Le(32)] = 5
@@ -79,7 +80,7 @@ class Window:
     """The target's guesses at future tokens, for one request.
 
     Args:
-        request: the first guesses are random tokens of its prompt, drawn with its seed.
+        request: the first guesses are random tokens of its input, drawn with its seed.
         options: the sizes.
 
     Attributes:
@@ -88,7 +89,7 @@ class Window:
 
     def __init__(self, request: Request, options: LookaheadOptions) -> None:
         self._random = random.Random(request.noise.seed)
-        self._tokens = request.prompt_ids
+        self._tokens = _input(request) or request.prompt_ids
         self._width = options.window_size
         self._max_rows = options.ngram_size - 1
         self.rows: list[list[int]] = [[]]
@@ -158,9 +159,9 @@ class LookaheadDrafter(Drafter):
     def _first_pool(self, request: Request) -> Pool:
         pool = Pool(self._options.max_ngrams)
         if self._options.pool_from_prompt:
-            size, prompt = self._options.ngram_size, request.prompt_ids
-            for start in range(len(prompt) - size + 1):
-                pool.add(prompt[start : start + size])
+            size, tokens = self._options.ngram_size, _input(request)
+            for start in range(len(tokens) - size + 1):
+                pool.add(tokens[start : start + size])
         return pool
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
@@ -208,6 +209,14 @@ class _Paths:
                 self.tokens.append(token)
                 self.parents.append(node)
             node = child
+
+
+def _input(request: Request) -> Sequence[int]:
+    """The tokens of the input that the output may have, too."""
+    if request.source is None:
+        return request.prompt_ids
+    # An encoder may have a vocabulary of its own.
+    return [token for token in request.input_ids if token < request.sampler.vocab_size]
 
 
 def _find(tree: TokenTree, path: Sequence[int]) -> int | None:

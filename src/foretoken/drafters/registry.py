@@ -15,6 +15,7 @@ from foretoken.core.plugins import plugin, plugin_names
 from foretoken.drafters.base import Drafter, DrafterOptions
 from foretoken.drafters.build import (
     build_cascade,
+    build_copy,
     build_corpus_ngram,
     build_draft_model,
     build_eagle,
@@ -27,7 +28,7 @@ from foretoken.drafters.build import (
 )
 from foretoken.drafters.cascade import CascadeOptions
 from foretoken.drafters.combine import CombineOptions, Ensemble, Switch, SwitchOptions
-from foretoken.drafters.copy import CopyDrafter, CopyOptions
+from foretoken.drafters.copy import CopyOptions
 from foretoken.drafters.corpus_ngram import CorpusNgramOptions
 from foretoken.drafters.draft_model import DraftModelOptions
 from foretoken.drafters.heads.blockwise import BlockwiseNet
@@ -209,7 +210,7 @@ METHODS: dict[str, DrafterSpec] = {
     ),
     "copy": DrafterSpec(
         CopyOptions,
-        lambda parts: CopyDrafter(parts.options),
+        build_copy,
         10,
         summary="the rest of the input, where the output follows it",
     ),

@@ -103,6 +103,9 @@ class Vocabularies:
         Raises:
             CompatibilityError: the vocabularies do not allow what is wanted.
         """
+        if self._target.reads_source:
+            self._check_same_source(wanted)
+            return "same"
         if wanted == "same" or (wanted == "auto" and self.same):
             self.check_same("vocabulary 'same'", ", or set vocabulary to 'intersection' or 'text'")
             return "same"
@@ -134,6 +137,15 @@ class Vocabularies:
         raise CompatibilityError(
             f"{part}: {found}: use a draft model with the target's tokenizer{advice}."
         )
+
+    def _check_same_source(self, wanted: str) -> None:
+        """Check that the draft model of an encoder-decoder reads the same tokens."""
+        if wanted not in ("auto", "same"):
+            raise CompatibilityError(
+                f"vocabulary '{wanted}' is for decoder-only models: an encoder-decoder's draft "
+                "model reads the target's source, so it must have the target's tokens."
+            )
+        self.check_same("an encoder-decoder's draft model")
 
     def overlap(self, way: Way) -> VocabularyOverlap | None:
         """The comparison to report to users; None if a tokenizer is missing.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from foretoken.engine.prompts import Prompt
+from foretoken.engine.sources import SourcePrompt
 from foretoken.outputs import RequestOutput, StreamChunk
 from foretoken.request import Request
 from foretoken.speculation import Strategy
@@ -64,9 +65,19 @@ class Job:
 
     def result(self) -> RequestOutput:
         """All outputs with the tokens generated so far."""
-        prompt = self.prompt if isinstance(self.prompt, str) else None
-        outputs = [request.output() for request in self.requests]
-        return RequestOutput(prompt, self.requests[0].prompt_ids, outputs, self.request_id)
+        request, outputs = self.requests[0], [request.output() for request in self.requests]
+        if request.source is None:
+            prompt = self.prompt if isinstance(self.prompt, str) else None
+            return RequestOutput(prompt, request.prompt_ids, outputs, self.request_id)
+        given = SourcePrompt.of(self.prompt)
+        return RequestOutput(
+            given.decoder_text,
+            request.prompt_ids,
+            outputs,
+            self.request_id,
+            encoder_prompt=given.text,
+            encoder_prompt_token_ids=request.source.tokens,
+        )
 
     def _unreported(self) -> list[Request]:
         return [r for r in self.requests if r.index not in self._reported]

@@ -21,6 +21,7 @@ from threading import Lock
 from foretoken.config import SpeculativeConfig
 from foretoken.core.grammar import Grammars
 from foretoken.core.params import SamplingParams
+from foretoken.core.rules import DecodingRules
 from foretoken.drafters.heads.shipped import shipped_config
 from foretoken.engine.jobs import Job
 from foretoken.engine.kv_budget import KVBudget
@@ -28,9 +29,12 @@ from foretoken.engine.prefix_cache import PrefixCache
 from foretoken.engine.prompts import Prompt
 from foretoken.engine.request_maker import RequestMaker
 from foretoken.engine.scheduler import Scheduler
+from foretoken.engine.sources import SourceReader
 from foretoken.engine.strategies import Speculative, StrategyFactory
 from foretoken.engine.turns import Turns, Uninterrupted
 from foretoken.errors import ConfigError, RequestError
+from foretoken.models.audio import AudioReader
+from foretoken.models.decoder_start import decoder_start
 from foretoken.models.loaded import LoadedModel
 from foretoken.outputs import RequestOutput, StreamChunk
 from foretoken.request import Request
@@ -90,7 +94,7 @@ class LLMEngine:
         if config is None:
             config = _default_config(loaded.name, self.target)
         grammars = Grammars(self.tokenizer, self.target.vocab_size, loaded.eos_token_ids)
-        self._maker = RequestMaker(self.target, loaded.eos_token_ids, grammars)
+        self._maker = _request_maker(self.target, loaded, grammars)
         self.strategies = StrategyFactory(
             self.target,
             self.tokenizer,
@@ -236,6 +240,10 @@ class LLMEngine:
         """Check a prompt and make one request per output, without queueing them."""
         return self._maker.make(prompt, self.tokenizer, params, trace=trace)
 
+    def encode(self, prompt: Prompt) -> list[int]:
+        """See `LLM.encode`."""
+        return list(self._maker.encode(prompt, self.tokenizer))
+
     def start(self, jobs: Sequence[Job]) -> None:
         """Queue the jobs' requests."""
         self._turns.take(lambda: self._queue(jobs))
@@ -319,6 +327,25 @@ class LLMEngine:
 
     def _free_id(self) -> str:
         return next(name for name in map(str, self._next_id) if name not in self._known_ids)
+
+
+def _request_maker(target: Target, loaded: LoadedModel, grammars: Grammars) -> RequestMaker:
+    """Makes the requests of a model, which may be an encoder-decoder.
+
+    Raises:
+        CompatibilityError: its decoder has no start token, or its generation config asks for
+            something that is not applied here.
+    """
+    eos, network = loaded.eos_token_ids, target.source_network
+    if network is None:
+        return RequestMaker(target, eos, grammars)
+    audio = None
+    if network.num_bins is not None:
+        assert network.source_limit is not None, "audio has a fixed length"
+        audio = AudioReader(loaded.path, network.num_bins, network.source_limit)
+    reader = SourceReader(target, loaded.tokenizer, decoder_start(loaded.module), audio)
+    rules = DecodingRules.of(loaded.module.generation_config, eos, target.vocab_size)
+    return RequestMaker(target, eos, grammars, reader, rules)
 
 
 def _default_config(name: str | None, target: Target) -> SpeculativeConfig:

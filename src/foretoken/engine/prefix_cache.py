@@ -5,21 +5,28 @@ block is therefore identified by its own tokens and by the block before it, and 
 a prefix (vLLM's automatic prefix caching; Kwon et al., "Efficient Memory Management for Large
 Language Model Serving with PagedAttention", section 4.4). The cache holds copies, with the same
 bits as newly computed KV (invariant 7). It evicts the least recently used blocks first.
+
+The KV of an encoder-decoder depends on its source as well, so the source stands in the place of the
+block before the first one. The cache also keeps what the encoder made of the last sources. They
+take longer to compute than blocks, so blocks are evicted before them.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import count
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from foretoken.core.memory import MIB
+from foretoken.core.source import Source
 from foretoken.errors import ConfigError
 from foretoken.runtime.kv_slab import KVBlock
+from foretoken.runtime.network import RowState
 from foretoken.runtime.target import Target
 
 __all__ = ["BLOCK", "PrefixCache"]
@@ -27,11 +34,14 @@ __all__ = ["BLOCK", "PrefixCache"]
 BLOCK = 64
 """Tokens per block: few, so that short prompts have whole blocks to share."""
 
-_Key = tuple[int, tuple[int, ...]]
-"""Identifies a block: the number of the block before it, and the block's own tokens."""
+_Parent: TypeAlias = int | Source
+"""What is before a block: a block, by its number, or the source, or nothing (`_NO_BLOCK`)."""
+
+_Key: TypeAlias = tuple[_Parent, tuple[int, ...]]
+"""Identifies a block: what is before it, and the block's own tokens."""
 
 _NO_BLOCK = -1
-"""Number of the block before a prompt's first block."""
+"""Before the first block of a decoder-only model's prompt."""
 
 
 @dataclass(frozen=True)
@@ -69,17 +79,23 @@ class PrefixCache:
         self._target = target
         self._num_bytes = num_bytes
         self._hidden_bytes = 0
+        self._state_bytes = 0
+        self._states: OrderedDict[Source, RowState] = OrderedDict()  # least recently used first
         # Least recently used first, and each block before its predecessor in the prompt. Eviction
         # from the front therefore never leaves a block whose predecessor is gone.
         self._entries: OrderedDict[_Key, _Entry] = OrderedDict()
         self._numbers = count()
 
     def __len__(self) -> int:
-        """Number of cached blocks."""
-        return len(self._entries)
+        """Number of cached blocks and sources."""
+        return len(self._entries) + len(self._states)
 
     def restore(
-        self, key: int, tokens: Sequence[int], layers: tuple[int, ...] = ()
+        self,
+        key: int,
+        tokens: Sequence[int],
+        layers: tuple[int, ...] = (),
+        source: Source | None = None,
     ) -> tuple[int, Mapping[int, Tensor]]:
         """Copy the KV of the longest cached prefix into an empty row.
 
@@ -88,6 +104,7 @@ class PrefixCache:
             tokens: the prompt to look up.
             layers: layers whose hidden states are needed, too. A block without them counts as not
                 cached.
+            source: what the row's decoder reads; None for a decoder-only model.
 
         Returns:
             The number n of tokens found, and layer id -> [n, E] hidden states.
@@ -95,7 +112,7 @@ class PrefixCache:
         Raises:
             SlabFull: the row cannot hold the prefix. It is empty again.
         """
-        found = self._find(tokens, layers)
+        found = self._find(tokens, layers, source)
         try:
             for block_id in found:
                 self._target.append(key, self._entries[block_id].kv)
@@ -111,7 +128,11 @@ class PrefixCache:
         return BLOCK * len(found), hidden
 
     def store(
-        self, key: int, tokens: Sequence[int], hidden: Mapping[int, Tensor] | None = None
+        self,
+        key: int,
+        tokens: Sequence[int],
+        hidden: Mapping[int, Tensor] | None = None,
+        source: Source | None = None,
     ) -> None:
         """Cache the whole blocks of a prompt, as many as there is room for.
 
@@ -119,32 +140,50 @@ class PrefixCache:
             key: the row that holds the prompt's KV.
             tokens: [n] the prompt, with which the row begins.
             hidden: layer id -> [n, E] hidden states. Blocks cached without them gain them.
+            source: as in `restore`.
         """
         states = hidden or {}
         kept: list[_Key] = []
-        parent = _NO_BLOCK
+        parent = _before_first(source)
         for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
             block_id = (parent, tuple(tokens[start : start + BLOCK]))
             block = {layer: each[start : start + BLOCK] for layer, each in states.items()}
             entry = self._entries.get(block_id)
             if entry is None or block.keys() - entry.hidden.keys():
                 entry = self._new_entry(key, start, entry, block)
-                if not self._make_room(block_id, entry, kept):
+                if not self._make_room(self._more_bytes(block_id, entry), {*kept, block_id}):
                     break
                 self._put(block_id, entry)
             kept.append(block_id)
             parent = entry.number
             self._mark_used(kept)
 
+    def state_of(self, source: Source) -> RowState | None:
+        """What the encoder made of a source; None if it is not cached."""
+        if source not in self._states:
+            return None
+        self._states.move_to_end(source)
+        return self._states[source]
+
+    def keep_state(self, source: Source, state: RowState) -> None:
+        """Cache what the encoder made of a source, if there is room for it."""
+        more = _num_bytes(state)
+        if more <= self._num_bytes and source not in self._states:
+            self._make_room(more, frozenset())
+            self._states[source] = state
+            self._state_bytes += more
+
     def clear(self) -> None:
-        """Drop all blocks."""
+        """Drop everything."""
         self._entries.clear()
-        self._hidden_bytes = 0
+        self._states.clear()
+        self._hidden_bytes = self._state_bytes = 0
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all blocks, hidden states included."""
-        return len(self._entries) * self._block_bytes + self._hidden_bytes
+        """Memory of all blocks, hidden states included, and of all sources."""
+        blocks = len(self._entries) * self._block_bytes
+        return blocks + self._hidden_bytes + self._state_bytes
 
     def _new_entry(
         self, key: int, start: int, entry: _Entry | None, hidden: Mapping[int, Tensor]
@@ -157,17 +196,21 @@ class PrefixCache:
         kv = self._target.read(key, start, start + BLOCK)
         return _Entry(next(self._numbers), kv, states)
 
-    def _make_room(self, block_id: _Key, entry: _Entry, kept: Sequence[_Key]) -> bool:
-        """Evict blocks other than `kept` until the entry fits; returns whether it does."""
+    def _more_bytes(self, block_id: _Key, entry: _Entry) -> int:
+        """Bytes that the cache grows by if it gets this entry."""
         old = self._entries.get(block_id)
-        more = entry.hidden_bytes - old.hidden_bytes if old else entry.hidden_bytes
-        more += 0 if old else self._block_bytes
-        protected = {*kept, block_id}
+        return entry.hidden_bytes - (old.hidden_bytes if old else -self._block_bytes)
+
+    def _make_room(self, more: int, protected: Set[_Key]) -> bool:
+        """Evict the others until `more` bytes fit; returns whether they do."""
         while self.num_bytes + more > self._num_bytes:
             oldest = next(iter(self._entries), None)
-            if oldest is None or oldest in protected:
+            if oldest is not None and oldest not in protected:
+                self._hidden_bytes -= self._entries.pop(oldest).hidden_bytes
+            elif self._states:
+                self._state_bytes -= _num_bytes(self._states.popitem(last=False)[1])
+            else:
                 return False
-            self._hidden_bytes -= self._entries.pop(oldest).hidden_bytes
         return True
 
     def _put(self, block_id: _Key, entry: _Entry) -> None:
@@ -175,10 +218,12 @@ class PrefixCache:
         self._hidden_bytes += entry.hidden_bytes - (old.hidden_bytes if old else 0)
         self._entries[block_id] = entry
 
-    def _find(self, tokens: Sequence[int], layers: tuple[int, ...]) -> list[_Key]:
+    def _find(
+        self, tokens: Sequence[int], layers: tuple[int, ...], source: Source | None
+    ) -> list[_Key]:
         """The cached blocks at the beginning of the tokens, up to one without the hidden states."""
         found: list[_Key] = []
-        parent = _NO_BLOCK
+        parent = _before_first(source)
         for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
             block_id = (parent, tuple(tokens[start : start + BLOCK]))
             entry = self._entries.get(block_id)
@@ -192,3 +237,12 @@ class PrefixCache:
         """Mark the blocks of a prefix as just used, in the order that `_entries` needs."""
         for block_id in reversed(chain):
             self._entries.move_to_end(block_id)
+
+
+def _before_first(source: Source | None) -> _Parent:
+    """What is before the first block of a prompt."""
+    return _NO_BLOCK if source is None else source
+
+
+def _num_bytes(state: RowState) -> int:
+    return sum(tensor.nbytes for tensor in state)

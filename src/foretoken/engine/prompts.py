@@ -17,7 +17,9 @@ __all__ = [
     "Prompt",
     "as_list",
     "check_prompt",
+    "checked_ids",
     "is_conversation",
+    "needed",
     "one_per_prompt",
     "token_ids",
 ]
@@ -25,8 +27,12 @@ __all__ = [
 Message: TypeAlias = Mapping[str, Any]
 """A chat message: {"role": ..., "content": ...}."""
 
-Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
-"""Text, token ids, or a conversation."""
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | Mapping[str, Any]
+"""Text, token ids, or a conversation. For an encoder-decoder it is the source; a mapping may say
+more (see `sources`)."""
+
+FORMS = "a prompt is text, a list of token ids, or a list of chat messages"
+"""What decoder-only models take, for error messages."""
 
 
 def is_conversation(prompt: Any) -> bool:
@@ -38,12 +44,12 @@ def is_conversation(prompt: Any) -> bool:
 def as_list(prompts: Any) -> list[Any]:
     """The prompts as a list.
 
-    A string, a conversation and a list of token ids each count as one prompt.
+    A string, a mapping, a conversation and a list of token ids each count as one prompt.
 
     Raises:
         PromptError: `prompts` is neither a prompt nor a list.
     """
-    if isinstance(prompts, str) or is_conversation(prompts):
+    if isinstance(prompts, str | Mapping) or is_conversation(prompts):
         return [prompts]
     if not isinstance(prompts, Sequence):
         raise PromptError(f"prompts: expected text or a list, got {type(prompts).__name__}.")
@@ -83,10 +89,11 @@ def token_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> list
     Raises:
         PromptError: there is no tokenizer or no chat template, or the prompt is malformed.
     """
+    if isinstance(prompt, Mapping):
+        raise PromptError(f"this model has no encoder: {FORMS}.")
     if not isinstance(prompt, str) and not is_conversation(prompt):
-        return _checked_ids(prompt)
-    if tokenizer is None:
-        raise PromptError("this model has no tokenizer: pass token ids, or LLM(tokenizer=...).")
+        return checked_ids(prompt)
+    tokenizer = needed(tokenizer)
     if isinstance(prompt, str):
         return list(tokenizer.encode(prompt))
     if not tokenizer.chat_template:
@@ -102,8 +109,13 @@ def token_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> list
     return list(ids)
 
 
-def check_prompt(ids: Sequence[int], target: Target) -> None:
+def check_prompt(ids: Sequence[int], target: Target, state_bytes: int = 0) -> None:
     """Refuse a prompt that the target cannot continue.
+
+    Args:
+        ids: the prompt; of an encoder-decoder, the decoder's.
+        target: the model.
+        state_bytes: memory that the row needs besides its KV.
 
     Raises:
         PromptError: the prompt is empty, too long, or has ids outside the vocabulary.
@@ -115,10 +127,11 @@ def check_prompt(ids: Sequence[int], target: Target) -> None:
             f"the prompt has {len(ids)} tokens, which leaves no room in the context of "
             f"{target.max_model_len}: shorten it."
         )
-    if len(ids) >= target.most_tokens:
+    most = target.most_tokens_beside(state_bytes)
+    if len(ids) >= most:
         raise PromptError(
-            f"the prompt has {len(ids)} tokens, and kv_cache_memory has room for "
-            f"{target.most_tokens}, output included: shorten it, or raise kv_cache_memory."
+            f"the prompt has {len(ids)} tokens, and kv_cache_memory has room for {most}, output "
+            "included: shorten it, or raise kv_cache_memory."
         )
     highest = target.vocab_size - 1
     for token in ids:
@@ -126,9 +139,25 @@ def check_prompt(ids: Sequence[int], target: Target) -> None:
             raise PromptError(f"token id {token} is outside the vocabulary (0 to {highest}).")
 
 
-def _checked_ids(prompt: Any) -> list[int]:
+def needed(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model that has one.
+
+    Raises:
+        PromptError: the model has none.
+    """
+    if tokenizer is None:
+        raise PromptError("this model has no tokenizer: pass token ids, or LLM(tokenizer=...).")
+    return tokenizer
+
+
+def checked_ids(prompt: Any) -> list[int]:
+    """Token ids as the user gave them.
+
+    Raises:
+        PromptError: they are something else.
+    """
     if not isinstance(prompt, Sequence) or not all(
         isinstance(token, int) and not isinstance(token, bool) for token in prompt
     ):
-        raise PromptError("a prompt is text, a list of token ids, or a list of chat messages.")
+        raise PromptError(f"{FORMS}.")
     return list(prompt)

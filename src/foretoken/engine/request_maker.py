@@ -8,7 +8,10 @@ from transformers import PreTrainedTokenizerBase
 
 from foretoken.core.grammar import Grammar, Grammars
 from foretoken.core.params import SamplingParams
+from foretoken.core.rules import DecodingRules
+from foretoken.core.source import Source
 from foretoken.engine.prompts import Prompt, check_prompt, token_ids
+from foretoken.engine.sources import SourceReader
 from foretoken.errors import ConfigError
 from foretoken.request import Request
 from foretoken.runtime.target import Target
@@ -23,12 +26,23 @@ class RequestMaker:
         target: the model.
         eos_token_ids: its end-of-sequence tokens.
         grammars: compiles structured outputs for its tokens.
+        reader: reads the prompts of an encoder-decoder; None for a decoder-only model.
+        rules: what an encoder-decoder's generation config rules out; None for a decoder-only model.
     """
 
-    def __init__(self, target: Target, eos_token_ids: Sequence[int], grammars: Grammars) -> None:
+    def __init__(
+        self,
+        target: Target,
+        eos_token_ids: Sequence[int],
+        grammars: Grammars,
+        reader: SourceReader | None = None,
+        rules: DecodingRules | None = None,
+    ) -> None:
         self._target = target
         self._eos_token_ids = eos_token_ids
         self._grammars = grammars
+        self._reader = reader
+        self._rules = rules
 
     def make(
         self,
@@ -41,7 +55,7 @@ class RequestMaker:
         """Make one request per output.
 
         Args:
-            prompt: text, token ids or a conversation.
+            prompt: text, token ids or a conversation; of an encoder-decoder, see `sources`.
             tokenizer: the model's tokenizer, or None if it has none.
             params: sampling parameters.
             trace: see `LLM.generate`.
@@ -52,22 +66,42 @@ class RequestMaker:
         """
         if params.stop_strings and tokenizer is None:
             raise ConfigError("stop: stop strings need a tokenizer, and this model has none.")
-        ids = token_ids(prompt, tokenizer)
-        check_prompt(ids, self._target)
+        source, ids = self._read(prompt, tokenizer)
+        state_bytes = self._target.state_bytes(source)
+        check_prompt(ids, self._target, state_bytes)
         return [
             Request(
                 ids,
                 params,
                 vocab_size=self._target.vocab_size,
                 eos_token_ids=self._eos_token_ids,
-                max_model_len=self._target.most_tokens,
+                max_model_len=self._target.most_tokens_beside(state_bytes),
                 tokenizer=tokenizer,
                 index=index,
                 trace_all=trace,
                 grammar=self._grammar(params),
+                source=source,
+                rules=self._rules,
             )
             for index in range(params.n)
         ]
+
+    def encode(self, prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> Sequence[int]:
+        """Token ids of a prompt; of an encoder-decoder, those of the source.
+
+        Raises:
+            PromptError: the prompt is malformed.
+        """
+        source, ids = self._read(prompt, tokenizer)
+        return ids if source is None else source.tokens
+
+    def _read(
+        self, prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None
+    ) -> tuple[Source | None, Sequence[int]]:
+        """The source, if the model reads one, and the prompt that it continues."""
+        if self._reader is None:
+            return None, token_ids(prompt, tokenizer)
+        return self._reader.read(prompt)
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         if params.form is None:

@@ -4,8 +4,9 @@ This is continuous batching (Yu et al., "Orca"). A step admits requests while th
 computes some prompt tokens, and advances the requests whose prompt is computed by one
 `decode.step`. Prompts are computed in order of arrival, at most `max_num_batched_tokens` tokens a
 step (chunked prefill), so that a long prompt does not stall the other requests. Prompts have passes
-of their own. These read the weights once more, but need no padding. If the KV slab is full, the
-youngest request loses its row, waits first in line, and is computed again (vLLM's preemption by
+of their own. These read the weights once more, but need no padding. The encoder of an
+encoder-decoder reads a request's source before the prompt, once and alone. If the KV slab is full,
+the youngest request loses its row, waits first in line, and is computed again (vLLM's preemption by
 recomputation). None of this changes the output: bits do not depend on chunks, rows or the other
 requests of the batch (invariant 7).
 
@@ -16,16 +17,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from foretoken.core.source import Source
 from foretoken.decode import Outcome, step
 from foretoken.engine.prefix_cache import PrefixCache
 from foretoken.errors import RequestError
 from foretoken.request import Request
 from foretoken.runtime.kv_slab import OverBudget, SlabFull, is_out_of_memory
+from foretoken.runtime.network import RowState
 from foretoken.runtime.target import Target
 from foretoken.speculation import Speculation, Strategy
 
@@ -39,7 +42,7 @@ class Scheduler:
         target: the model being accelerated.
         speculation: how the requests speculate.
         max_num_seqs: most requests that run at the same time.
-        max_num_batched_tokens: most prompt tokens computed in one step.
+        max_num_batched_tokens: most prompt tokens computed in one step, sources included.
         prefix_cache: KV of earlier prompts; None computes every prompt in full.
     """
 
@@ -53,6 +56,7 @@ class Scheduler:
         prefix_cache: PrefixCache | None = None,
     ) -> None:
         self._target = target
+        self._reads_source = target.reads_source
         self._speculation = speculation
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -114,7 +118,8 @@ class Scheduler:
 
     def _has_room_for(self, request: Request) -> bool:
         requests = [*self._running, request]
-        return self._target.has_room(len(requests), max(len(r.token_ids) for r in requests))
+        longest = max(len(r.token_ids) for r in requests)
+        return self._target.has_room(len(requests), longest, self._missing_state_bytes(requests))
 
     def _leave(self, request: Request) -> None:
         """Remove a request from the queue or from the batch."""
@@ -133,7 +138,48 @@ class Scheduler:
         self._hidden.pop(request.key, None)
         self._speculation.release(request)
 
+    # Sources
+
+    def _has_source(self, request: Request) -> bool:
+        """Whether the request's row has what its decoder reads."""
+        return not self._reads_source or self._target.has_source(request.key)
+
+    def _missing_state_bytes(self, requests: Sequence[Request]) -> int:
+        """Bytes of the sources that no row has yet. Requests with the same one share them."""
+        if not self._reads_source:
+            return 0
+        read = {r.source for r in self._running if self._has_source(r)}
+        return sum(map(self._target.state_bytes, {r.source for r in requests} - read))
+
+    def _read_source(self, request: Request) -> int:
+        """Give the request's row its source; returns the positions that the encoder computed."""
+        source, key = request.source, request.key
+        assert source is not None, "requests of an encoder-decoder have one"
+        known = self._known_state(source)
+        if known is not None:
+            self._target.share_state(key, known)
+            if not request.metrics.preemptions:
+                request.metrics.cached_source_tokens = len(source)
+            return 0
+        began = time.perf_counter()
+        self._target.encode(key, source)
+        request.metrics.encode_seconds += time.perf_counter() - began
+        if self._prefixes is not None:
+            self._prefixes.keep_state(source, self._target.row_state(key))
+        return len(source)
+
+    def _known_state(self, source: Source) -> RowState | None:
+        """What the encoder made of a source that a running request has read, or an earlier one."""
+        for other in self._running:
+            if other.source == source and self._has_source(other):
+                return self._target.row_state(other.key)
+        return None if self._prefixes is None else self._prefixes.state_of(source)
+
     # Prompts
+
+    def _is_ready(self, request: Request) -> bool:
+        """Whether all that the next step reads is computed."""
+        return not self._num_missing(request) and self._has_source(request)
 
     def _num_missing(self, request: Request) -> int:
         """Tokens whose KV must still be computed. The last token needs none yet (invariant 1)."""
@@ -143,7 +189,7 @@ class Scheduler:
         """Compute at most `max_num_batched_tokens` prompt tokens, the oldest requests first."""
         left = self._max_num_batched_tokens
         while left > 0:
-            request = next((r for r in self._running if self._num_missing(r)), None)
+            request = next((r for r in self._running if not self._is_ready(r)), None)
             if request is None:
                 return
             try:
@@ -158,8 +204,16 @@ class Scheduler:
                     self._leave(request)
 
     def _prefill_chunk(self, request: Request, limit: int) -> int:
-        """Compute at most `limit` tokens of a request; returns how many."""
+        """Read a request's source, and compute at most `limit` tokens; returns how many, or 1."""
         began = time.perf_counter()
+        spent = 0 if self._has_source(request) else self._read_source(request)
+        if spent < limit and self._num_missing(request):
+            spent += self._prefill_tokens(request, limit - spent)
+        request.metrics.prefill_seconds += time.perf_counter() - began
+        return max(1, spent)
+
+    def _prefill_tokens(self, request: Request, limit: int) -> int:
+        """Compute at most `limit` tokens of a request; returns how many."""
         layers = self._speculation.hidden_layers([request])
         if not self._target.cached(request.key):
             self._restore_prefix(request, layers)
@@ -168,7 +222,6 @@ class Scheduler:
         self._show_hidden(request, start, self._target.prefill(request.key, tokens, layers))
         if not self._num_missing(request):
             self._store_prefix(request)
-        request.metrics.prefill_seconds += time.perf_counter() - began
         return len(tokens)
 
     def _restore_prefix(self, request: Request, layers: tuple[int, ...]) -> None:
@@ -176,7 +229,7 @@ class Scheduler:
         if self._prefixes is None:
             return
         wanted = request.prompt_ids[: len(request.token_ids) - 1]
-        num_tokens, hidden = self._prefixes.restore(request.key, wanted, layers)
+        num_tokens, hidden = self._prefixes.restore(request.key, wanted, layers, request.source)
         self._show_hidden(request, 0, hidden)
         if not request.metrics.preemptions:
             request.metrics.cached_prompt_tokens = num_tokens
@@ -199,7 +252,7 @@ class Scheduler:
         stop = min(self._target.cached(request.key), len(request.prompt_ids))
         if any(len(states) < stop for states in hidden.values()):
             hidden = {}  # the drafter failed, and the later chunks have none
-        self._prefixes.store(request.key, request.prompt_ids[:stop], hidden)
+        self._prefixes.store(request.key, request.prompt_ids[:stop], hidden, request.source)
 
     # Steps
 
@@ -208,7 +261,7 @@ class Scheduler:
 
         Drafts take positions, too. So a step without drafts is tried before any preemption.
         """
-        while batch := [r for r in self._running if not self._num_missing(r)]:
+        while batch := [r for r in self._running if self._is_ready(r)]:
             try:
                 return step(self._target, self._speculation, batch)
             except (SlabFull, MemoryError, RuntimeError) as error:

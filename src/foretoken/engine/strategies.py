@@ -184,8 +184,27 @@ class StrategyFactory:
             tokenizer = models.load_tokenizer(folder)
             model = models.load_model(folder, self._target.dtype, self._target.device)
         target = Target(model, quantization=self._quantization, runtime=self._runtime)
+        _check_sources(type(model).__name__, target, self._target)
         self._kv_budget.add(target)
         return DraftModel(target, tokenizer)
+
+
+def _check_sources(name: str, model: Target, target: Target) -> None:
+    """Refuse a draft model that cannot read what the target reads."""
+    own, theirs = model.source_network, target.source_network
+    if (own is None) != (theirs is None):
+        kinds = ("a decoder-only model", "an encoder-decoder")
+        raise CompatibilityError(
+            f"draft_model: {name} is {kinds[own is not None]} and the target is "
+            f"{kinds[theirs is not None]}: a draft model must read the same source."
+        )
+    if own is None or theirs is None:
+        return
+    if (own.source_vocab_size, own.num_bins) != (theirs.source_vocab_size, theirs.num_bins):
+        raise CompatibilityError(
+            f"draft_model: the encoders of {name} and of the target have different vocabularies, "
+            "or features of audio: a draft model must read the same source."
+        )
 
 
 def _check_layers(method: str, drafter: Drafter, target: Target) -> None:

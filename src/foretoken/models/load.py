@@ -31,7 +31,7 @@ _TOKENIZER_FILES = (
 
 
 def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Load a decoder-only language model for inference.
+    """Load a decoder-only language model, or an encoder-decoder, for inference.
 
     It reads only safetensors, runs no code from the folder, and uses no network.
 
@@ -45,18 +45,15 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTra
 
     Raises:
         ModelError: If the folder is incomplete or damaged, lacks weights of its model, needs its
-            own code, or has no decoder-only language model; or if the device does not exist or has
-            too little memory.
+            own code, or has no such model; or if the device does not exist or has too little
+            memory.
     """
-    from transformers import AutoModelForCausalLM
-
     config = read_config(folder)
     _check_weights_readable(folder)
     with guarded(f"cannot load the model in {folder}"):
-        _check_kind(folder, config)
+        kind = _kind(folder, config)
         # `output_loading_info` makes it return a pair, which its type hints do not say.
-        load: Any = AutoModelForCausalLM.from_pretrained
-        model, report = load(
+        model, report = kind.from_pretrained(
             folder,
             dtype=dtype,
             use_safetensors=True,
@@ -109,25 +106,27 @@ def _check_weights_readable(folder: Path) -> None:
             raise ModelError(f"{file} is truncated or damaged ({error}); get it again") from error
 
 
-def _check_kind(folder: Path, config: dict[str, Any]) -> None:
-    """Refuse a model that cannot be a target, before any weight is read.
+def _kind(folder: Path, config: dict[str, Any]) -> Any:
+    """The class that loads models of this kind, chosen before any weight is read.
 
     Raises:
-        ModelError: If it needs its own code, or is an encoder-decoder.
+        ModelError: If the model needs its own code.
     """
-    from transformers import CONFIG_MAPPING, AutoConfig
+    import transformers
 
-    if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING:
+    if "auto_map" in config and config.get("model_type") not in transformers.CONFIG_MAPPING:
         raise ModelError(
             f"the model in {folder} needs Python code of its own (auto_map in config.json), which "
             f"is never run; use a model that Transformers knows"
         )
-    parsed = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    if parsed.is_encoder_decoder:
-        raise ModelError(
-            f"the model in {folder} is an encoder-decoder ({parsed.model_type}); only decoder-only "
-            f"language models can be loaded for now"
-        )
+    parsed = transformers.AutoConfig.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
+    if not parsed.is_encoder_decoder:
+        return transformers.AutoModelForCausalLM
+    if parsed.model_type == "whisper":
+        return transformers.AutoModelForSpeechSeq2Seq
+    return transformers.AutoModelForSeq2SeqLM
 
 
 def _on_device(folder: Path, model: Any, device: torch.device) -> PreTrainedModel:
@@ -148,7 +147,7 @@ def _check_loaded(
     architectures = config.get("architectures") or [type(model).__name__]
     if type(model).__name__ not in architectures:
         raise ModelError(
-            f"the model in {folder} is a {architectures[0]}, not a causal language model "
+            f"the model in {folder} is a {architectures[0]}, not {_wanted(model)} "
             f"({type(model).__name__})"
         )
     if missing := sorted(report["missing_keys"]):
@@ -161,3 +160,9 @@ def _check_loaded(
             f"the weights in {folder} do not fit its config.json: {name} is {tuple(found)}, "
             f"expected {tuple(expected)}"
         )
+
+
+def _wanted(model: PreTrainedModel) -> str:
+    if model.config.is_encoder_decoder:
+        return "an encoder-decoder with a language-model head"
+    return "a causal language model"

@@ -17,20 +17,43 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
+REFUSED_SOURCES = {
+    "bigbird_pegasus": "its encoder attends to random blocks",
+    "led": "its encoder attends to windows and pads the source",
+    "longt5": "its encoder attends to windows and pads the source",
+    "nllb-moe": "its experts have a capacity, so outputs would depend on the batch",
+    "pegasus_x": "its encoder attends to blocks and pads the source",
+    "prophetnet": "its decoder predicts several streams of tokens",
+    "switch_transformers": "its experts have a capacity, so outputs would depend on the batch",
+}
+"""Encoder-decoders whose decoder looks like that of the others, by type, and what is different."""
+
 
 def context_length(config: PreTrainedConfig, max_model_len: int | None) -> int:
     """Maximum tokens of a row: the model's own limit, or `max_model_len`.
 
+    The rows of an encoder-decoder hold the decoder's tokens.
+
     Raises:
         ConfigError: `max_model_len` is below 2 or above the model's limit.
     """
-    own: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    own = _own_context(config.get_text_config())
     if max_model_len is None:
         return own or 2**31 - 1
     if max_model_len < 2 or (own is not None and max_model_len > own):
         limit = f"2 to {own}" if own is not None else "at least 2"
         raise ConfigError(f"max_model_len: must be {limit} for this model, got {max_model_len}.")
     return max_model_len
+
+
+def _own_context(config: PreTrainedConfig) -> int | None:
+    """Most positions of the decoder; None if it has no limit, as T5, whose positions are relative.
+
+    Whisper gives its two stacks limits of their own.
+    """
+    found = getattr(config, "max_target_positions", None)
+    own: int | None = found or getattr(config, "max_position_embeddings", None)
+    return own
 
 
 def check_supported(model: PreTrainedModel, max_model_len: int) -> None:
@@ -40,8 +63,11 @@ def check_supported(model: PreTrainedModel, max_model_len: int) -> None:
         CompatibilityError: the architecture is one of them; the message says why.
     """
     name, config = type(model).__name__, model.config.get_text_config()
+    if not model.can_generate():
+        raise CompatibilityError(f"{name} has no language-model head; load a model that has one.")
     if model.config.is_encoder_decoder:
-        raise CompatibilityError(f"{name} is an encoder-decoder; only decoder-only models work.")
+        _check_encoder_decoder(name, model.config)
+        return
     layers = set(getattr(config, "layer_types", None) or ())
     if getattr(model, "_is_stateful", False) or layers - ATTENTION_LAYERS:
         raise CompatibilityError(
@@ -49,12 +75,21 @@ def check_supported(model: PreTrainedModel, max_model_len: int) -> None:
         )
     _check_window(name, config, layers, max_model_len)
     _check_rope(name, config, max_model_len)
-    if not model.can_generate():
-        raise CompatibilityError(f"{name} has no language-model head; load a causal LM.")
     if not getattr(model, "_supports_attention_backend", False):
         raise CompatibilityError(
             f"{name} does not use Transformers' attention interface, so it cannot apply the "
             "mask of a token tree."
+        )
+
+
+def _check_encoder_decoder(name: str, config: PreTrainedConfig) -> None:
+    """Refuse by type what cannot be seen; `runtime.seq2seq.structure` looks at the others."""
+    if config.model_type in REFUSED_SOURCES:
+        raise CompatibilityError(f"{name} is not supported: {REFUSED_SOURCES[config.model_type]}.")
+    if isinstance(getattr(config, "decoder", None), PreTrainedConfig):
+        raise CompatibilityError(
+            f"{name} joins an encoder and a decoder with a configuration each; encoder-decoders "
+            "with one configuration work."
         )
 
 

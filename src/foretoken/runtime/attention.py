@@ -1,11 +1,13 @@
 """Attention over the KV slab, for networks on PyTorch's operations.
 
 Transformers modules (`module.py`) call `slab_attention`, which is registered as the attention
-implementation "foretoken". `lean.py` calls `attend_grouped`, which is faster.
+implementation "foretoken". `lean.py` calls `attend_grouped` and `seq2seq/` `attend_by_head`, which
+are faster.
 
 On a CPU, PyTorch's attention gives a query row the same bits whatever other rows are computed with
 it, if the number of rows is a multiple of 4 and the number of keys a multiple of 512 (invariant 7).
-The slab provides whole key blocks and `PassInputs` the mask. The functions here pad the rows.
+The slab provides whole key blocks and `PassInputs` the mask. The functions here pad the rows. A row
+that sees none but the first 128 keys also has the same bits when there are just 128 (`key_span`).
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ __all__ = [
     "IMPLEMENTATION",
     "KEY_BLOCK",
     "ROW_MULTIPLE",
+    "SHORT_SPAN",
+    "attend_by_head",
     "attend_grouped",
+    "key_span",
     "padded_rows",
     "slab_attention",
 ]
@@ -31,6 +36,9 @@ IMPLEMENTATION = "foretoken"
 
 KEY_BLOCK = 512
 """Attention reads keys in multiples of this."""
+
+SHORT_SPAN = 128
+"""Attention over up to so many positions may read so many keys, less than a block."""
 
 ROW_MULTIPLE = 4
 """Query rows are padded to a multiple of this."""
@@ -43,6 +51,13 @@ model."""
 def padded_rows(rows: int) -> int:
     """`rows` rounded up to a multiple of `ROW_MULTIPLE`."""
     return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def key_span(positions: int) -> int:
+    """Fewest keys to read for so many positions, padding included, for the same bits."""
+    if positions <= SHORT_SPAN:
+        return SHORT_SPAN
+    return -(-positions // KEY_BLOCK) * KEY_BLOCK
 
 
 def slab_attention(
@@ -127,6 +142,30 @@ def attend_grouped(
     output = F.scaled_dot_product_attention(query, key, value, mask, scale=scaling)
     output = output[:, :, :rows].reshape(batch, heads, nodes, width)
     return output.transpose(1, 2).reshape(batch, nodes, heads * width)
+
+
+def attend_by_head(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
+) -> Tensor:
+    """Attention in which each query head has keys of its own; it copies at most the query.
+
+    The result has the same bits as that of `attend_grouped`.
+
+    Args:
+        query: [B, N, H, D].
+        key: [B, H, S, D].
+        value: [B, H, S, D].
+        mask: [B, 1 or H, padded_rows(N), S], added to the scores.
+        scaling: factor on the scores.
+
+    Returns:
+        [B, N, H * D].
+    """
+    nodes = query.shape[1]
+    if missing := padded_rows(nodes) - nodes:
+        query = F.pad(query, (0, 0, 0, 0, 0, missing))
+    output = F.scaled_dot_product_attention(query.transpose(1, 2), key, value, mask, scale=scaling)
+    return output.transpose(1, 2)[:, :nodes].flatten(2)  # a view: the kernel puts heads last
 
 
 AttentionInterface.register(IMPLEMENTATION, slab_attention)

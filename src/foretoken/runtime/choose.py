@@ -16,6 +16,7 @@ from foretoken.runtime.module import ModuleNetwork
 from foretoken.runtime.native.decoder import NativeDecoder
 from foretoken.runtime.native.support import why_not_native, wrong_sizes
 from foretoken.runtime.network import Network
+from foretoken.runtime.seq2seq.network import Seq2SeqNetwork
 
 __all__ = ["head_network", "network_for", "slab_for"]
 
@@ -44,6 +45,8 @@ def network_for(
     if runtime not in RUNTIMES:
         raise ConfigError(f"runtime: must be one of {', '.join(RUNTIMES)}, got '{runtime}'.")
     check_quantization(quantization, model.device)
+    if model.config.is_encoder_decoder:
+        return _seq2seq_network(model, quantization, runtime)
     on_gpu = model.device.type == "cuda"
     if runtime in ("cuda", "compiled") and not on_gpu:
         raise ConfigError(
@@ -69,6 +72,27 @@ def network_for(
     if is_llama(model):
         return LeanDecoder(LlamaWeights(model), linear)
     return ModuleNetwork.packed(model, linear)
+
+
+def _seq2seq_network(
+    model: PreTrainedModel, quantization: str | None, runtime: str
+) -> Seq2SeqNetwork:
+    """The network of an encoder-decoder.
+
+    Raises:
+        ConfigError: the quantization or runtime is for decoder-only models.
+        CompatibilityError: the model is of an unknown kind, or its layers cannot be quantized.
+    """
+    for option, value, takes in (
+        ("runtime", runtime, ("auto", "torch")),
+        ("quantization", quantization, (None, "int8")),
+    ):
+        if value not in takes:
+            raise ConfigError(
+                f"{option}: {value} is for decoder-only models, and {type(model).__name__} is an "
+                f"encoder-decoder; it takes {' or '.join(str(taken) for taken in takes)}."
+            )
+    return Seq2SeqNetwork(model, linear_layer(model.dtype, model.device, quantization))
 
 
 def slab_for(network: Network, max_model_len: int) -> KVSlab:

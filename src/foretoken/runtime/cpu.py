@@ -53,6 +53,9 @@ class PackedLinear(nn.Module):
         self.bias = None if bias is None else bias.detach()
         self.out_features, self.in_features = weight.shape
 
+    weight: None = None
+    """T5's MLP looks for a dtype to convert its input to. There is nothing to convert."""
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
@@ -89,6 +92,9 @@ class Int8Linear(nn.Module):
         steps = weight.detach().float() / self.scales.float()[:, None]
         self.quantized = steps.round().clamp(-127, 127).to(torch.int8).contiguous()
         self.bias = None if bias is None else bias.detach()
+
+    weight: None = None
+    """See `PackedLinear.weight`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""

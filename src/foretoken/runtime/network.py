@@ -3,7 +3,7 @@
 A network gets the nodes of a pass and the KV slab. It writes the nodes' KV to the slab and returns
 a `PassOutput`. For CPUs there are three networks: `native/` is the Llama family in C++, `lean.py`
 the same in few PyTorch operations, and `module.py` runs any Transformers module. On a GPU, `cuda/`
-replays CUDA graphs of the latter two. `choose.py` picks one.
+replays CUDA graphs of the latter two. `seq2seq/` runs encoder-decoders. `choose.py` picks one.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeAlias
 
 from torch import Tensor
 
+from foretoken.core.source import Source
 from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.kv_slab import KVSlab
 
@@ -27,7 +28,14 @@ __all__ = [
     "Need",
     "Network",
     "PassOutput",
+    "RowState",
+    "SourceNetwork",
 ]
+
+RowState: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""What the decoder of an encoder-decoder reads of one source: the keys and the values of its
+cross-attention, [layers, H, span, D], and their mask [span], which is 0 where there is a source
+position and -inf in the padding behind. They are never changed, so rows may share them."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,7 @@ class PassOutput:
 
 
 class Network(Protocol):
-    """A decoder-only model over a KV slab."""
+    """A decoder-only model, or the decoder of an encoder-decoder, over a KV slab."""
 
     @property
     def name(self) -> str:
@@ -219,3 +227,33 @@ class GrowingNetwork(ABC):
         Returns:
             [R] the trees.
         """
+
+
+class SourceNetwork(ABC):
+    """A network whose rows read a source through cross-attention: an encoder-decoder.
+
+    Each row that takes part in a pass has the source's `RowState` as its state in the slab.
+
+    Attributes:
+        source_limit: most tokens of a source; None if there is no limit. Audio has exactly so many
+            frames.
+        source_vocab_size: token ids of a source are smaller; 0 if the model reads audio.
+        num_bins: height of the features of audio; None if the model reads text.
+    """
+
+    source_limit: int | None
+    source_vocab_size: int
+    num_bins: int | None
+
+    @abstractmethod
+    def encode(self, source: Source) -> RowState:
+        """Run the encoder over one source alone, so that the bits depend on nothing else."""
+
+    @property
+    @abstractmethod
+    def probe_source(self) -> Source:
+        """A short source, which the rows of checks and measurements read."""
+
+    @abstractmethod
+    def state_bytes(self, source: Source) -> int:
+        """Bytes of the state that `encode` returns."""

@@ -1,8 +1,8 @@
 """`Passes`: forward passes of one network over the rows of its KV slab.
 
-`Target` runs a causal LM with it, and a drafting head (`drafters/heads/`) is a small network of its
-own kind. This file does not know about models, sampling, acceptance or drafting. `rows.py` manages
-the rows.
+`Target` runs a language model with it, and a drafting head (`drafters/heads/`) is a small network
+of its own kind. This file does not know about models, sampling, acceptance or drafting. `rows.py`
+manages the rows, and `source_rows.py` what they read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from foretoken.runtime.network import (
     Network,
     PassOutput,
 )
-from foretoken.runtime.rows import Rows
+from foretoken.runtime.source_rows import SourceRows
 
 __all__ = ["Passes"]
 
@@ -36,7 +36,7 @@ PREFILL_CHUNK = 256
 """Prompt tokens per pass: many enough to keep the kernels busy, few enough for a small mask."""
 
 
-class Passes(Rows):
+class Passes(SourceRows):
     """A network with its KV slab: prefill, verify, commit, rollback.
 
     Args:
@@ -52,8 +52,8 @@ class Passes(Rows):
     def __init__(
         self, network: Network, max_model_len: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        super().__init__(slab_for(network, max_model_len), max_model_len)
-        self.network, self.dtype, self.device = network, dtype, device
+        super().__init__(network, slab_for(network, max_model_len), max_model_len)
+        self.dtype, self.device = dtype, device
         self.num_passes = 0
 
     def with_network(self, network: Network) -> Self:

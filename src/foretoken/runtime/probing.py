@@ -8,15 +8,17 @@ of nodes (invariant 7).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from foretoken.core.source import Source
 from foretoken.core.tree import TokenTree, chain
 from foretoken.errors import CompatibilityError
-from foretoken.runtime.network import Network, PassOutput
+from foretoken.runtime.attention import SHORT_SPAN
+from foretoken.runtime.network import Network, PassOutput, SourceNetwork
 from foretoken.runtime.rows import INTERNAL_KEY
 
 __all__ = ["probe"]
@@ -40,6 +42,10 @@ class Probed(Protocol):
 
     def add(self, key: int) -> None:
         """Open a row."""
+        ...
+
+    def encode(self, key: int, source: Source) -> None:
+        """Let a row of an encoder-decoder read a source."""
         ...
 
     def remove(self, key: int) -> None:
@@ -72,14 +78,14 @@ def probe(target: Probed, model: PreTrainedModel, *, quantized: bool) -> bool:
         CompatibilityError: the model cannot run with the target's inputs, a path of the tree does
             not get the logits of the same tokens as a chain, or quantization spoils the logits.
     """
-    name = type(model).__name__
+    name, reads_source = type(model).__name__, isinstance(target.network, SourceNetwork)
     stride = max(1, target.vocab_size // 7)
     a, b, c, d, e = (i * stride % target.vocab_size for i in range(5))
     tree = TokenTree((b, c, d, e), (-1, 0, 0, 2))  # a b c  and  a b d e
     try:
         tree_logits = _logits(target, [a], tree)
         inputs = torch.tensor([[a, b, d, e]], device=target.device)
-        own = model(input_ids=inputs).logits[0, 1:]
+        own = _own_logits(target, model, inputs)[1:]
         as_chain = _logits(target, [a], chain([b, d, e]))
     except (RuntimeError, TypeError, IndexError, AttributeError) as error:
         raise CompatibilityError(
@@ -94,6 +100,11 @@ def probe(target: Probed, model: PreTrainedModel, *, quantized: bool) -> bool:
         )
     expected = as_chain if quantized else own
     if not _error(path, expected) <= TOLERANCE[target.dtype == torch.float32]:
+        if reads_source:
+            raise CompatibilityError(
+                f"{name} computes other logits than its parts do when they are put together as "
+                "those of BART or T5."
+            )
         raise CompatibilityError(
             f"{name} computes other logits for a path of a token tree than for the same tokens as "
             "a chain: it ignores the 4-D mask or the position ids."
@@ -101,6 +112,16 @@ def probe(target: Probed, model: PreTrainedModel, *, quantized: bool) -> bool:
     if target.network.exact_trees and not torch.equal(path, as_chain):
         return False
     return _same_bits(target, ([a, b, c, d, e] * 4)[: target.max_model_len])
+
+
+def _own_logits(target: Probed, model: Any, inputs: Tensor) -> Tensor:
+    """[n, V] of the model's own forward pass over tokens [1, n]."""
+    if not isinstance(target.network, SourceNetwork):
+        logits: Tensor = model(input_ids=inputs).logits[0]
+        return logits
+    source = target.network.probe_source.inputs(target.device, target.dtype)
+    own: Tensor = model(**source, decoder_input_ids=inputs).logits[0]
+    return own
 
 
 def _logits(target: Probed, context: Sequence[int], tree: TokenTree) -> Tensor:
@@ -120,7 +141,31 @@ def _same_bits(target: Probed, tokens: Sequence[int]) -> bool:
     wide = _logits(target, tokens[:2], chain(tokens[2:]))
     narrow = _logits(target, tokens[:2], chain(tokens[2:3]))
     middle = _logits(target, tokens[:3], chain(tokens[3:9]))
-    return torch.equal(wide[:1], narrow) and torch.equal(wide[1 : 1 + len(middle)], middle)
+    if not (torch.equal(wide[:1], narrow) and torch.equal(wide[1 : 1 + len(middle)], middle)):
+        return False
+    if not isinstance(target.network, SourceNetwork):
+        return True
+    return torch.equal(_beside_a_long_row(target, tokens[:2], chain(tokens[2:3])), narrow)
+
+
+def _beside_a_long_row(target: Probed, context: Sequence[int], tree: TokenTree) -> Tensor:
+    """The logits of `_logits`, in a pass with a row whose text and source are not short."""
+    network = target.network
+    assert isinstance(network, SourceNetwork)
+    size, limit = SHORT_SPAN + 1, network.source_limit
+    keys: list[int] = []
+    try:
+        for key in (INTERNAL_KEY, INTERNAL_KEY - 1):
+            target.add(key)
+            keys.append(key)
+        if network.num_bins is None and (limit is None or limit >= size):
+            target.encode(keys[1], Source(size * network.probe_source.tokens[-1:]))
+        target.prefill(keys[0], context)
+        target.prefill(keys[1], (size * [*context])[: min(size, target.max_model_len - 2)])
+        return target.verify(keys, [tree, tree])[0].scores.clone()
+    finally:
+        for key in keys:
+            target.remove(key)
 
 
 def _error(found: Tensor, expected: Tensor) -> float:

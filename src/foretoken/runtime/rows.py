@@ -126,9 +126,15 @@ class Rows:
     @property
     def most_tokens(self) -> int:
         """Most tokens of a row that has all memory to itself."""
+        return self.most_tokens_beside(0)
+
+    def most_tokens_beside(self, state_bytes: int) -> int:
+        """The same for a row whose state takes so many bytes; 0 or less if there is no room."""
         if self._slab.limit is None:
             return self.max_model_len
-        return min(self.max_model_len, self._slab.limit // KEY_BLOCK * KEY_BLOCK - MARGIN)
+        taken = -(-state_bytes // self._slab.cell_bytes) if state_bytes else 0
+        cells = self._slab.limit - taken
+        return min(self.max_model_len, cells // KEY_BLOCK * KEY_BLOCK - MARGIN)
 
     def has_room(self, rows: int, tokens: int, state_bytes: int = 0) -> bool:
         """Whether the memory limit allows this many rows, the longest of this many tokens.

@@ -1,4 +1,4 @@
-"""`Target`: one causal LM with its KV slab, which verifies the trees of many rows in one pass.
+"""`Target`: one language model with its KV slab, which verifies the trees of many rows in one pass.
 
 The decoding loop calls prefill, verify, commit and rollback. A draft model is a second `Target`;
 only its caller differs. `passes.py` runs the passes; this file makes them of a model. `probing.py`
@@ -18,6 +18,7 @@ from foretoken.models.support import check_supported, context_length
 from foretoken.runtime.choose import network_for
 from foretoken.runtime.passes import Passes
 from foretoken.runtime.probing import probe
+from foretoken.runtime.seq2seq.structure import describe
 
 __all__ = ["Target", "final_norm", "vocabulary_weights"]
 
@@ -28,8 +29,9 @@ class Target(Passes):
     """A model that verifies token trees.
 
     Args:
-        model: a loaded causal LM; it is not changed and may be used elsewhere.
-        max_model_len: most tokens of a row, prompt included; None means the model's own limit.
+        model: a loaded causal LM or encoder-decoder; it is not changed and may be used elsewhere.
+        max_model_len: most tokens of a row, prompt included; None means the model's own limit. Of
+            an encoder-decoder, these are the decoder's.
         quantization: see `network_for`.
         runtime: see `network_for`.
         reload: loads the model again; None if that is not possible.
@@ -40,6 +42,7 @@ class Target(Passes):
             (invariant 7).
         exact_trees: whether this holds for nodes of trees, too.
         final_norm: the norm before the output layer, [..., E] -> [..., E]; None if it is not known.
+        logits_bias: [V] that the model adds to its logits; None if it adds nothing.
 
     Raises:
         ConfigError: `max_model_len`, `quantization` or `runtime` is not possible.
@@ -58,6 +61,10 @@ class Target(Passes):
         check_supported(model, length)
         self.config = config = model.config.get_text_config()
         self.vocab_size, self.hidden_size = int(config.vocab_size), int(config.hidden_size)
+        self.logits_bias: Tensor | None = None
+        if config.is_encoder_decoder:
+            parts = describe(model)
+            self.vocab_size, self.logits_bias = parts.head.out_features, parts.logits_bias
         self._vocabulary_weights = _kept_weights(model)
         self._reload = reload
         self.final_norm = final_norm(model)
@@ -82,8 +89,11 @@ class Target(Passes):
 def final_norm(model: Any) -> nn.Module | None:
     """The norm between the last layer and the output layer, or None if it is not known.
 
-    In every supported architecture it is the last of the norms beside the layers.
+    In every supported decoder-only model it is the last of the norms beside the layers. An
+    encoder-decoder may have none there, or a norm of the embeddings.
     """
+    if model.config.is_encoder_decoder:
+        return describe(model).final_norm
     decoder: nn.Module = model.get_decoder()
     norms = [module for module in decoder.children() if "norm" in type(module).__name__.lower()]
     return norms[-1] if norms else None
@@ -91,11 +101,17 @@ def final_norm(model: Any) -> nn.Module | None:
 
 def vocabulary_weights(model: Any) -> VocabularyWeights | None:
     """Weights [V, E] of a model's embedding and of its output layer; None if it has no such."""
-    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    layers = _vocabulary_layers(model)
     if not all(layers):
         return None
     embedding, output = (layer.weight for layer in layers)
     return embedding.detach(), output.detach()
+
+
+def _vocabulary_layers(model: Any) -> tuple[Any, Any]:
+    """The embedding of the tokens that the model writes, and the output layer."""
+    reader = model.get_decoder() if model.config.is_encoder_decoder else model
+    return reader.get_input_embeddings(), model.get_output_embeddings()
 
 
 def _kept_weights(model: Any) -> Callable[[], VocabularyWeights | None]:
@@ -107,7 +123,7 @@ def _kept_weights(model: Any) -> Callable[[], VocabularyWeights | None]:
     found = vocabulary_weights(model)
     if found is None or found[0].data_ptr() == found[1].data_ptr():
         return lambda: found
-    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    layers = _vocabulary_layers(model)
     references = [weakref.ref(layer.weight) for layer in layers]
 
     def alive() -> VocabularyWeights | None:

@@ -28,7 +28,7 @@ from foretoken.core.tree import chain
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.none import NoDrafter
 from foretoken.drafters.self_draft import leave_out
-from foretoken.errors import ConfigError
+from foretoken.errors import CompatibilityError, ConfigError
 from foretoken.llm import LLM
 from foretoken.request import Request
 from foretoken.runtime.cuda import eager_network
@@ -132,11 +132,16 @@ class LayerLaboratory(Laboratory):
         llm: an LLM without speculation.
 
     Raises:
-        CompatibilityError: the architecture has no attention and MLP sublayers to skip.
+        CompatibilityError: the architecture has no attention and MLP sublayers to skip, or is an
+            encoder-decoder.
     """
 
     def __init__(self, llm: LLM) -> None:
         super().__init__(llm)
+        if self._target.reads_source:
+            raise CompatibilityError(
+                "layers are chosen for decoder-only models, and this is an encoder-decoder."
+            )
         self.num_layers = self._target.network.num_layers
         every = range(self.num_layers)
         self._target.network.without(every, every)  # refuse the architecture before any work

@@ -1,0 +1,306 @@
+"""`DecodingRules`: what `generate()` does to the logits because the generation config says so.
+
+Encoder-decoders are published with such rules: mBART must begin with the language, BART must end
+with an end-of-sequence token. Their outputs equal those of `generate()` only under the same rules.
+The rules belong to p, so the sampler applies them at every node of a tree, over that node's own
+path (invariant 6). All of them but the repetition penalty are masks. A mask that leaves the largest
+logit alone does not change the argmax, so greedy requests still read the argmax of all nodes at
+once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from foretoken.core.source import Source
+from foretoken.errors import CompatibilityError
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+__all__ = ["DecodingRules", "OutputRules"]
+
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "sequence_bias": (None,),
+    "encoder_repetition_penalty": (None, 1.0),
+    "exponential_decay_length_penalty": (None,),
+    "guidance_scale": (None, 1.0),
+    "watermarking_config": (None,),
+}
+"""Fields of a generation config that change the logits and are not applied: neutral values."""
+
+Ngram = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DecodingRules:
+    """The rules of one model, under the names of Transformers' `GenerationConfig`.
+
+    Args:
+        bad_words_ids: sequences of tokens that are never completed.
+        suppress_tokens: tokens that never come.
+        begin_suppress_tokens: tokens that do not come first, or not first behind a forced one.
+        forced_bos_token_id: the first token, if the prompt is one token.
+        forced_eos_token_id: the last tokens allowed once `max_tokens` is reached; () for any.
+        min_length: end-of-sequence tokens are forbidden before this many tokens, those of the
+            decoder's prompt included.
+        min_new_tokens: as `min_length` without the prompt, and in its place; None if not set.
+        no_repeat_ngram_size: n-grams of this length do not come twice; 0 for no such rule.
+        encoder_no_repeat_ngram_size: n-grams of this length in the source do not come at all.
+        repetition_penalty: holds unless `SamplingParams` sets another one.
+        renormalize_logits: whether a beam search normalises log-probabilities after the rules.
+        length_penalty: a beam search's default.
+        early_stopping: a beam search's default.
+        eos_token_ids: the tokens that end an output.
+    """
+
+    bad_words_ids: tuple[Ngram, ...] = ()
+    suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: tuple[int, ...] = ()
+    min_length: int = 0
+    min_new_tokens: int | None = None
+    no_repeat_ngram_size: int = 0
+    encoder_no_repeat_ngram_size: int = 0
+    repetition_penalty: float = 1.0
+    renormalize_logits: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    eos_token_ids: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(
+        config: GenerationConfig | None, eos_token_ids: Sequence[int], vocab_size: int
+    ) -> DecodingRules:
+        """The rules of a generation config; those of a model without one are neutral.
+
+        Args:
+            config: the model's generation config, or None.
+            eos_token_ids: the tokens that end an output.
+            vocab_size: V, the width of the logits.
+
+        Raises:
+            CompatibilityError: the config asks for something that is not applied here, or names a
+                token outside the vocabulary.
+        """
+        given: dict[str, Any] = {"eos_token_ids": tuple(eos_token_ids)}
+        for name, neutral in REFUSED.items():
+            if getattr(config, name, None) not in neutral:
+                raise CompatibilityError(
+                    f"the model's generation config sets {name}, which is not applied here: set it "
+                    "to None in generation_config.json."
+                )
+        for field in fields(DecodingRules):
+            value = getattr(config, field.name, None)
+            if value is not None:
+                given[field.name] = _frozen(field.name, value)
+        _check_tokens(given, vocab_size)
+        return DecodingRules(**given)
+
+    def for_output(
+        self, prompt_ids: Sequence[int], source: Source | None, max_tokens: int
+    ) -> OutputRules | None:
+        """The rules as they hold for one output; None if none of its logits ever changes.
+
+        Args:
+            prompt_ids: the decoder's prompt.
+            source: what the encoder reads.
+            max_tokens: most tokens of the output.
+        """
+        read = () if source is None else source.tokens
+        rules = OutputRules(self, prompt_ids, read, max_tokens)
+        return rules if rules.active else None
+
+    @cached_property
+    def never(self) -> frozenset[int]:
+        """Tokens that are forbidden at every place where no token is forced."""
+        eos = {(token,) for token in self.eos_token_ids}
+        return frozenset(w[0] for w in self.bad_words_ids if len(w) == 1 and w not in eos)
+
+    @cached_property
+    def bad_phrases(self) -> tuple[Ngram, ...]:
+        """The bad words of more than one token."""
+        return tuple(word for word in self.bad_words_ids if len(word) > 1)
+
+
+class OutputRules:
+    """The rules as they hold for one output.
+
+    Args:
+        rules: the model's rules.
+        prompt_ids: the decoder's prompt.
+        source_ids: the source's tokens; empty if it is not text.
+        max_tokens: most tokens of the output.
+    """
+
+    def __init__(
+        self,
+        rules: DecodingRules,
+        prompt_ids: Sequence[int],
+        source_ids: Sequence[int],
+        max_tokens: int,
+    ) -> None:
+        self._rules = rules
+        self._prompt = list(prompt_ids)
+        self._source_ids = source_ids
+        self._last = max_tokens - 1
+        least = rules.min_new_tokens
+        self._least = rules.min_length - len(prompt_ids) if least is None else least
+
+    @property
+    def active(self) -> bool:
+        """Whether there is a rule that may change a logit."""
+        rules = self._rules
+        sizes = rules.no_repeat_ngram_size, rules.encoder_no_repeat_ngram_size
+        tokens = rules.bad_words_ids, rules.suppress_tokens, rules.begin_suppress_tokens
+        forced = self.first is not None or bool(rules.forced_eos_token_id)
+        return forced or self._least > 0 or any((*sizes, *tokens)) or self.repetition_penalty != 1
+
+    @property
+    def repetition_penalty(self) -> float:
+        """The model's own; 1 if it has none. The sampler applies it."""
+        return self._rules.repetition_penalty
+
+    @property
+    def first(self) -> int | None:
+        """The token that the output must begin with, if it is longer than that."""
+        return self._rules.forced_bos_token_id if len(self._prompt) == 1 else None
+
+    def keep(self, token: int, output_ids: Sequence[int]) -> bool:
+        """Whether the rules leave the largest logit of a position the largest.
+
+        Args:
+            token: its token.
+            output_ids: all tokens generated before the position, including drafted ones.
+        """
+        if token in self._suppressed(len(output_ids)):
+            return False
+        if forced := self._forced(len(output_ids)):
+            return forced == (token,)
+        return not any(token in banned for banned in self._banned(output_ids))
+
+    def apply(self, logits: Tensor, output_ids: Sequence[int]) -> Tensor:
+        """Mask what may not come next.
+
+        Args:
+            logits: [V] logits of a position; they are changed.
+            output_ids: as in `keep`.
+
+        Returns:
+            [V] the logits: -inf where a token is forbidden, 0 where it is forced.
+        """
+        if forced := self._forced(len(output_ids)):
+            logits.fill_(-torch.inf)
+            logits[list(forced)] = 0
+        else:
+            for banned in self._banned(output_ids):
+                _forbid(logits, banned)
+        _forbid(logits, self._suppressed(len(output_ids)))
+        return logits
+
+    def _forced(self, num_output: int) -> tuple[int, ...]:
+        """The only tokens that may follow so many; empty if there is a choice."""
+        if num_output == self._last and self._rules.forced_eos_token_id:
+            return self._rules.forced_eos_token_id
+        return () if num_output or self.first is None else (self.first,)
+
+    def _suppressed(self, num_output: int) -> tuple[int, ...]:
+        """The tokens that may not follow so many, not even if they are forced (as `generate()`)."""
+        rules = self._rules
+        if num_output == (0 if self.first is None else 1):
+            return (*rules.suppress_tokens, *rules.begin_suppress_tokens)
+        return rules.suppress_tokens
+
+    def _banned(self, output_ids: Sequence[int]) -> Iterator[Iterable[int]]:
+        """The other tokens that may not come next, in groups."""
+        rules = self._rules
+        yield rules.never
+        if len(output_ids) < self._least:
+            yield rules.eos_token_ids
+        if not (rules.bad_phrases or rules.no_repeat_ngram_size or self._source_ngrams):
+            return
+        text = [*self._prompt, *output_ids]
+        yield [word[-1] for word in rules.bad_phrases if _ends_with(text, word[:-1])]
+        if rules.no_repeat_ngram_size:
+            yield _completions(text, rules.no_repeat_ngram_size)
+        if self._source_ngrams:
+            last = _last(text, rules.encoder_no_repeat_ngram_size - 1)
+            yield self._source_ngrams.get(last, ())
+
+    @cached_property
+    def _source_ngrams(self) -> dict[Ngram, set[int]]:
+        """The source's n-grams that may not come: the last tokens by those before them."""
+        size, found = self._rules.encoder_no_repeat_ngram_size, dict[Ngram, set[int]]()
+        if size:
+            for start in range(len(self._source_ids) - size + 1):
+                *before, token = self._source_ids[start : start + size]
+                found.setdefault(tuple(before), set()).add(token)
+        return found
+
+
+def _frozen(name: str, value: Any) -> Any:
+    """The value of a field of a generation config as `DecodingRules` has it."""
+    if name == "bad_words_ids":
+        return tuple(map(tuple, value))
+    if name == "forced_eos_token_id":
+        return (value,) if isinstance(value, int) else tuple(value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _check_tokens(given: dict[str, Any], vocab_size: int) -> None:
+    """Refuse forced tokens and bad words that the model does not have, as `generate()` does."""
+    first = given.get("forced_bos_token_id")
+    named = {
+        "forced_bos_token_id": () if first is None else (first,),
+        "forced_eos_token_id": given.get("forced_eos_token_id", ()),
+        "bad_words_ids": [token for word in given.get("bad_words_ids", ()) for token in word],
+    }
+    for name, tokens in named.items():
+        for token in tokens:
+            if not 0 <= token < vocab_size:
+                raise CompatibilityError(
+                    f"the model's generation config sets {name} to token id {token}, which is "
+                    f"outside the vocabulary (0 to {vocab_size - 1}): correct it in "
+                    "generation_config.json."
+                )
+
+
+def _forbid(logits: Tensor, tokens: Iterable[int]) -> None:
+    inside = [token for token in tokens if 0 <= token < len(logits)]
+    if inside:
+        logits[inside] = -torch.inf
+
+
+def _last(text: Sequence[int], length: int) -> Ngram:
+    """The last tokens of a text; all of a shorter one."""
+    return tuple(text[max(0, len(text) - length) :])
+
+
+def _ends_with(text: Sequence[int], ending: Ngram) -> bool:
+    return _last(text, len(ending)) == ending
+
+
+def _completions(text: list[int], size: int) -> Iterator[int]:
+    """The tokens that would repeat an n-gram of the text."""
+    last = list(_last(text, size - 1))
+    if not last:
+        yield from text
+    elif len(text) >= size:
+        for place in _places(text[:-1], last[-1]):
+            if place + 2 >= size and text[place + 2 - size : place + 1] == last:
+                yield text[place + 1]
+
+
+def _places(text: list[int], token: int) -> Iterator[int]:
+    """Where a token occurs in a text."""
+    place = -1
+    for _ in range(text.count(token)):  # much faster than to look at each token here
+        place = text.index(token, place + 1)
+        yield place

@@ -1,0 +1,234 @@
+"""`Seq2SeqNetwork`: encoder-decoders, with the decoder in few PyTorch operations.
+
+The encoder is the Transformers module itself, on packed linear layers. It runs once per source. The
+decoder runs in every step, and computes as `lean.py` does: on the nodes alone, with one product for
+query, key and value. Its two layouts differ in where norms stand, how positions enter, and in the
+MLP. Tests compare the logits with those of the Transformers module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from foretoken.core.source import Source
+from foretoken.runtime.attention import attend_by_head, key_span
+from foretoken.runtime.cpu import Int8Linear, PackedLinear, pack
+from foretoken.runtime.inputs import PassInputs
+from foretoken.runtime.kv_slab import KVSlab
+from foretoken.runtime.lean import DenseLinear, Linear, LinearLayer
+from foretoken.runtime.network import Need, PassOutput, RowState, SourceNetwork
+from foretoken.runtime.seq2seq.cross import CrossKeys, CrossStates, padded_state
+from foretoken.runtime.seq2seq.layers import (
+    Elementwise,
+    Layer,
+    head_of,
+    layer_of,
+    source_layer_of,
+)
+from foretoken.runtime.seq2seq.structure import describe
+from foretoken.runtime.share import share
+
+__all__ = ["Seq2SeqNetwork"]
+
+PROBE_TOKENS = 5
+
+
+class Seq2SeqNetwork(SourceNetwork):
+    """An encoder-decoder (see `Network`).
+
+    Args:
+        model: the model; it is not changed. Embeddings and norms are shared.
+        linear: the class of linear layers to use; None keeps the model's own.
+
+    Raises:
+        CompatibilityError: the model is of an unknown kind, or its linear layers do not fit.
+    """
+
+    name = "lean"
+    exact_trees = False
+
+    def __init__(
+        self, model: PreTrainedModel, linear: type[PackedLinear | Int8Linear] | None
+    ) -> None:
+        parts = describe(model)
+        kind: type[LinearLayer] = linear or DenseLinear
+        self.least_nodes = kind.LEAST_ROWS
+        encoder = share(parts.encoder) if linear is None else pack(parts.encoder, linear)
+        self._encoder = encoder.train(False)
+        self._dtype, self._device = model.dtype, model.device
+        self._embedding, self._scale = parts.embedding, parts.embedding_scale
+        self._embedding_norm = parts.embedding_norm
+        self._positions = parts.positions
+        self._norm_first, self._final_norm = parts.norm_first, parts.final_norm
+        first = parts.layers[0]
+        self._heads, self._scaling = first.attention.heads, first.attention.scaling
+        self._width = first.attention.query.out_features // self._heads
+        self._cross_heads, self._cross_scaling = first.cross.heads, first.cross.scaling
+        self._layers = [layer_of(index, layer, kind) for index, layer in enumerate(parts.layers)]
+        self._sources = [source_layer_of(layer.cross, kind) for layer in parts.layers]
+        self._head: Linear = head_of(parts.head, parts.logits_bias, kind)
+        self._cross = CrossStates()
+        self._read_sizes(model.config)
+
+    def _read_sizes(self, config: Any) -> None:
+        """How long a source may be, and what it is made of."""
+        audio = config.model_type == "whisper"
+        self.num_bins = int(config.num_mel_bins) if audio else None
+        if audio:
+            self.source_vocab_size = 0
+            self.source_limit = 2 * int(config.max_source_positions)
+        else:
+            encoder: Any = self._encoder
+            self.source_vocab_size = int(encoder.get_input_embeddings().num_embeddings)
+            self.source_limit = getattr(config, "max_position_embeddings", None)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers, including those whose sublayers are skipped."""
+        return len(self._layers)
+
+    def first_layers(self, count: int) -> Seq2SeqNetwork:
+        """See `Network.first_layers`."""
+        return self._with(self._layers[:count])
+
+    def without(self, attention: Collection[int], mlp: Collection[int]) -> Seq2SeqNetwork:
+        """See `Network.without`; a layer's two attentions are skipped together."""
+        return self._with(
+            [
+                replace(layer, attends=index not in attention, computes=index not in mlp)
+                for index, layer in enumerate(self._layers)
+            ]
+        )
+
+    def _with(self, layers: list[Layer]) -> Seq2SeqNetwork:
+        other = copy(self)
+        other._layers = layers
+        other._cross = CrossStates()
+        return other
+
+    # The source
+
+    def encode(self, source: Source) -> RowState:
+        """See `SourceNetwork.encode`."""
+        inputs = source.inputs(self._device, self._dtype)
+        states = self._encoder(**inputs).last_hidden_state[0]  # [n, E]
+        shape = (len(states), 2, self._cross_heads, -1)
+        # [L, 2, H, n, D]
+        both = torch.stack([layer(states).view(shape) for layer in self._sources]).permute(
+            0, 2, 3, 1, 4
+        )
+        return padded_state(both[:, 0].contiguous(), both[:, 1].contiguous())
+
+    @property
+    def probe_source(self) -> Source:
+        """See `SourceNetwork.probe_source`."""
+        if self.num_bins is not None:
+            assert self.source_limit is not None
+            generator = torch.Generator().manual_seed(0)
+            return Source.of_audio(
+                torch.randn(self.num_bins, self.source_limit, generator=generator)
+            )
+        stride = max(1, self.source_vocab_size // PROBE_TOKENS)
+        return Source(tuple(i * stride % self.source_vocab_size for i in range(PROBE_TOKENS)))
+
+    def state_bytes(self, source: Source) -> int:
+        """See `SourceNetwork.state_bytes`."""
+        positions = len(source) if self.num_bins is None else len(source) // 2
+        cell = 2 * len(self._sources) * self._cross_heads * self._width + 1
+        return key_span(positions) * cell * self._dtype.itemsize
+
+    # A pass
+
+    def forward(self, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:
+        """See `Network.forward`."""
+        x = self._embedded(inputs)
+        mask = self._mask(inputs)
+        cross = self._cross.of(inputs, slab)
+        hidden: dict[int, Tensor] = {}
+        for place, layer in enumerate(self._layers):
+            if place in need.hidden:
+                hidden[place] = x
+            x = self._run(layer, x, inputs, mask, cross, slab)
+        if len(self._layers) in need.hidden:
+            hidden[len(self._layers)] = x
+        if not need.logits:
+            return PassOutput(None, hidden=hidden)
+        if need.last is not None:
+            x = x[self._at_least(inputs.last_nodes(need.last))]
+        return PassOutput(self._head(self._final_norm(x)), hidden=hidden)
+
+    def _at_least(self, nodes: list[int]) -> list[int]:
+        """The nodes, with padding behind them if the bits of so few depend on their number."""
+        return nodes + nodes[-1:] * (self.least_nodes - len(nodes))
+
+    def _embedded(self, inputs: PassInputs) -> Tensor:
+        x: Tensor = self._embedding(inputs.flat(inputs.tokens))
+        if self._scale != 1.0:
+            x = x * self._scale
+        positions = self._positions.embedding(inputs)
+        if positions is not None:
+            x = x + positions
+        return x if self._embedding_norm is None else self._embedding_norm(x)
+
+    def _mask(self, inputs: PassInputs) -> Tensor:
+        """[B, 1 or H, padded_rows(N), S] of self-attention; S is short for short texts."""
+        span = key_span(max(row.start for row in inputs.rows) + inputs.nodes)
+        mask = inputs.mask[..., :span]
+        bias = self._positions.bias(inputs.positions, mask)
+        return mask if bias is None else mask + bias
+
+    def _run(
+        self,
+        layer: Layer,
+        x: Tensor,
+        inputs: PassInputs,
+        mask: Tensor,
+        cross: CrossKeys,
+        slab: KVSlab,
+    ) -> Tensor:
+        """One layer: [T, E] -> [T, E]."""
+
+        def attend(read: Tensor) -> Tensor:
+            return self._attention(layer, read, inputs, mask, slab)
+
+        def read_source(read: Tensor) -> Tensor:
+            return self._cross_attention(layer, read, inputs, mask.shape[2], cross)
+
+        x = self._added(x, layer.attention_norm, attend if layer.attends else None)
+        x = self._added(x, layer.cross_norm, read_source if layer.attends else None)
+        return self._added(x, layer.mlp_norm, layer.mlp if layer.computes else None)
+
+    def _added(
+        self, x: Tensor, norm: Elementwise, sublayer: Callable[[Tensor], Tensor] | None
+    ) -> Tensor:
+        """The residual stream behind a sublayer; None adds nothing."""
+        if self._norm_first:
+            return x if sublayer is None else x + sublayer(norm(x))
+        return norm(x if sublayer is None else x + sublayer(x))
+
+    def _attention(
+        self, layer: Layer, read: Tensor, inputs: PassInputs, mask: Tensor, slab: KVSlab
+    ) -> Tensor:
+        heads = self._heads
+        qkv = layer.qkv(read).view(len(read), 3 * heads, -1)
+        keys, values = slab.write(qkv[:, heads : 2 * heads], qkv[:, 2 * heads :], layer.index)
+        query = inputs.padded(qkv[:, :heads])  # [B, N, H, D]
+        span = mask.shape[3]
+        mixed = attend_by_head(query, keys[:, :, :span], values[:, :, :span], mask, self._scaling)
+        return layer.output(inputs.flat(mixed))
+
+    def _cross_attention(
+        self, layer: Layer, read: Tensor, inputs: PassInputs, rows: int, cross: CrossKeys
+    ) -> Tensor:
+        query = inputs.padded(layer.cross_query(read).view(len(read), self._cross_heads, -1))
+        keys, values = cross.keys[layer.index], cross.values[layer.index]
+        mask = cross.mask.expand(-1, -1, rows, -1)
+        mixed = attend_by_head(query, keys, values, mask, self._cross_scaling)
+        return layer.cross_output(inputs.flat(mixed))

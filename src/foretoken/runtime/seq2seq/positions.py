@@ -1,0 +1,102 @@
+"""How the decoder of an encoder-decoder knows the positions of a pass's nodes.
+
+Transformers' decoders count positions from the length of the cache, the same for a whole batch.
+Nodes of trees, and rows of different length, need positions of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foretoken.runtime.inputs import PassInputs
+
+__all__ = ["Positions", "RelativePositions", "TablePositions"]
+
+
+class Positions(Protocol):
+    """What positions add to a pass."""
+
+    def embedding(self, inputs: PassInputs) -> Tensor | None:
+        """[T, E] added to the embeddings of the nodes; None if nothing is."""
+        ...
+
+    def bias(self, positions: Tensor, mask: Tensor) -> Tensor | None:
+        """What is added to the scores of self-attention; None if nothing is.
+
+        Args:
+            positions: [B, N] of the nodes.
+            mask: [B, 1, padded_rows(N), S], 0 where a node sees a slot.
+
+        Returns:
+            [B, H, padded_rows(N), S].
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class TablePositions:
+    """An embedding per position.
+
+    Args:
+        table: [positions, E].
+        without: a token that gets no such embedding (M2M100's padding); None if all get one.
+    """
+
+    table: Tensor
+    without: int | None = None
+
+    def embedding(self, inputs: PassInputs) -> Tensor:
+        """See `Positions.embedding`."""
+        positions = inputs.flat(inputs.positions)
+        # The padding of a row at the end of the context may have positions behind the table.
+        found = F.embedding(positions.clamp(max=len(self.table) - 1), self.table)
+        if self.without is None:
+            return found
+        bare = inputs.flat(inputs.tokens) == self.without
+        return found.masked_fill(bare[:, None], 0)
+
+    def bias(self, positions: Tensor, mask: Tensor) -> None:
+        """See `Positions.bias`."""
+
+
+@dataclass(frozen=True)
+class RelativePositions:
+    """A bias on attention scores for each distance between a node and what it sees (T5).
+
+    Args:
+        by_distance: [H, distances] the bias of each head; the last one holds for larger distances.
+    """
+
+    by_distance: Tensor
+
+    @classmethod
+    def of(cls, attention: Any) -> RelativePositions:
+        """The biases of T5's first self-attention, which all layers share."""
+        largest = int(attention.relative_attention_max_distance)
+        buckets = attention._relative_position_bucket(
+            -torch.arange(largest + 1),
+            bidirectional=False,
+            num_buckets=attention.relative_attention_num_buckets,
+            max_distance=largest,
+        )
+        weight = attention.relative_attention_bias.weight.detach()
+        return cls(weight[buckets.to(weight.device)].T.contiguous())
+
+    def embedding(self, inputs: PassInputs) -> None:
+        """See `Positions.embedding`."""
+
+    def bias(self, positions: Tensor, mask: Tensor) -> Tensor:
+        """See `Positions.bias`.
+
+        What a node sees is a path, in order. So the position of a slot is the number of slots that
+        the node sees before it, wherever the slots of other branches lie.
+        """
+        ranks = (mask[:, 0] == 0).cumsum(-1) - 1  # [B, padded N, S]
+        padded = F.pad(positions, (0, ranks.shape[1] - positions.shape[1]))
+        distances = (padded[:, :, None] - ranks).clamp(0, self.by_distance.shape[1] - 1)
+        return self.by_distance[:, distances].transpose(0, 1)

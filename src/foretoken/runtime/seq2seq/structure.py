@@ -1,0 +1,216 @@
+"""Finds the parts of a Transformers encoder-decoder that `network.py` computes with.
+
+Two layouts are known. BART's layers have named sublayers, and an embedding per position; mBART,
+Marian, M2M100, Pegasus and Whisper have the same. T5's layers are lists of sublayers, and relative
+positions bias its attention. Architectures that have all these parts, but combine them in another
+way, do not pass the checks of `probing.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from foretoken.errors import CompatibilityError
+from foretoken.runtime.seq2seq.positions import Positions, RelativePositions, TablePositions
+
+__all__ = ["AttentionParts", "LayerParts", "Structure", "describe"]
+
+
+@dataclass(frozen=True)
+class AttentionParts:
+    """The linear layers of an attention, its number of heads and the factor on its scores."""
+
+    query: nn.Linear
+    key: nn.Linear
+    value: nn.Linear
+    output: nn.Linear
+    heads: int
+    scaling: float
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """One decoder layer: self-attention, cross-attention and MLP, each with its norm.
+
+    Args:
+        up: the MLP's first linear layers: one, or two whose results are multiplied after the
+            activation of the first ("gated").
+        down: its last one.
+    """
+
+    attention: AttentionParts
+    attention_norm: nn.Module
+    cross: AttentionParts
+    cross_norm: nn.Module
+    up: tuple[nn.Linear, ...]
+    activation: nn.Module
+    down: nn.Linear
+    mlp_norm: nn.Module
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The parts of an encoder-decoder.
+
+    Args:
+        encoder: the encoder's module.
+        layers: of the decoder.
+        embedding: the decoder's, [..., ] token ids -> [..., E].
+        embedding_scale: factor on what it returns.
+        embedding_norm: the norm behind the embedding; None if there is none.
+        positions: how the decoder knows them.
+        norm_first: whether each sublayer's norm precedes it, or follows the residual sum.
+        final_norm: what lies between the last layer and the output layer.
+        head: the output layer.
+        logits_bias: [V] added to the logits; None if nothing is.
+    """
+
+    encoder: PreTrainedModel
+    layers: tuple[LayerParts, ...]
+    embedding: nn.Module
+    embedding_scale: float
+    embedding_norm: nn.Module | None
+    positions: Positions
+    norm_first: bool
+    final_norm: nn.Module
+    head: nn.Linear
+    logits_bias: Tensor | None
+
+
+class Scaled(nn.Module):
+    """A norm, and a factor on its result."""
+
+    def __init__(self, norm: nn.Module, factor: float) -> None:
+        super().__init__()
+        self.norm, self.factor = norm, factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., E] -> [..., E]."""
+        scaled: Tensor = self.norm(x) * self.factor
+        return scaled
+
+
+def describe(model: PreTrainedModel) -> Structure:
+    """The parts of an encoder-decoder.
+
+    Raises:
+        CompatibilityError: some are missing, or work in an unknown way.
+    """
+    name = type(model).__name__
+    parts: Any = model
+    if model.main_input_name != "input_ids" and model.config.model_type != "whisper":
+        raise CompatibilityError(f"{name} reads '{model.main_input_name}', which is not supported.")
+    with _refusing(name):
+        decoder = parts.get_decoder()
+        relative = hasattr(decoder, "block")
+        return _relative(parts, decoder) if relative else _with_table(parts, decoder)
+
+
+@contextmanager
+def _refusing(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (AttributeError, IndexError, TypeError) as error:
+        raise CompatibilityError(
+            f"{name} is an encoder-decoder of an unknown kind: {str(error).splitlines()[0]}. The "
+            "layouts of BART and T5 are known."
+        ) from error
+
+
+def _with_table(model: Any, decoder: Any) -> Structure:
+    """BART's layout."""
+    final_norm = getattr(decoder, "layer_norm", None)
+    bias = getattr(model, "final_logits_bias", None)
+    # Whisper has a scale that it does not use, and others' embeddings scale by themselves.
+    scales = (
+        not hasattr(decoder.embed_tokens, "embed_scale") and model.config.model_type != "whisper"
+    )
+    return Structure(
+        encoder=model.get_encoder(),
+        layers=tuple(_named_layer(layer) for layer in decoder.layers),
+        embedding=decoder.embed_tokens,
+        embedding_scale=float(getattr(decoder, "embed_scale", 1.0)) if scales else 1.0,
+        embedding_norm=getattr(decoder, "layernorm_embedding", None),
+        positions=_table(model, decoder.embed_positions),
+        norm_first=final_norm is not None,
+        final_norm=nn.Identity() if final_norm is None else final_norm,
+        head=_head(model),
+        logits_bias=None if bias is None else bias[0].detach(),
+    )
+
+
+def _head(model: Any) -> nn.Linear:
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise TypeError(f"its output layer is a {type(head).__name__}")
+    return head
+
+
+def _table(model: Any, embedding: Any) -> TablePositions:
+    """The embedding of each position; M2M100 makes its own, of any length."""
+    if not hasattr(embedding, "weights"):
+        return TablePositions(embedding.weight.detach()[getattr(embedding, "offset", 0) :])
+    padding = int(embedding.padding_idx)
+    size = padding + 1 + int(model.config.max_position_embeddings)
+    rows = embedding.get_embedding(size, embedding.embedding_dim, padding).to(embedding.weights)
+    return TablePositions(rows[padding + 1 :], without=padding)
+
+
+def _named_layer(layer: Any) -> LayerParts:
+    return LayerParts(
+        attention=_named_attention(layer.self_attn),
+        attention_norm=layer.self_attn_layer_norm,
+        cross=_named_attention(layer.encoder_attn),
+        cross_norm=layer.encoder_attn_layer_norm,
+        up=(layer.fc1,),
+        activation=layer.activation_fn,
+        down=layer.fc2,
+        mlp_norm=layer.final_layer_norm,
+    )
+
+
+def _named_attention(part: Any) -> AttentionParts:
+    linears = part.q_proj, part.k_proj, part.v_proj, part.out_proj
+    return AttentionParts(*linears, int(part.num_heads), float(part.scaling))
+
+
+def _relative(model: Any, decoder: Any) -> Structure:
+    """T5's layout."""
+    norm = decoder.final_layer_norm
+    scaled = getattr(model.config, "scale_decoder_outputs", False)  # mT5 never does
+    return Structure(
+        encoder=model.get_encoder(),
+        layers=tuple(_listed_layer(block.layer) for block in decoder.block),
+        embedding=decoder.embed_tokens,
+        embedding_scale=1.0,
+        embedding_norm=None,
+        positions=RelativePositions.of(decoder.block[0].layer[0].SelfAttention),
+        norm_first=True,
+        final_norm=Scaled(norm, model.config.d_model**-0.5) if scaled else norm,
+        head=_head(model),
+        logits_bias=None,
+    )
+
+
+def _listed_layer(parts: Any) -> LayerParts:
+    mlp = parts[2].DenseReluDense
+    return LayerParts(
+        attention=_listed_attention(parts[0].SelfAttention),
+        attention_norm=parts[0].layer_norm,
+        cross=_listed_attention(parts[1].EncDecAttention),
+        cross_norm=parts[1].layer_norm,
+        up=(mlp.wi_0, mlp.wi_1) if hasattr(mlp, "wi_0") else (mlp.wi,),
+        activation=mlp.act,
+        down=mlp.wo,
+        mlp_norm=parts[2].layer_norm,
+    )
+
+
+def _listed_attention(part: Any) -> AttentionParts:
+    return AttentionParts(part.q, part.k, part.v, part.o, int(part.n_heads), float(part.scaling))
