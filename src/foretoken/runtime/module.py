@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from foretoken.errors import CompatibilityError
 from foretoken.runtime.attention import IMPLEMENTATION
 from foretoken.runtime.cpu import Int8Linear, PackedLinear, pack
+from foretoken.runtime.embedding import ExtendedEmbedding
 from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.kv_slab import KVSlab
 from foretoken.runtime.network import Need, PassOutput
@@ -76,6 +77,17 @@ class ModuleNetwork:
         return PassOutput(
             logits if need.last is None else logits[inputs.last_nodes(need.last)], hidden=flat
         )
+
+    def extend(self, rows: Tensor) -> int:
+        """See `Network.extend`."""
+        inner: Any = self._model.get_input_embeddings()
+        rows = rows.to(inner.weight)
+        if not isinstance(inner, ExtendedEmbedding):
+            self._model.set_input_embeddings(ExtendedEmbedding(inner, rows).requires_grad_(False))
+            return len(inner.weight)
+        first = inner.first + len(inner.rows)
+        inner.rows = nn.Parameter(torch.cat([inner.rows, rows]), requires_grad=False)
+        return first
 
     def first_layers(self, count: int) -> ModuleNetwork:
         """See `Network.first_layers`.

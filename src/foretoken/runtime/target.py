@@ -36,10 +36,12 @@ class Target(Passes):
 
     Attributes:
         config: the model's, of its text part.
+        quantization, runtime: as they were given.
         bit_exact: whether the checks at construction found the same bits for every number of nodes
             (invariant 7).
         exact_trees: whether this holds for nodes of trees, too.
         final_norm: the norm before the output layer, [..., E] -> [..., E]; None if it is not known.
+        reload: as given.
 
     Raises:
         ConfigError: `max_model_len`, `quantization` or `runtime` is not possible.
@@ -59,11 +61,11 @@ class Target(Passes):
         self.config = config = model.config.get_text_config()
         self.vocab_size, self.hidden_size = int(config.vocab_size), int(config.hidden_size)
         self._vocabulary_weights = _kept_weights(model)
-        self._reload = reload
+        self.reload = reload
         self.final_norm = final_norm(model)
         network = network_for(model, quantization, runtime)
         super().__init__(network, length, model.dtype, model.device)
-        self.quantization = quantization
+        self.quantization, self.runtime = quantization, runtime
         self.bit_exact = probe(self, model, quantized=quantization is not None)
         self.exact_trees = self.bit_exact and self.network.exact_trees
         self.num_passes = 0
@@ -76,7 +78,7 @@ class Target(Passes):
         has no such layers, or cannot be loaded again.
         """
         found = self._vocabulary_weights()
-        return vocabulary_weights(self._reload()) if found is None and self._reload else found
+        return vocabulary_weights(self.reload()) if found is None and self.reload else found
 
 
 def final_norm(model: Any) -> nn.Module | None:
