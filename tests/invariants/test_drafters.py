@@ -71,17 +71,20 @@ def test_drafts_fit_their_budget_and_start_at_the_root(method: str, temperature:
 def test_q_is_the_distribution_tokens_are_drawn_from(method: str) -> None:
     """Frequencies of the first drafted token over 1,000 seeds, within 6 standard deviations.
 
-    By the normal approximation a token fails by accident with probability 2e-9.
+    By the normal approximation a token fails by accident with probability 2e-9. For drafters that
+    do not sample, 50 seeds are enough.
     """
     llm = tiny_llm(tiny_model(), method, "rejection")
-    prompt, samples = [1, 2, 1, 3, 1, 2, 4, 1], 1000
+    prompt, samples = [1, 2, 1, 3, 1, 2, 4, 1], 50
     llm.generate([prompt], SamplingParams(seed=1, max_tokens=4))  # some guess what they saw before
     counts: Counter[int] = Counter()
-    for seed in range(samples):
+    while (seed := counts.total()) < samples:
         request = request_of(prompt, SamplingParams(seed=seed, max_tokens=9))
         (draft,) = propose(llm, [request], [Budget(LEAST_NODES.get(method, 1), 1)])
         release(llm, request)
         counts[draft.tree.tokens[1]] += 1
+        if draft.q_of(1).certain is None:
+            samples = 1000
     distribution = draft.q_of(1).dense(num_tokens(llm))
     for token in range(num_tokens(llm)):
         probability = float(distribution[token])
