@@ -7,6 +7,7 @@ Run them from the project root:
     python -m benchmarks.quantization --prompts FILE  how far quantized weights move p
     python -m benchmarks.step_cost                    what a pass costs, and the rest of a step
     python -m benchmarks.tree_cost                    a token tree against one batch row per path
+    python -m benchmarks.topic_shift --head HEAD --out FOLDER   learning while serving
     python -m benchmarks.control_replay --prompts FILE --recorded FILE   parts of the controller
     python -m benchmarks.gpu --prompts FILE           single operations, CUDA graphs, torch.compile
 

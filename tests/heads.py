@@ -10,18 +10,22 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from foretoken.drafters.heads.blockwise import BlockwiseConfig, BlockwiseNet
-from foretoken.drafters.heads.checkpoint import write_checkpoint
+from foretoken.drafters.heads.checkpoint import new_net, write_checkpoint
 from foretoken.drafters.heads.config_file import Description, Verifier
 from foretoken.drafters.heads.eagle_net import EagleConfig, EagleNet
+from foretoken.drafters.heads.feature_net import FeatureConfig
 from foretoken.drafters.heads.hydra import HydraConfig, HydraNet
 from foretoken.drafters.heads.medusa import MedusaConfig, MedusaNet
 from foretoken.drafters.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorNet
+from foretoken.drafters.heads.parallel_net import ParallelConfig
 from foretoken.drafters.heads.state_file import write_state_file
 from foretoken.drafters.heads.state_net import StateConfig, StateNet
+from foretoken.drafters.pass_tokens import write_pass_tokens
+from foretoken.runtime.target import final_norm
 from tests.tiny import CONTEXT, VOCAB_SIZE
 
 
@@ -41,18 +45,39 @@ def tiny_config(vocab_size: int = VOCAB_SIZE, **fields: Any) -> EagleConfig:
     return EagleConfig(**{**sizes, **fields})
 
 
+def parallel_config(vocab_size: int = VOCAB_SIZE, **fields: Any) -> ParallelConfig:
+    """The same sizes for a head of two layers that drafts a block in one pass."""
+    own: dict[str, Any] = {"num_layers": 2, "mask_token_id": vocab_size - 1, "depths": 8}
+    own |= {name: fields.pop(name) for name in own.keys() & fields.keys()}
+    return ParallelConfig(**vars(tiny_config(vocab_size, **fields)), **own)
+
+
+def feature_config(vocab_size: int = VOCAB_SIZE, **fields: Any) -> FeatureConfig:
+    """The same sizes for an EAGLE-1 head, which can draft every token."""
+    none = dict.fromkeys(("norm_before_residual", "fc_norm", "norm_output"), False)
+    own = {"fc_bias": fields.pop("fc_bias", True), **none}
+    given = {"aux_layers": (2,), "draft_vocab_size": vocab_size, **fields}
+    return FeatureConfig(**{**vars(tiny_config(vocab_size, **given)), **own})
+
+
 def tiny_net(config: EagleConfig, model: PreTrainedModel, seed: int = 0) -> EagleNet:
     """A head with random weights over a model's embedding and output rows."""
     embedding = cast("Any", model.get_input_embeddings()).weight.detach()
     rows = model.get_output_embeddings().weight.detach()  # type: ignore[no-untyped-call]
-    return _random_net(config, embedding, rows, seed)
+    return _random_net(config, embedding, rows, seed, final_norm(model))
 
 
-def _random_net(config: EagleConfig, embedding: Tensor, rows: Tensor, seed: int) -> EagleNet:
+def _random_net(
+    config: EagleConfig,
+    embedding: Tensor,
+    rows: Tensor,
+    seed: int,
+    norm: nn.Module | None = None,
+) -> EagleNet:
     stride = config.vocab_size // config.draft_vocab_size
     tokens = torch.arange(config.draft_vocab_size) * stride
     torch.manual_seed(seed)
-    net = EagleNet(config, embedding, rows[tokens], tokens)
+    net = new_net(config, embedding, rows[tokens], tokens, norm)
     net.initialise()
     for parameter in net.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
@@ -72,6 +97,16 @@ def random_head(config: EagleConfig) -> str:
     atexit.register(shutil.rmtree, folder)
     nothing = torch.zeros(config.vocab_size, config.hidden_size)
     save_head(folder, _random_net(config, nothing, nothing, seed=0))
+    return str(folder)
+
+
+@cache
+def random_pass_tokens(vocab_size: int = VOCAB_SIZE, count: int = 4, size: int = 64) -> str:
+    """A folder with random look-ahead embeddings, until the tests are over."""
+    folder = Path(tempfile.mkdtemp(prefix="foretoken-tests-"))
+    atexit.register(shutil.rmtree, folder)
+    torch.manual_seed(0)
+    write_pass_tokens(folder, torch.randn(count, size), vocab_size, Verifier("tiny"), {})
     return str(folder)
 
 
@@ -134,4 +169,8 @@ def tiny_head(method: str = "eagle", vocab_size: int = VOCAB_SIZE) -> str:
     """A folder for tiny models with this vocabulary."""
     if method in STATE_NETS:
         return random_state_head(method, state_config(method, vocab_size))
+    if method == "pass":
+        return random_pass_tokens(vocab_size)
+    if method == "parallel":
+        return random_head(parallel_config(vocab_size))
     return random_head(tiny_config(vocab_size))

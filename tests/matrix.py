@@ -21,7 +21,7 @@ from tests.tiny import tiny_model, tiny_tokenizer
 
 SPECULATIVE = [name for name in METHODS if name != "none"]
 LOSSLESS = [name for name, rule in RULES.items() if rule.lossless]
-BRANCHING = ("ensemble", "lookahead", "pad", "recycle")
+BRANCHING = ("ensemble", "lookahead", "pad", "pass", "recycle")
 """Methods whose drafts are trees whatever their options."""
 ON_CHAINS = [name for name in SPECULATIVE if name not in BRANCHING]
 """Methods whose bits invariant 7 promises; for the others it promises the tokens."""
@@ -45,7 +45,7 @@ def tiny_file(made: NgramTables | Datastore) -> str:
 
 WITH_TOKENIZER = ("regex",)
 """Methods that know tokens by their text."""
-LEAST_NODES = {"pad": 3}
+LEAST_NODES = {"pad": 3, "pass": 3}
 """Nodes without which a method drafts nothing."""
 
 # Short suffixes, so that n-gram drafters find something in random text.

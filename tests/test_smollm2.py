@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken import LLM, SamplingParams
 from foretoken.drafters.heads.eagle_net import EagleConfig
+from foretoken.drafters.heads.parallel_net import ParallelConfig
 from foretoken.drafters.registry import METHODS
 from tests.heads import random_head, random_state_head, state_config
 from tests.matrix import METHOD_FIELDS, ON_CHAINS, SPECULATIVE, WITH_TOKENIZER
@@ -77,9 +78,10 @@ def llm_with(
         config["model"] = model  # a perfect draft model: everything accepted
     if METHODS[method].takes_head:
         state = {**SIZES, "inner_size": 576} if method == "mlp_speculator" else SIZES
+        attending = {"parallel": ParallelConfig(**vars(HEAD)), "eagle": HEAD, "hybrid": HEAD}
         config["model"] = (
-            random_head(HEAD)
-            if method in ("eagle", "hybrid")
+            random_head(attending[method])
+            if method in attending
             else random_state_head(method, state_config(method, **state))
         )
     return LLM(

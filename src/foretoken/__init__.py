@@ -46,6 +46,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "foretoken.core.acceptance.base": ["Origin"],
     "foretoken.core.params": ["SamplingParams", "StructuredOutputs"],
+    "foretoken.drafters.online": ["OnlineReport"],
     "foretoken.drafters.overlap": ["VocabularyOverlap"],
     "foretoken.errors": [
         "CompatibilityError",
@@ -82,6 +83,7 @@ __all__ = [
     "LLMEngine",
     "Metrics",
     "ModelError",
+    "OnlineReport",
     "Origin",
     "PromptError",
     "RequestError",

@@ -19,6 +19,7 @@ from foretoken.control.cost_model import CostModel
 from foretoken.core.acceptance import AcceptanceRule, rule_class
 from foretoken.core.config import Config
 from foretoken.drafters.base import Drafter, DrafterOptions
+from foretoken.drafters.online import OnlineOptions
 from foretoken.drafters.registry import drafter_spec, spec_of
 from foretoken.drafters.spec import DrafterSpec
 from foretoken.errors import ConfigError
@@ -35,8 +36,8 @@ class SpeculativeConfig(Config):
         num_speculative_tokens: most tokens drafted per step (gamma); None takes the method's
             default.
         model: the draft model for methods that use one: a path, an alias or a loaded
-            `PreTrainedModel`. For `eagle`, `medusa`, `hydra`, `blockwise` and `mlp_speculator`, the
-            folder of a trained head.
+            `PreTrainedModel`. For `eagle`, `parallel`, `medusa`, `hydra`, `blockwise`,
+            `mlp_speculator` and `pass`, the folder of what was trained.
         acceptance: a rule's name, a dict of its name (`rule`) and its options, or an
             `AcceptanceRule`.
         controller: how much to draft from step to step: a controller's name, or a dict of its
@@ -44,7 +45,8 @@ class SpeculativeConfig(Config):
             depend on draft lengths (rule `coupled`). It drafts only where that pays. Elsewhere the
             default is `fixed`, because `cost_model` reads the clock, and the clock must not change
             the output. Methods that read their next draft from the pass over the last one
-            (`lookahead`, `pad`) also default to `fixed`.
+            (`lookahead`, `pad`, `pass`) also default to `fixed`.
+        online: how the drafter learns while it serves: a dict of `OnlineOptions`. None is off.
 
     The method's own fields (`prompt_lookup_max`, `draft_temperature`, ...) are given in the same
     way. The method's options class validates them, and `options` holds them.
@@ -65,6 +67,7 @@ class SpeculativeConfig(Config):
     model: Any = None
     acceptance: str | dict[str, Any] | AcceptanceRule = "coupled"
     controller: str | dict[str, Any] | None = None
+    online: OnlineOptions | None = None
 
     @classmethod
     def parse(cls, value: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig:
@@ -174,6 +177,7 @@ class SpeculativeConfig(Config):
             "model": _for_json(self.model),
             "acceptance": {"rule": self.rule.name, **self.rule.options.model_dump()},
             "controller": {"rule": self.controller_name, **self.controller_options.model_dump()},
+            **({} if self.online is None else {"online": self.online.model_dump()}),
             **_for_json(self.options.model_dump(by_alias=True)),
         }
 

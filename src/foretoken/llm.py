@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from foretoken.config import SpeculativeConfig
 from foretoken.core.memory import num_bytes
 from foretoken.core.params import SamplingParams
+from foretoken.drafters.online import OnlineReport
 from foretoken.drafters.overlap import VocabularyOverlap
 from foretoken.engine.llm_engine import EngineOptions, LLMEngine
 from foretoken.engine.prompts import (
@@ -166,6 +167,14 @@ class LLM:
         """
         return self.engine.strategies.vocabulary_overlap
 
+    @property
+    def online_report(self) -> OnlineReport | None:
+        """What the drafter has learnt while it served; None without `online`.
+
+        It is that of the `LLM`'s own `speculative_config`.
+        """
+        return self.engine.online_report
+
     # Generation
 
     def generate(
@@ -262,8 +271,9 @@ class LLM:
         return self.engine.encode(prompt)
 
     def reset_drafter_memory(self) -> None:
-        """Make drafters forget what they learnt from earlier outputs (`suffix`, `recycle`).
+        """Make drafters forget what they learnt from earlier outputs.
 
+        These are `suffix`, `recycle`, and all that learn while they serve (`online`).
         This changes speed, and never outputs. Call it before a measurement, or between users who
         must not notice each other by the speed.
         """

@@ -19,6 +19,7 @@ from foretoken.core.acceptance.base import AcceptanceRule
 from foretoken.core.tree import Draft
 from foretoken.decode import Outcome, StepTimes
 from foretoken.drafters.base import Drafter, layers_of
+from foretoken.drafters.online import Learner
 from foretoken.errors import CompatibilityError, in_one_line
 from foretoken.request import Request
 from foretoken.runtime.slab_buffers import SlabFull
@@ -34,6 +35,7 @@ class Strategy:
         drafter: proposes tokens.
         controller: decides how many.
         rule: decides which are accepted.
+        learner: teaches the drafter while it serves; None if it does not learn.
 
     Raises:
         CompatibilityError: the rule does not fit the drafter (invariant 5).
@@ -42,6 +44,7 @@ class Strategy:
     drafter: Drafter
     controller: Controller
     rule: AcceptanceRule
+    learner: Learner | None = None
 
     def __post_init__(self) -> None:
         if not self.drafter.drafts_trees:  # chains fit every rule
@@ -58,6 +61,12 @@ class Strategy:
                 f"of {drafter} are not: draft chains, or trees with expansion "
                 "'sample_with_replacement'."
             )
+
+    def forget(self) -> None:
+        """Forget what was learnt from earlier outputs."""
+        self.drafter.forget()
+        if self.learner is not None:
+            self.learner.forget()
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,7 @@ class Speculation:
         self._failed: set[int] = set()  # keys of requests whose drafter failed
         self._seconds: dict[int, float] = {}  # id of a strategy -> proposing, this step
         self._rows = 0  # requests of this step
+        self._learners: dict[int, Learner] = {}  # that saw the last step, by their id
 
     def assign(self, request: Request, strategy: Strategy) -> None:
         """Use this strategy for the request until it is released."""
@@ -100,6 +110,8 @@ class Speculation:
         strategy = self.strategy(request)
         if request.key not in self._failed:
             self._release_drafter(strategy.drafter, request)
+        if strategy.learner is not None:
+            strategy.learner.release(request)
         strategy.controller.release(request)
         self._failed.discard(request.key)
         self._assigned.pop(request.key, None)
@@ -162,6 +174,7 @@ class Speculation:
             learning += seconds
             proposing = self._seconds.get(id(group.strategy), 0.0)
             group.strategy.controller.observe(own, proposing + seconds)
+            self._teach(group.strategy, own)
         return learning
 
     def _observe_costs(
@@ -214,6 +227,26 @@ class Speculation:
             raise
         except Exception as error:
             self._give_up(drafter, request, error)
+        if (learner := self.strategy(request).learner) is not None:
+            learner.observe_prefill(request, start, hidden)
+
+    # Learning while serving
+
+    def _teach(self, strategy: Strategy, outcomes: Sequence[Outcome]) -> None:
+        """Show a step to the learner of a strategy."""
+        if strategy.learner is not None:
+            strategy.learner.observe(outcomes)
+            self._learners[id(strategy.learner)] = strategy.learner
+
+    def learn(self, seconds: float) -> None:
+        """Between two steps: let the drafters learn whose requests the last step advanced.
+
+        Args:
+            seconds: how long it took.
+        """
+        learners, self._learners = list(self._learners.values()), {}
+        for learner in learners:
+            learner.work(seconds / len(learners))
 
     # Without drafts
 
@@ -226,8 +259,10 @@ class Speculation:
         began = time.perf_counter()
         by_key = {outcome.request.key: outcome for outcome in outcomes}
         for group in self._groups([outcome.request for outcome in outcomes]):
+            own = [by_key[request.key] for request in group.requests]
             if group.strategy.drafter.hidden_layers:
-                self._show(group.strategy.drafter, [by_key[r.key] for r in group.requests], times)
+                self._show(group.strategy.drafter, own, times)
+            self._teach(group.strategy, own)
         return time.perf_counter() - began
 
     # Inside
@@ -293,5 +328,5 @@ def _check(drafter: Drafter, drafts: Sequence[Draft], requests: Sequence[Request
             raise ValueError(f"the draft's root is token {tokens[0]}, not {request.root}")
         if not drafter.drafts_trees and not draft.tree.is_chain:
             raise ValueError("the draft is a tree, and the drafter's `drafts_trees` is False")
-        if not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        if not 0 <= min(tokens) <= max(tokens) < max(vocab_size, drafter.token_limit):
             raise ValueError(f"the draft has token ids outside the vocabulary of {vocab_size}")

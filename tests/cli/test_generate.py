@@ -49,6 +49,7 @@ def test_a_pipe_gets_the_text_and_nothing_else(run: Run, tiny: Path, llm: LLM) -
         ("draft_model", ["--draft-model", "TINY"]),
         ("eagle", ["--draft-model", "HEAD"]),
         ("hybrid", ["--draft-model", "HEAD"]),
+        ("parallel", ["--draft-model", "HEAD"]),
         ("medusa", ["--draft-model", "HEAD"]),
     ],
 )

@@ -13,7 +13,7 @@ from tests.cli.conftest import Run, error_of
 
 COMMANDS = [
     *("generate", "chat", "demo", "trace", "methods", "models", "plan", "tree", "tune-layers"),
-    *("train", "ngrams", "datastore", "bench"),
+    *("train", "check", "ngrams", "datastore", "bench"),
 ]
 
 

@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState
 
 from foretoken import LLM, SamplingParams
 from foretoken.training import run as training_run
-from foretoken.training import self_data, talks
+from foretoken.training import self_data, serving, talks
 from foretoken.training.conversations import ConversationFile
 from foretoken.training.estimate import Speeds
 from foretoken.training.features import bytes_per_token
@@ -67,7 +67,11 @@ def files_in(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("trained", "method"), [("eagle", "eagle"), ("hydra", "hydra"), ("distill", "draft_model")]
+    ("trained", "method"),
+    [
+        *((name, name) for name in ("eagle", "hydra", "pass")),
+        ("distill", "draft_model"),
+    ],
 )
 def test_train_and_use(run: Run, tiny: Path, tmp_path: Path, trained: str, method: str) -> None:
     out = tmp_path / "head"
@@ -98,7 +102,24 @@ def test_train_and_use(run: Run, tiny: Path, tmp_path: Path, trained: str, metho
     )
     assert generated.exit_code == 0, generated.stderr
     again = run("train", trained, "-m", tiny, "-o", out, *QUICK)
-    assert "already has a head: choose another folder" in error_of(again)
+    assert "already has a drafter: choose another folder" in error_of(again)
+
+
+def test_a_new_model(run: Run, tiny: Path, tmp_path: Path) -> None:
+    """It is said that it is one, and how it differs; the printed options use it."""
+    before, out = (tiny / "model.safetensors").read_bytes(), tmp_path / "new"
+    result = run("train", "medusa_2", "-m", tiny, "-o", out, *QUICK, *SHORT)
+    assert result.exit_code == 0, result.stderr
+    assert "GB of memory besides the target" in result.stderr
+    assert f"{out} is a new model, and its output is not the target's" in result.stdout
+    report = json.loads((out / "training/report.json").read_text())
+    assert 0.5 < report["perplexity"]["new"] / report["perplexity"]["target"] < 2
+    assert (tiny / "model.safetensors").read_bytes() == before
+    (printed,) = (line for line in result.stdout.splitlines() if line.startswith("Use it: "))
+    assert printed == f"Use it: --model {out} --method medusa --draft-model {out}/heads"
+    options = printed.removeprefix("Use it: ").split()
+    generated = run("generate", "abc", "--max-tokens", 9, *options)
+    assert generated.exit_code == 0, generated.stderr
 
 
 def test_json_and_running_it_again(run: Run, tiny: Path, tmp_path: Path) -> None:
@@ -304,6 +325,38 @@ def test_two_processes(tiny: Path, tmp_path: Path) -> None:
     assert steps[2] == 3 * (steps[1] // 3 // 2)  # of three epochs
 
 
+def test_draft_models_whose_drafts_are_merged(
+    run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "_TOKENS", 8)
+    out = tmp_path / "draft models"
+    result = run("train", "boost", "-m", tiny, "-o", out, *QUICK, "--set", "epochs=1")
+    assert result.exit_code == 0, result.stderr
+    assert "Drafter 2 of 2 learns what the one before it missed: " in result.stderr
+    config = json.dumps({"method": "ensemble", "drafters": str(out)})
+    assert f"Use it: --speculative-config '{config}'" in result.stdout.replace("\n", " ")
+    shutil.rmtree(out / "training")
+    arguments = ("generate", "abc", "-m", tiny, "--max-tokens", 9, "--json")
+    plain, drafted = (run(*arguments, *more) for more in ((), ("--speculative-config", config)))
+    assert drafted.exit_code == 0, drafted.stderr
+    texts = [json.loads(each.stdout)["text"] for each in (plain, drafted)]
+    assert texts[0] == texts[1]
+    again = run("train", "boost", "-m", tiny, "-o", out, *QUICK)
+    assert "already has a drafter" in error_of(again)
+
+
+def test_answers_of_the_draft_model(
+    run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "_TOKENS", 8)
+    out = tmp_path / "draft"
+    own = ["--set", "answers=mixed", "--set", "refresh_every=2", "--set", "epochs=1"]
+    result = run("train", "distill", "-m", tiny, "-o", out, *QUICK, *own)
+    assert result.exit_code == 0, result.stderr
+    for step in (0, 2):
+        assert f"Step {step}: the draft model answers " in result.stderr
+
+
 def test_heads_with_few_levels(run: Run, tiny: Path, tmp_path: Path) -> None:
     """They are served with chains that are longer than they can draft."""
     few = ["--set", "num_heads=2", "--set", "epochs=1"]
@@ -336,6 +389,8 @@ def test_heads_with_few_levels(run: Run, tiny: Path, tmp_path: Path) -> None:
         (["eagle", "--unseen", "none.jsonl"], "--unseen: there is no file none.jsonl"),
         (["eagle", "--set", "layers=[0, 9]"], "layers: this model has layers 0 to 2"),
         (["eagle", "-m", "nonesuch"], "nonesuch"),
+        (["distill", "--set", "answers=fixed"], "answers: 'fixed' learns those in your files"),
+        (["boost", "--set", "drafters=1"], "--set drafters: input should be greater than or"),
     ],
 )
 def test_wrong_use(

@@ -249,7 +249,7 @@ def test_costs_choose_among_sizes() -> None:
         (["p.txt", *GIVEN[1:], "--nodes", "3"], "p.txt: with --acceptance-vector and --nodes"),
         (["--output", "tree.txt"], "--output takes a file that ends in .json"),
         (["--output", "no-such-folder/tree.json"], "there is no folder no-such-folder"),
-        ([], "takes no tree: give a draft model, or one of draft_model, eagle, medusa"),
+        ([], "takes no tree: give a draft model, or one of draft_model, eagle, parallel, medusa"),
         (["--method", "suffix"], "method 'suffix' takes no tree"),
         (["--method", "draft_model"], "add --draft-model"),
         (["--method", "earlyexit"], "did you mean 'early_exit'?"),

@@ -16,7 +16,7 @@ from foretoken.runtime.native.build import NativeLibraryError, library
 from foretoken.runtime.native.decoder import NativeDecoder
 from foretoken.runtime.passes import Passes
 from tests.drafting import drafter_of
-from tests.heads import random_head, tiny_config
+from tests.heads import feature_config, random_head, tiny_config
 from tests.matrix import PROMPTS
 from tests.tiny import tiny_model
 
@@ -28,7 +28,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "dynamic": {"tree": "dynamic", "num_speculative_tokens": 10, "tree_depth": 4},
     "narrow": {"tree": "dynamic", "num_speculative_tokens": 9, "tree_top_k": 2},
 }
-METHODS = ["eagle", "eagle of few tokens", "draft_model", "early_exit"]
+METHODS = ["eagle", "eagle of few tokens", "eagle of features", "draft_model", "early_exit"]
 KINDS: list[tuple[torch.dtype, str | None]] = [
     (torch.float32, None),
     (torch.bfloat16, None),
@@ -50,8 +50,9 @@ def made(
     size: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "head_dim": 32}
     own: dict[str, Any] = {}
     if method.startswith("eagle"):
-        vocabulary = VOCAB_SIZE if method == "eagle" else 50
-        own["model"] = random_head(tiny_config(VOCAB_SIZE, draft_vocab_size=vocabulary))
+        vocabulary = 50 if method == "eagle of few tokens" else VOCAB_SIZE
+        sizes = feature_config if method == "eagle of features" else tiny_config
+        own["model"] = random_head(sizes(VOCAB_SIZE, draft_vocab_size=vocabulary))
     elif method == "draft_model":
         own["model"] = tiny_model(seed=1, dtype=dtype, **size)
     config = {"method": method.split()[0], "controller": "fixed", **own, **fields}

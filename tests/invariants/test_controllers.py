@@ -41,9 +41,11 @@ def plain_outputs(dtype: torch.dtype = torch.float32) -> list[RequestOutput]:
     return outputs(tiny_llm(llama(dtype)))
 
 
-@pytest.mark.parametrize("controller", list(CONTROLLERS))
+@pytest.mark.parametrize(
+    ("dtype", "controller"),
+    [*((torch.float32, name) for name in CONTROLLERS), (torch.bfloat16, "cost_model")],
+)
 @pytest.mark.parametrize("method", ON_CHAINS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_the_output_is_the_same_under_all(controller: str, method: str, dtype: torch.dtype) -> None:
     llm = tiny_llm(llama(dtype), method, gamma=6, controller=controller)
     expected = [(o.token_ids, o.logprobs) for o in plain_outputs(dtype)]

@@ -25,6 +25,8 @@ from tests.tiny import ARCHITECTURES, CONTEXT, VOCAB_SIZE, reference_greedy, tin
 
 TOKENS = 40
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS)
+# Their chains do not depend on the architecture: `test_every_rule` has them on one.
+FROM_TEXT = ("regex", "ngram_table", "suffix", "copy", "corpus_ngram", "rest", "random", "switch")
 # Lossy rules that are lossless at temperature 0 belong here too.
 GREEDY_RULES = [*LOSSLESS, "typical"]
 
@@ -58,7 +60,13 @@ def test_plain_decoding(model: PreTrainedModel, expected: list[tuple[int, ...]])
     assert token_ids(tiny_llm(model)) == expected
 
 
-@pytest.mark.parametrize("method", SPECULATIVE)
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in FROM_TEXT else ())
+        for name in SPECULATIVE
+    ],
+)
 def test_every_drafter(
     model: PreTrainedModel, expected: list[tuple[int, ...]], method: str
 ) -> None:

@@ -64,7 +64,10 @@ def plain(make: Maker) -> dict[str, list[Any]]:
     return {name: bits(llm, params) for name, params in PARAMS.items()}
 
 
-@pytest.mark.parametrize("gamma", [1, 2, 5, 13])
+@pytest.mark.parametrize(
+    "gamma",
+    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(5, marks=pytest.mark.slow), 13],
+)
 @pytest.mark.parametrize("method", SPECULATIVE)
 def test_every_method(make: Maker, plain: dict[str, list[Any]], method: str, gamma: int) -> None:
     llm = make(method, num_speculative_tokens=gamma)

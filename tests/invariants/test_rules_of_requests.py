@@ -80,8 +80,9 @@ def test_two_rules_in_one_batch(first: str, second: str) -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize("default", list(REGISTERED))
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    ("default", "temperature"), [*((rule, 0.8) for rule in REGISTERED), ("coupled", 0.0)]
+)
 def test_all_rules_in_one_batch_whatever_the_default(default: str, temperature: float) -> None:
     llm = LLM(model(), speculative_config=config_of(default), max_num_seqs=64)
     rules = [None, *REGISTERED]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from foretoken import SamplingParams
+from foretoken import LLM, SamplingParams
 from foretoken.core.sampler import Sampler, TreeDistributions
 from foretoken.core.tree import TokenTree
 from tests.matrix import PROMPTS, SPECULATIVE, tiny_llm
@@ -139,6 +140,22 @@ def test_a_distribution_sums_to_1_and_is_sorted(fields: dict[str, Any], seed: in
     assert (distribution.tokens.diff() > 0).all()
 
 
+@cache
+def llm_of(method: str) -> LLM:
+    return tiny_llm(tiny_model(), method, gamma=6)
+
+
+PLAIN: dict[str, list[tuple[tuple[int, ...], str | None]]] = {}
+
+
+def plain_outputs(name: str, params: SamplingParams) -> list[tuple[tuple[int, ...], str | None]]:
+    """Tokens and reasons of plain decoding; `name` tells parameters apart."""
+    if name not in PLAIN:
+        outputs = llm_of("none").generate(PROMPTS, params)
+        PLAIN[name] = [(o.token_ids, o.finish_reason) for o in outputs]
+    return PLAIN[name]
+
+
 @pytest.mark.parametrize("method", SPECULATIVE)
 @pytest.mark.parametrize(
     "fields",
@@ -155,9 +172,6 @@ def test_a_distribution_sums_to_1_and_is_sorted(fields: dict[str, Any], seed: in
 @pytest.mark.parametrize("temperature", [0, 0.9])
 def test_parameters_at_depth(method: str, fields: dict[str, Any], temperature: float) -> None:
     """Drafted positions obey them exactly: the output is plain decoding's."""
-    model = tiny_model()
     params = SamplingParams(temperature=temperature, max_tokens=24, seed=3, **fields)
-    plain = tiny_llm(model).generate(PROMPTS, params)
-    drafted = tiny_llm(model, method, gamma=6).generate(PROMPTS, params)
-    assert [o.token_ids for o in drafted] == [o.token_ids for o in plain]
-    assert [o.finish_reason for o in drafted] == [o.finish_reason for o in plain]
+    drafted = llm_of(method).generate(PROMPTS, params)
+    assert [(o.token_ids, o.finish_reason) for o in drafted] == plain_outputs(repr(params), params)

@@ -48,6 +48,7 @@ QUICK = {
         "draft_model",
         "eagle",
         "hybrid",
+        "parallel",
         "medusa",
         "hydra",
         "ngram_table",

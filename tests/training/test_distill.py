@@ -114,6 +114,29 @@ def test_every_loss_is_learnt(loss: str, target: Target, parts: HeadParts, tmp_p
     assert len(trainer.history[-1].mean_lengths) == 5
 
 
+@pytest.mark.parametrize("start", ["target", "other"])
+def test_every_start_is_learnt_from(
+    start: str, target: Target, parts: HeadParts, other: Path, tmp_path: Path
+) -> None:
+    """All of its weights change, and the held-out text is drafted better than at the start."""
+    options = {"start": str(other) if start == "other" else start}
+    data, held_out = (
+        TrainingSet(computed(target, each, (), tmp_path / name), 64)
+        for name, each in (("train", cycles(12)), ("held_out", cycles(4, seed=1)))
+    )
+    method = training_method("distill", {**options, "loss": "ce"})
+    trainee = made(parts, {**options, "loss": "ce"})
+    before = {name: weight.clone() for name, weight in trainee.lm.named_parameters()}
+    settings = method.adapted(SHORT.model_copy(update={"epochs": 30, "evaluate_every": 1}))
+    trainer = Trainer(trainee, data, held_out, settings, tmp_path / "run", lambda *_: None)
+    for _ in zip(range(30), trainer.run(), strict=False):
+        pass
+    history = trainer.history
+    assert history[-1].by_position[0] > history[0].by_position[0] + 0.2
+    for name, weight in trainee.lm.named_parameters():
+        assert not torch.equal(weight, before[name]), name
+
+
 @pytest.mark.parametrize("start", ["scratch", "target", "other"])
 def test_what_is_written_drafts(
     start: str, folder: Path, parts: HeadParts, other: Path, tmp_path: Path

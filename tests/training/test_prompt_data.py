@@ -14,6 +14,7 @@ from foretoken.training.collect import Chooser, FileSource, collect
 from foretoken.training.conversations import ConversationFile
 from foretoken.training.diversity import Unseen
 from foretoken.training.prompt_data import FileData
+from tests.cli.conftest import END
 from tests.training.world import chat_llm
 
 LENGTH = 200
@@ -147,6 +148,60 @@ def test_files_of_no_use(content: bytes, message: str, llm: LLM, tmp_path: Path)
 def test_a_missing_file(llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.jsonl: cannot be read"):
         FileData(llm, [tmp_path / "none.jsonl"], LENGTH)
+
+
+# Answers that are learnt
+
+
+ANSWERED = {"messages": [*ASKED, {"role": "assistant", "content": "two"}]}
+
+
+@pytest.mark.parametrize("entry", [ANSWERED, {"prompt": "one", "answer": "two"}])
+def test_given_answers(entry: dict[str, Any], llm: LLM, tmp_path: Path) -> None:
+    """With the token that ends them."""
+    assert llm.tokenizer is not None
+    data = FileData(llm, [written(tmp_path, entry, {"text": "abc"})], LENGTH, given_answers=True)
+    prompt = llm.encode(ASKED)
+    (talk,), (found,) = data.talks, data.answered
+    assert talk.tokens == prompt
+    assert found.answers == ((len(prompt), len(found.tokens)),)
+    assert list(found.tokens[: len(prompt)]) == prompt
+    assert llm.tokenizer.decode(list(found.tokens[len(prompt) :])) == f"two{END}"
+    assert len(data.texts) == 1
+    assert FileData(llm, [written(tmp_path, entry)], LENGTH).answered == []
+
+
+def test_the_target_answers_only_what_is_held_out(llm: LLM, tmp_path: Path) -> None:
+    entries = [{"prompt": f"{n}?", "answer": f"{n}{n}{n}"} for n in range(21)]
+    data = FileData(llm, [written(tmp_path, *entries)], LENGTH, given_answers=True)
+    source = FileSource(llm, data, rows=4)
+    learnt = [each for batch in source.write(None, held_out=False) for each in batch]
+    assert len(learnt) == 20
+    assert set(learnt) < set(data.answered)
+    assert [each for batch in source.write(9, held_out=False) for each in batch] == learnt[10:]
+    (held_out,) = [each for batch in source.write(None, held_out=True) for each in batch]
+    assert held_out.seed == 19
+    assert held_out not in data.answered
+    prompt = held_out.tokens[: held_out.answers[0][0]]
+    assert prompt == data.answered[19].tokens[: len(prompt)]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"prompt": "one"},
+        {"prompt": "one", "answer": ""},
+        {"prompt": "one", "answer": 1},
+        {"messages": ASKED},
+        {"messages": [*ASKED, {"role": "assistant", "content": ""}]},
+    ],
+)
+def test_an_answer_that_is_missing(entry: dict[str, Any], llm: LLM, tmp_path: Path) -> None:
+    path = written(tmp_path, ANSWERED, entry)
+    with pytest.raises(DataError, match="line 2: has no answer to learn") as caught:
+        FileData(llm, [path], LENGTH, given_answers=True)
+    assert "\n" not in str(caught.value)
+    FileData(llm, [path], LENGTH)
 
 
 # As a source

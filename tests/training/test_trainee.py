@@ -9,22 +9,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken import CompatibilityError, ConfigError
+from foretoken import LLM, CompatibilityError, ConfigError
 from foretoken.core.config import Config
 from foretoken.drafters.heads.checkpoint import read_checkpoint
 from foretoken.drafters.heads.eagle import load_head
+from foretoken.drafters.heads.probe import look
 from foretoken.runtime.target import Target
 from foretoken.training.batches import Batch, collate
 from foretoken.training.choices import TRAINABLE
 from foretoken.training.eagle import EagleTrainee
+from foretoken.training.eagle1 import Eagle1Trainee
 from foretoken.training.features import Features, dequantize
 from foretoken.training.methods import TRAINING_METHODS, training_method
+from foretoken.training.parallel import ParallelTrainee
 from foretoken.training.settings import TrainingSettings
 from foretoken.training.state_heads import StateTrainee
 from foretoken.training.trainee import Trainee
 from tests.drafters.heads.test_eagle import LEVELS, drafted, levels
+from tests.drafters.heads.test_parallel import block_of, expected_block
 from tests.drafters.heads.test_state_head import grown, head_of
 from tests.heads import STATE_NETS
+from tests.tiny import tiny_model
 from tests.training.world import (
     computed,
     cycles,
@@ -35,9 +40,15 @@ from tests.training.world import (
 )
 
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {}) for name in TRAINING_METHODS if name != "distill"},
+    **{
+        name: (name, {})
+        for name in TRAINING_METHODS
+        if training_method(name, {}).layers(2)  # the others read tokens only
+    },
     "eagle as in EAGLE-3": ("eagle", {"fc_norm": False, "norm_output": False, "qk_norm": True}),
     "eagle, three layers": ("eagle", {"layers": (2, 0, 1), "intermediate_size": 80}),
+    "parallel, one layer": ("parallel", {"num_layers": 1, "depths": 5, "fc_norm": False}),
+    "parallel, three layers": ("parallel", {"num_layers": 3, "mask_token_id": 5, "qk_norm": True}),
     "medusa, two blocks": ("medusa", {"num_layers": 2}),
     "hydra, two layers": ("hydra", {"num_layers": 2}),
     "mlp_speculator, untied": ("mlp_speculator", {"tie_weights": False}),
@@ -70,11 +81,13 @@ def features_of(layers: int) -> list[Features]:
     ]
 
 
-@pytest.mark.parametrize("form", [name for name, (method, _) in FORMS.items() if method == "eagle"])
+@pytest.mark.parametrize(
+    "form", [name for name, (method, _) in FORMS.items() if method in {"eagle", "eagle1"}]
+)
 @torch.no_grad()
 def test_levels_of_eagle_are_those_of_its_network(form: str, target: Target) -> None:
     """A batch with padding and few roots, against every pair of each conversation alone."""
-    method = training_method("eagle", FORMS[form][1])
+    method = training_method(*FORMS[form])
     trainee = new_trainee(method, target, spread=0.1, stride=2)
     assert isinstance(trainee, EagleTrainee)
     given = features_of(len(method.layers(2)))
@@ -96,7 +109,9 @@ def test_levels_of_eagle_are_those_of_its_network(form: str, target: Target) -> 
             )
 
 
-@pytest.mark.parametrize("form", [name for name, (method, _) in FORMS.items() if method != "eagle"])
+@pytest.mark.parametrize(
+    "form", [name for name, (method, _) in FORMS.items() if method in STATE_NETS]
+)
 @torch.no_grad()
 def test_levels_of_heads_without_attention_are_those_of_their_network(
     form: str, target: Target
@@ -118,6 +133,79 @@ def test_levels_of_heads_without_attention_are_those_of_their_network(
                 torch.testing.assert_close(
                     found[level][row, place], expected[level], atol=1e-4, rtol=1e-4
                 )
+
+
+@pytest.mark.parametrize(
+    "form", [name for name, (method, _) in FORMS.items() if method == "parallel"]
+)
+@torch.no_grad()
+def test_levels_of_parallel_are_those_of_its_network(form: str, target: Target) -> None:
+    """A batch with padding, against plain attention over each draft alone."""
+    method = training_method("parallel", FORMS[form][1])
+    trainee = new_trainee(method, target, spread=0.1, stride=2)
+    assert isinstance(trainee, ParallelTrainee)
+    given = features_of(len(method.layers(2)))
+    batch = collate(given, LEVELS)
+    found = logits_of(trainee, batch)
+    for row, each in enumerate(given):
+        hidden = dequantize(each.hidden, each.scales)
+        for place in batch.levels.valid[row, 0].nonzero().flatten().tolist():
+            root = int(batch.roots[row, place])
+            expected = expected_block(trainee.net, hidden, each.tokens, root, LEVELS)
+            for level in range(int(batch.levels.valid[row, :, place].sum())):
+                torch.testing.assert_close(
+                    found[level][row, place], expected[level], atol=1e-4, rtol=1e-4
+                )
+
+
+def test_deep_levels_are_learnt_from_some_drafts(target: Target) -> None:
+    """Level k from a share of 0.7^k of them, and at least 0.2; always from the drafts above it."""
+    method = training_method("parallel", {})
+    trainee = new_trainee(method, target, spread=0.1)
+    assert isinstance(trainee, ParallelTrainee)
+    layers = len(method.layers(2))
+    given = [random_features(120, [(8, 112)], layers), random_features(60, [(4, 60)], layers)]
+    batch = collate(given, 8)
+    roots = batch.levels.valid[:, 0].sum(-1)
+    torch.manual_seed(1)
+    thinned = trainee._thinned(batch)
+    kept = thinned.levels.valid
+    assert not (kept[:, 1:] & ~kept[:, :-1]).any()
+    for level in range(8):
+        most = (roots * max(0.7**level, 0.2)).ceil()
+        counts = kept[:, level].sum(-1)
+        assert (counts <= most).all()
+        assert (counts >= most - level).all()  # drafts at the end of an answer are not so deep
+    for row in range(2):  # each place is still the one that it was, with the same labels
+        places = {int(root): place for place, root in enumerate(batch.roots[row, : roots[row]])}
+        assert sorted(thinned.roots[row, : roots[row]].tolist()) == sorted(places)
+        for place in range(int(roots[row])):
+            before = places[int(thinned.roots[row, place])]
+            labels = thinned.levels.labels[row, :, place]
+            assert torch.equal(labels, batch.levels.labels[row, :, before])
+    trainee.train()
+    torch.manual_seed(1)
+    learnt = trainee(batch, 8)
+    assert torch.equal(learnt.counts, kept.sum((0, 2)))
+    trainee.eval()
+    assert torch.equal(trainee(batch, 8).counts, batch.levels.valid.sum((0, 2)))
+
+
+@torch.no_grad()
+def test_what_is_left_out_does_not_change_the_rest(target: Target) -> None:
+    method = training_method("parallel", {"noise": 0})
+    trainee = new_trainee(method, target, spread=0.1)
+    assert isinstance(trainee, ParallelTrainee)
+    batch = collate(features_of(len(method.layers(2))), 6)
+    thinned = trainee._thinned(batch)
+    whole = list(trainee.outputs(batch, 6))
+    for level, outputs in enumerate(trainee.outputs(thinned, 6)):
+        assert outputs.shape == whole[level].shape
+        for row, place in thinned.levels.valid[:, level].nonzero().tolist():
+            before = int((batch.roots[row] == thinned.roots[row, place]).nonzero()[0])
+            torch.testing.assert_close(
+                outputs[row, place], whole[level][row, before], atol=1e-5, rtol=1e-5
+            )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -159,8 +247,10 @@ def served(
         head = head_of(method, folder, target)
         chain = [[token] for token in text[root + 1 : root + LEVELS]]
         return [level[0, 0] for level in grown(head, hidden[:, 0], [text[: root + 1]], chain)]
-    eagle, _ = load_head(read_checkpoint(folder), target)
     by_layer = {layer: hidden[:, index] for index, layer in enumerate(layers)}
+    if method == "parallel":
+        return block_of(folder, target, by_layer, text, root)
+    eagle, _ = load_head(read_checkpoint(folder), target)
     return drafted(eagle, by_layer, text, root)
 
 
@@ -207,6 +297,17 @@ def test_unknown_names_are_refused() -> None:
         training_method("eagle", {"layers": (1, 1)}).layers(2)
 
 
+def test_the_token_of_masks(target: Target) -> None:
+    parts = parts_of(target)
+    for chosen, expected in ((7, 7), (None, parts.config.pad_token_id or 0)):
+        net: Any = training_method("parallel", {"mask_token_id": chosen}).trainee(parts)
+        assert net.net.config.mask_token_id == expected
+    with pytest.raises(ConfigError, match="mask_token_id: must be 0 to 95 for this model, got 96"):
+        training_method("parallel", {"mask_token_id": 96}).trainee(parts)
+    with pytest.raises(ConfigError, match=r"levels: 'parallel' learns all levels .* set depths"):
+        training_method("parallel", {}).adapted(TrainingSettings(levels=3))
+
+
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 30])
 def test_the_default_layers_exist(num_layers: int) -> None:
     layers = training_method("eagle", {}).layers(num_layers)
@@ -229,3 +330,63 @@ def test_every_method_says_what_it_is() -> None:
         assert method.name == name
         assert method.summary
         assert issubclass(method.Options, Config)
+
+
+# EAGLE-1
+
+
+@torch.no_grad()
+def test_the_loss_of_eagle1_is_that_of_the_authors(target: Target) -> None:
+    """Smooth L1 of the features behind each place, and a tenth of the tokens' loss."""
+    method = training_method("eagle1", {"noise": 0})
+    trainee = new_trainee(method, target, spread=0.1)
+    assert isinstance(trainee, Eagle1Trainee)
+    assert target.final_norm is not None
+    given = features_of(1)
+    batch = collate(given, LEVELS)
+    outputs = list(trainee.outputs(batch, LEVELS))
+    found = trainee(batch, LEVELS).losses
+    alone = {"noise": 0, "feature_weight": 0, "token_weight": 1}
+    tokens_only = training_method("eagle1", alone)
+    tokens = new_trainee(tokens_only, target, spread=0.1)(batch, LEVELS).losses
+    for level in range(LEVELS):
+        missed = [
+            (outputs[level][row, place] - target.final_norm(hidden[int(root) + 1 + level, 0])).abs()
+            for row, each in enumerate(given)
+            for hidden in [dequantize(each.hidden, each.scales)]
+            for place, root in enumerate(batch.roots[row])
+            if batch.levels.valid[row, level, place]
+        ]
+        error = torch.stack(missed)
+        smooth = torch.where(error < 1, error**2 / 2, error - 0.5).mean()
+        torch.testing.assert_close(found[level], smooth + 0.1 * tokens[level])
+
+
+@torch.no_grad()
+def test_features_get_uniform_noise_that_is_wider_in_short_texts(target: Target) -> None:
+    trainee = new_trainee(training_method("eagle1", {"noise": 0.2}), target)
+    assert isinstance(trainee, Eagle1Trainee)
+    batch = collate([random_features(size, [(2, size)]) for size in (257, 129)], 1)
+    trainee.eval()
+    still = trainee.fused(batch)
+    trainee.train()
+    added = trainee.fused(batch) - still
+    for row, width in ((0, 0.4), (1, 0.8)):
+        noise = added[row, : int(batch.lengths[row])]
+        assert noise.abs().max() <= width / 2 + 1e-5  # float32
+        assert abs(float(noise.std()) - width / 12**0.5) < 0.02 * width  # 8,192 draws or more
+
+
+@pytest.mark.parametrize("form", ["eagle", "eagle1", "parallel", "hydra"])
+def test_a_head_records_its_target(form: str, target: Target, tmp_path: Path) -> None:
+    """Another target of the same sizes is refused."""
+    method, parts = training_method(form, {}), parts_of(target)
+    trainee = new_trainee(method, target)
+    seen = look(target, list(range(40)), method.layers(2))
+    notes = method.probed(trainee, seen)
+    method.write(trainee, parts, tmp_path, notes)
+    config = method.serving(tmp_path)
+    LLM(tiny_model(head_dim=32), speculative_config=config)
+    with pytest.raises(CompatibilityError, match="trained for tiny, and this is another model"):
+        LLM(tiny_model(head_dim=32, seed=1), speculative_config=config)
+    assert (notes["probe"]["accepted"] is None) == (form == "hydra")

@@ -74,18 +74,27 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("method", TRAINING_METHODS)
+@pytest.mark.parametrize(
+    "method",
+    [name for name, kind in TRAINING_METHODS.items() if name != "pass" and not kind.tunes_target],
+)
 def test_every_method_learns(method: str, precision: Any, tmp_path: Path) -> None:
     """What always follows from the last token, whatever the target thinks of it.
 
-    A head that has not understood this is right as often as the most frequent token occurs.
+    A head that has not understood this is right as often as the most frequent token occurs. `pass`
+    leaves a target as it is that has not understood it: see `test_pass_tokens.py`.
     """
-    world = World(tmp_path, method, loss="ce")
+    # Noise on features is as wide as they are in texts of 24 tokens.
+    own: dict[str, dict[str, Any]] = {
+        "eagle1": {"noise": 0.02},
+        "parallel": {"depths": 3, "num_layers": 1},
+    }
+    world = World(tmp_path, method, loss="ce", **own.get(method, {}))
     run = Run(
         world,
         tmp_path / "run",
         TrainingSettings(
-            epochs=50 if method in {"medusa", "distill"} else 16,
+            epochs=50 if method in {"medusa", "distill", "boost"} else 16,
             batch_tokens=128,
             learning_rate=2e-2,
             mixed_precision=precision,

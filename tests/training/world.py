@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from foretoken import LLM
 from foretoken.runtime.target import Target
@@ -88,7 +90,20 @@ def parts_of(target: Target, stride: int = 1) -> HeadParts:
     assert weights is not None
     draft_tokens = torch.arange(0, target.vocab_size, stride)
     layers = target.network.num_layers
-    return HeadParts(target.config, "tiny", *weights, draft_tokens, layers, target.final_norm)
+    return HeadParts(
+        target.config,
+        "tiny",
+        *weights,
+        draft_tokens,
+        layers,
+        target.final_norm,
+        partial(_again, target),
+    )
+
+
+def _again(target: Target) -> PreTrainedModel:
+    assert target.reload is not None
+    return deepcopy(target.reload())
 
 
 def new_trainee(

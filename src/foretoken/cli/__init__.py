@@ -18,6 +18,7 @@ from foretoken import __version__
 from foretoken.cli import (
     bench,
     chat,
+    check,
     datastore,
     demo,
     export,
@@ -65,6 +66,7 @@ app.command(epilog=tree.EXAMPLES)(tree.tree)
 app.command("tune-layers", epilog=tune_layers.EXAMPLES)(tune_layers.tune_layers)
 app.command(epilog=train.EXAMPLES)(train.train)
 app.command(epilog=export.EXAMPLES)(export.export)
+app.command(epilog=check.EXAMPLES)(check.check)
 app.add_typer(models.app, name="models")
 app.add_typer(ngrams.app, name="ngrams")
 app.add_typer(datastore.app, name="datastore")

@@ -133,7 +133,7 @@ def train(
     if json_output:
         display().out(as_json(asdict(report)))
     else:
-        _show(report, _serving_method(method, out), out)
+        _show(report, run.usage, out)
 
 
 def _check_installed() -> None:
@@ -207,7 +207,15 @@ def _expectation(found: Estimate) -> str:
         f"{_time(found.feature_hours)} for its features ({found.disk_bytes / 1e9:.1f} GB of disk)",
         f"{_time(found.training_hours)} to train",
     )
-    return f"This will take about {_time(found.hours)} here: {', '.join(parts)}."
+    needed = found.training_bytes
+    return (
+        f"This will take about {_time(found.hours)} here: {', '.join(parts)}. Training needs "
+        f"{_size(needed.memory)} of memory besides the target, and {_size(needed.disk)} of disk."
+    )
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB"
 
 
 def _time(hours: float) -> str:
@@ -261,14 +269,7 @@ class _Shown:
         return done
 
 
-def _serving_method(method: str, out: Path) -> str:
-    """The method that drafts with what was trained."""
-    from foretoken.training.methods import training_method
-
-    return str(training_method(method, {}).serving(out)["method"])
-
-
-def _show(report: TrainingReport, method: str, out: Path) -> None:
+def _show(report: TrainingReport, usage: str, out: Path) -> None:
     served, console = report.served, display()
     positions = " ".join(f"{share:.0%}" for share in served.by_position)
     console.print(
@@ -280,8 +281,15 @@ def _show(report: TrainingReport, method: str, out: Path) -> None:
         ),
         soft_wrap=True,
     )
+    if changed := report.perplexity:
+        told = (
+            f"{out} is a new model, and its output is not the target's: drafts are lossless with "
+            f"respect to the new one only. Its perplexity on the held-out answers is "
+            f"{changed.new:.3f}, the target's {changed.target:.3f}."
+        )
+        console.print(plain(told), soft_wrap=True)
     for line in report.advice:
         console.print(plain(line), soft_wrap=True)
-    note = f"Use it: --method {method} --draft-model {out}"
+    note = f"Use it: {usage}"
     note += os.linesep + f"{out / 'training'} can be deleted."
     console.print(plain(note, "note"), soft_wrap=True)

@@ -72,7 +72,7 @@ class Distribution:
         if self.certain is not None:
             return float(token == self.certain)
         if self.support is None:
-            return float(self.probs[token])
+            return float(self.probs[token]) if token < len(self.probs) else 0.0
         return float(self.at(torch.tensor([token]))[0])
 
     def at(self, tokens: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from foretoken.control.base import Budget
 from foretoken.core.config import Config
 from foretoken.core.tree import Draft
 from foretoken.decode import Outcome, StepTimes
+from foretoken.drafters.online import Learnable
 from foretoken.drafters.overlap import VocabularyOverlap
 from foretoken.request import Request
 
@@ -63,9 +64,15 @@ class Drafter(ABC):
     `observe_prefill` and `Outcome.hidden` then show it those of all committed tokens but the last.
     Chunked prefill, preemption and prefix caching do not change this."""
 
+    token_limit: int = 0
+    """Ids of its tokens are below this, or in the target's vocabulary (see `Network.extend`)."""
+
     vocabulary_overlap: VocabularyOverlap | None = None
     """How the tokens of its draft model compare with the target's; None without a draft model, or
     if one of the two has no tokenizer."""
+
+    learnable: Learnable | None = None
+    """What can learn while it serves; None if there is nothing."""
 
     def level_sizes(self, limit: int) -> Sequence[int] | None:
         """The number of nodes at each level of a full draft, for controllers.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from foretoken.core.acceptance.coupled import Coupled
@@ -12,11 +13,15 @@ from foretoken.drafters.copy import CopyDrafter
 from foretoken.drafters.corpus_ngram import CorpusNgramDrafter, load_corpus
 from foretoken.drafters.heads.checkpoint import read_checkpoint
 from foretoken.drafters.heads.eagle import EagleDrafter, load_head
+from foretoken.drafters.heads.parallel import ParallelDrafter, load_parallel_head
+from foretoken.drafters.heads.probe import check_target
 from foretoken.drafters.heads.state_file import Layout, load_net, read_state_file
 from foretoken.drafters.heads.state_head import StateDrafter, StateHead
 from foretoken.drafters.heads.state_net import StateNet
 from foretoken.drafters.hybrid import Hybrid, HybridOptions
+from foretoken.drafters.learnable import LearnableEagle, LearnableModel, LearnableState
 from foretoken.drafters.model_drafter import ModelDrafter
+from foretoken.drafters.pass_tokens import PassDrafter, read_pass_tokens
 from foretoken.drafters.resize import resized
 from foretoken.drafters.rest import RestDrafter, load_datastore
 from foretoken.drafters.scorer import Scorer
@@ -32,6 +37,8 @@ __all__ = [
     "build_draft_model",
     "build_eagle",
     "build_hybrid",
+    "build_parallel",
+    "build_pass",
     "build_rest",
     "build_several",
     "pad_token_id",
@@ -73,7 +80,7 @@ def build_several(parts: DrafterParts) -> list[Drafter]:
 
 
 def pad_token_id(parts: DrafterParts) -> int:
-    """What `pad` pads with: the token chosen, or the first that the tokenizer has for it.
+    """What `pad` pads with: the token chosen, that of the model's training, or the tokenizer's.
 
     Raises:
         ConfigError: the token chosen does not exist.
@@ -83,7 +90,8 @@ def pad_token_id(parts: DrafterParts) -> int:
         highest = parts.target.vocab_size - 1
         raise ConfigError(f"pad_token_id: must be 0 to {highest} for this model, got {chosen}.")
     names = ("mask_token_id", "pad_token_id", "eos_token_id")
-    candidates = [chosen, *(getattr(parts.tokenizer, name, None) for name in names), 0]
+    trained = (getattr(parts.target.config, "foretoken", None) or {}).get("pad_token_id")
+    candidates = [chosen, trained, *(getattr(parts.tokenizer, name, None) for name in names), 0]
     return next(int(token) for token in candidates if token is not None)
 
 
@@ -118,7 +126,9 @@ def build_draft_model(parts: DrafterParts) -> Drafter:
     way = vocabularies.way(parts.options.vocabulary)
     drafter: Drafter
     if way == "same":
-        drafter = with_model(parts, vocabularies.same_model())
+        scorer = vocabularies.same_model()
+        drafter = with_model(parts, scorer)
+        drafter.learnable = LearnableModel(scorer, parts.model, draft.model)
     elif way == "intersection":
         drafter = with_model(parts, vocabularies.translated_model())
     elif reason := parts.options.refused_for_text():
@@ -132,11 +142,29 @@ def build_draft_model(parts: DrafterParts) -> Drafter:
 def build_eagle(parts: DrafterParts) -> Drafter:
     """A trained head with attention."""
     checkpoint = read_checkpoint(parts.model)
-    head, rows = load_head(checkpoint, parts.target)
+    head, rows = load_head(checkpoint, parts.target, parts.tokenizer)
+    parts.share_memory(rows)
+    layers = head.layers
+    shape = shape_of(parts.options)
+    drafter = EagleDrafter(head, layers, parts.options, shape, coupled=parts.coupled)
+    drafter.learnable = LearnableEagle(head, checkpoint.path, layers, parts.target)
+    return drafter
+
+
+def build_parallel(parts: DrafterParts) -> Drafter:
+    """A trained head with attention that drafts a block in one pass."""
+    checkpoint = read_checkpoint(parts.model, ["peagle"])
+    head, rows = load_parallel_head(checkpoint, parts.target, parts.tokenizer)
     parts.share_memory(rows)
     layers = checkpoint.description.config.aux_layers
     shape = shape_of(parts.options)
-    return EagleDrafter(head, layers, parts.options, shape, coupled=parts.coupled)
+    return ParallelDrafter(head, layers, parts.options, shape, coupled=parts.coupled)
+
+
+def build_pass(parts: DrafterParts) -> Drafter:
+    """Look-ahead embeddings that the target's passes read."""
+    rows = read_pass_tokens(parts.model, parts.target)
+    return PassDrafter(parts.target.network.extend(rows), len(rows))
 
 
 def build_hybrid(
@@ -165,9 +193,13 @@ def state_head_builder(kind: type[StateNet], *layouts: Layout) -> Callable[[Draf
     """Constructs the drafter of a head without attention, from our own or a published layout."""
 
     def build(parts: DrafterParts) -> Drafter:
-        file = read_state_file(parts.model, kind, layouts)
+        read = partial(read_state_file, parts.model, kind, layouts)
+        file = read()
         head = StateHead(load_net(file, kind, parts.target), parts.target)
+        check_target(file.path.parent, file.verifier, file.notes, parts.target)
         shape = shape_of(parts.options)
-        return StateDrafter(head, parts.options, shape, coupled=parts.coupled)
+        drafter = StateDrafter(head, parts.options, shape, coupled=parts.coupled)
+        drafter.learnable = LearnableState(head, read, kind, parts.target)
+        return drafter
 
     return build

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Ge, MinLen
+from pydantic import field_validator
 from torch import Tensor
 
 from foretoken.control import Budget
@@ -20,6 +22,7 @@ from foretoken.core.distribution import Distribution
 from foretoken.core.tree import Draft, TokenTree
 from foretoken.decode import Outcome, StepTimes
 from foretoken.drafters.base import Drafter, DrafterOptions, layers_of
+from foretoken.drafters.model_set import drafters_in
 from foretoken.request import Request
 
 __all__ = ["CombineOptions", "Ensemble", "Several", "Switch", "SwitchOptions", "merge"]
@@ -29,10 +32,16 @@ class CombineOptions(DrafterOptions):
     """Options of `ensemble`.
 
     Args:
-        drafters: at least two configurations, each with `method` and that method's own fields.
+        drafters: at least two configurations, each with `method` and that method's own fields; or
+            the folder of draft models that `foretoken train boost` has written.
     """
 
     drafters: Annotated[tuple[Mapping[str, Any], ...], MinLen(2)]
+
+    @field_validator("drafters", mode="before")
+    @classmethod
+    def _drafters_of_a_folder(cls, value: Any) -> Any:
+        return drafters_in(value) if isinstance(value, str | Path) else value
 
 
 class SwitchOptions(CombineOptions):
@@ -56,6 +65,7 @@ class Several(Drafter):
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         self._drafters = list(drafters)
         self.hidden_layers = layers_of(drafters)
+        self.token_limit = max(drafter.token_limit for drafter in drafters)
 
     def observe_prefill(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
         """Show the hidden states to every drafter that needs any."""

@@ -24,7 +24,14 @@ from foretoken.drafters.admission import most_tokens, open_row, rows_that_fit
 from foretoken.drafters.scorer import GrowingScorer
 from foretoken.drafters.tree_options import TreeOptions
 from foretoken.request import Request
-from foretoken.runtime.network import GrownTree, GrowthLimit, GrowthPlan, Need, PassOutput
+from foretoken.runtime.network import (
+    GrownTree,
+    GrowthLimit,
+    GrowthPlan,
+    Need,
+    Network,
+    PassOutput,
+)
 from foretoken.runtime.passes import Passes
 
 __all__ = ["DraftModelOptions", "OwnModel", "scored"]
@@ -92,6 +99,10 @@ class OwnModel(GrowingScorer):
         self.partial = partial
         self._model = model
         self._cached: dict[int, list[int]] = {}  # request key -> tokens whose KV the model holds
+
+    def use(self, network: Network) -> None:
+        """Draft with another network of the same sizes, on the KV that is there."""
+        self._model.network = network
 
     def seen(self, request: Request) -> Sequence[int]:
         """The committed tokens in the draft model's vocabulary."""

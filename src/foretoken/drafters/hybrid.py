@@ -114,6 +114,7 @@ class Hybrid(Several):
         self._lookup, self._trained = lookup, trained
         self._max_nodes = max_nodes
         self.chooser: Chooser = MoreTokens(len(self.level_sizes(max_nodes)))
+        self.learnable = trained.learnable
         self.drafts_trees = lookup.drafts_trees or trained.drafts_trees
         self.reads_target_kv = trained.reads_target_kv
         self.independent_siblings = trained.independent_siblings and not lookup.drafts_trees

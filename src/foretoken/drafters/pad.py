@@ -46,6 +46,8 @@ class PadDrafter(Drafter):
     """
 
     drafts_trees = True
+    most_guesses: int | None = None
+    """Longest draft; None if only the budget limits it."""
 
     def __init__(self, pad_token_id: int) -> None:
         self._pad = pad_token_id
@@ -62,22 +64,31 @@ class PadDrafter(Drafter):
         if length != len(request.token_ids):
             guesses = []  # tokens were taken back, or there was no pass yet
         size = block_size(budget.nodes)
+        size = size if self.most_guesses is None else min(size, self.most_guesses)
         drafted = guesses[: min(size, budget.depth)]
         tokens, parents = [request.root, *drafted], list(range(-1, len(drafted)))
         for node in range(len(drafted) + 1):
             parent = node
-            for _ in range(min(size, budget.depth - node)):
+            for place in range(min(size, budget.depth - node)):
                 parents.append(parent)
                 parent = len(tokens)
-                tokens.append(self._pad)
+                tokens.append(self.padding(place))
         return Draft.deterministic(TokenTree(tuple(tokens), tuple(parents)))
+
+    def padding(self, place: int) -> int:
+        """The padding token at a place of a block, from 0."""
+        return self._pad
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
         """Read the next guesses from the padding below the last accepted node."""
         for outcome in outcomes:
             tree, node = outcome.draft.tree, outcome.accepted.last
-            guesses = []
-            while padding := [n for n in tree.children[node] if tree.tokens[n] == self._pad]:
+            guesses: list[int] = []
+            while padding := [
+                child
+                for child in tree.children[node]
+                if tree.tokens[child] == self.padding(len(guesses))
+            ]:
                 node = padding[-1]
                 guesses.append(outcome.output.argmax_of(node))
             self._guesses[outcome.request.key] = (len(outcome.request.token_ids), guesses)

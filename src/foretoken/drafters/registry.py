@@ -20,6 +20,8 @@ from foretoken.drafters.build import (
     build_draft_model,
     build_eagle,
     build_hybrid,
+    build_parallel,
+    build_pass,
     build_rest,
     build_several,
     pad_token_id,
@@ -49,6 +51,7 @@ from foretoken.drafters.ngram import NgramDrafter, NgramOptions
 from foretoken.drafters.ngram_table import NgramTableDrafter, NgramTableOptions
 from foretoken.drafters.none import NoDrafter
 from foretoken.drafters.pad import PadDrafter, PadOptions
+from foretoken.drafters.pass_tokens import PassOptions
 from foretoken.drafters.random_tokens import RandomDrafter
 from foretoken.drafters.recycle import RecycleDrafter, RecycleOptions
 from foretoken.drafters.regex import RegexDrafter, RegexOptions
@@ -91,6 +94,13 @@ METHODS: dict[str, DrafterSpec] = {
         4,
         takes_head=True,
         summary="a trained head that reads the target's hidden states (EAGLE-3)",
+    ),
+    "parallel": DrafterSpec(
+        EagleOptions,
+        build_parallel,
+        5,
+        takes_head=True,
+        summary="a trained head that drafts a block in one pass (P-EAGLE)",
     ),
     "medusa": DrafterSpec(
         StateHeadOptions,
@@ -177,6 +187,14 @@ METHODS: dict[str, DrafterSpec] = {
         8,
         steady=True,
         summary="padding behind the text, so that one target pass guesses a block",
+    ),
+    "pass": DrafterSpec(
+        PassOptions,
+        build_pass,
+        8,
+        takes_head=True,
+        steady=True,
+        summary="learnt look-ahead embeddings behind the text, for a block per pass (PaSS)",
     ),
     "regex": DrafterSpec(
         RegexOptions,

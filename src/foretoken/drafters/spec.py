@@ -25,7 +25,7 @@ class DrafterParts:
         options: the method's own options.
         coupled: whether the acceptance rule wants drafts drawn with the target's own noise.
         target: the target, for methods that draft with a part of it.
-        model: what the user gave as `model`; only for methods with `takes_head`.
+        model: what the user gave as `model`; a folder for methods with `takes_head`.
         share_memory: counts KV rows of the drafter into `kv_cache_memory`.
         load_model: loads the draft model, with any vocabulary; only for methods with
             `takes_model`.

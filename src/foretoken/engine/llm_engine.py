@@ -13,6 +13,7 @@ and a step advances the requests of all threads.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -23,6 +24,7 @@ from foretoken.core.grammar import Grammars
 from foretoken.core.params import SamplingParams
 from foretoken.core.rules import DecodingRules
 from foretoken.drafters.heads.shipped import shipped_config
+from foretoken.drafters.online import OnlineReport
 from foretoken.engine.jobs import Job
 from foretoken.engine.kv_budget import KVBudget
 from foretoken.engine.prefix_cache import PrefixCache
@@ -70,6 +72,7 @@ class LLMEngine:
         options: see `EngineOptions`.
 
     Attributes:
+        options: as given.
         target: the model being accelerated.
         strategies: builds drafters, controllers and rules for the target.
 
@@ -81,7 +84,7 @@ class LLMEngine:
     def __init__(
         self, loaded: LoadedModel, config: SpeculativeConfig | None, options: EngineOptions
     ) -> None:
-        self.tokenizer = loaded.tokenizer
+        self.tokenizer, self.options = loaded.tokenizer, options
         self._kv_budget = KVBudget(options.kv_cache_bytes)
         self.target = Target(
             loaded.module,
@@ -209,8 +212,14 @@ class LLMEngine:
 
     def reset_drafter_memory(self) -> None:
         """See `LLM.reset_drafter_memory`."""
-        for drafter in (self._speculation.default.drafter, *self.strategies.drafters()):
-            self._turns.take(drafter.forget)
+        for strategy in (self._speculation.default, *self.strategies.kept()):
+            self._turns.take(strategy.forget)
+
+    @property
+    def online_report(self) -> OnlineReport | None:
+        """See `LLM.online_report`."""
+        learner = self._speculation.default.learner
+        return None if learner is None else learner.report
 
     # Jobs, for `LLM`
 
@@ -315,7 +324,9 @@ class LLMEngine:
 
     def _step(self) -> None:
         if self._scheduler.busy:
+            began = time.perf_counter()
             self._scheduler.step()
+            self._speculation.learn(time.perf_counter() - began)
 
     def _remember(self, request_id: str) -> None:
         """Record an id as taken. If there are too many, forget the oldest that is not in use."""

@@ -21,6 +21,7 @@ from foretoken.drafters.overlap import VocabularyOverlap
 from foretoken.drafters.spec import DrafterParts
 from foretoken.drafters.vocabulary import DraftModel
 from foretoken.engine.kv_budget import KVBudget
+from foretoken.engine.online import learner_for
 from foretoken.errors import CompatibilityError, ConfigError
 from foretoken.runtime.costs import CostCurve
 from foretoken.runtime.kv_slab import SlabFull, is_out_of_memory
@@ -94,15 +95,22 @@ class StrategyFactory:
         del self._built[:-MAX_STRATEGIES]
         return self._built[-1][1]
 
+    def kept(self) -> list[Strategy]:
+        """The requests' strategies that are kept."""
+        return [strategy for _, strategy in self._built]
+
     def drafters(self) -> list[Drafter]:
-        """The drafters of the requests' strategies that are kept."""
-        return [strategy.drafter for _, strategy in self._built]
+        """Their drafters."""
+        return [strategy.drafter for strategy in self.kept()]
 
     def build(self, config: SpeculativeConfig) -> Strategy:
         """Build a strategy. If the configuration names no rule, it has the `LLM`'s."""
         rule = config.rule if config.names_rule else self.config.rule
         drafter = self.drafter(config, rule)
-        strategy = Strategy(drafter, self._controller(config, drafter, rule), rule)
+        learner = None
+        if config.online is not None:
+            learner = learner_for(config.method_name, drafter, config.online, self._target)
+        strategy = Strategy(drafter, self._controller(config, drafter, rule), rule, learner)
         self._kv_budget.share()
         self._measure_costs(strategy.controller)
         return strategy
@@ -222,7 +230,7 @@ def _check_layers(method: str, drafter: Drafter, target: Target) -> None:
 
 def _inner_config(fields: Mapping[str, Any]) -> SpeculativeConfig:
     """The configuration of an inner drafter; all other choices belong to the outer one."""
-    for name in ("num_speculative_tokens", "acceptance", "controller"):
+    for name in ("num_speculative_tokens", "acceptance", "controller", "online"):
         if name in fields:
             raise ConfigError(f"{name} belongs to the outer speculative_config, not to {fields}.")
     return SpeculativeConfig.parse(fields)

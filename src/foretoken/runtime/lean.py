@@ -20,9 +20,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.runtime.attention import attend_grouped, grouped_mask
+from foretoken.runtime.embedding import look_up
 from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.kv_slab import KVSlab
-from foretoken.runtime.llama import DecoderWeights, LayerWeights, LinearWeights
+from foretoken.runtime.llama import (
+    DecoderWeights,
+    JointInput,
+    LayerWeights,
+    LinearWeights,
+    MixedInput,
+)
 from foretoken.runtime.network import Need, PassOutput
 
 __all__ = ["DenseLinear", "LeanDecoder", "Linear", "LinearLayer"]
@@ -73,7 +80,7 @@ class _Layer:
     """
 
     index: int
-    attention_norm: Tensor
+    attention_norm: Tensor | None
     qkv: Linear
     query_norm: Tensor | None
     key_norm: Tensor | None
@@ -99,7 +106,11 @@ class LeanDecoder:
         self._heads, self._key_heads = weights.heads, weights.key_heads
         self._width, self._scaling, self._epsilon = weights.width, weights.scaling, weights.epsilon
         self._embedding, self._norm = weights.embedding, weights.norm
-        self._joint = weights.joint
+        joint = weights.joint
+        self._joint = joint if isinstance(joint, JointInput) else None
+        mixed = joint.linear if isinstance(joint, MixedInput) else None
+        self._mix = None if mixed is None else linear(mixed.weight, mixed.bias).forward
+        self._more: Tensor | None = None  # [L, E] of the tokens behind the vocabulary
         self._angles: tuple[Tensor, Tensor] | None = None
         self._layers = [
             _layer(index, weights.layer(index), linear) for index in range(weights.num_layers)
@@ -137,6 +148,13 @@ class LeanDecoder:
         other._layers = layers
         return other
 
+    def extend(self, rows: Tensor) -> int:
+        """See `Network.extend`."""
+        rows = rows.to(self._embedding)
+        known = rows[:0] if self._more is None else self._more
+        self._more = torch.cat([known, rows])
+        return len(self._embedding) + len(known)
+
     def forward(self, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:
         """See `Network.forward`."""
         x, joined = self._begin(inputs)
@@ -168,10 +186,13 @@ class LeanDecoder:
 
     def _begin(self, inputs: PassInputs) -> tuple[Tensor, Tensor | None]:
         """The residual stream [T, E]; of a drafting head, also its first attention's input."""
-        x = F.embedding(inputs.flat(inputs.tokens), self._embedding)
-        if self._joint is None:
+        x = look_up(inputs.flat(inputs.tokens), self._embedding, self._more)
+        if self._joint is None and self._mix is None:
             return x, None
         states = inputs.states_of_nodes
+        if self._mix is not None:
+            return self._mix(torch.cat([x, states], dim=-1)), None
+        assert self._joint is not None
         normed = self._normalised(states, self._joint.state_norm)
         joined = torch.cat([self._normalised(x, self._joint.embedding_norm), normed], dim=-1)
         return (normed if self._joint.norm_before_residual else states), joined
@@ -205,7 +226,9 @@ class LeanDecoder:
         gate, up = layer.gate_up(self._normalised(x, layer.mlp_norm)).chunk(2, dim=-1)
         return layer.down(F.silu(gate) * up)
 
-    def _normalised(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _normalised(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is None:
+            return x
         return F.rms_norm(x, weight.shape, weight, self._epsilon)
 
     def _angles_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:

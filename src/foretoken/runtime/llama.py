@@ -19,6 +19,7 @@ __all__ = [
     "LayerWeights",
     "LinearWeights",
     "LlamaWeights",
+    "MixedInput",
     "Rotary",
     "is_llama",
 ]
@@ -74,7 +75,7 @@ class LayerWeights:
     and I the intermediate size.
 
     Args:
-        attention_norm: [E].
+        attention_norm: [E], or None if the attention reads the residual stream as it is.
         qkv: E -> (H + 2 G) D.
         query_norm: [D], or None if the architecture does not normalise heads.
         key_norm: as `query_norm`.
@@ -84,7 +85,7 @@ class LayerWeights:
         down: I -> E.
     """
 
-    attention_norm: Tensor
+    attention_norm: Tensor | None
     qkv: LinearWeights
     query_norm: Tensor | None
     key_norm: Tensor | None
@@ -116,6 +117,17 @@ class JointInput:
     norm_output: bool
 
 
+@dataclass(frozen=True)
+class MixedInput:
+    """How a drafting head of EAGLE-1 reads states: the stream begins with `linear` of both.
+
+    Args:
+        linear: [embedding; state], 2 E -> E.
+    """
+
+    linear: LinearWeights
+
+
 class DecoderWeights(Protocol):
     """What `lean.py` and `native/` read of a decoder; letters are those of `LayerWeights`.
 
@@ -132,12 +144,12 @@ class DecoderWeights(Protocol):
     num_layers: int
     embedding: Tensor
     """[V, E], in the dtype of the KV and of the inputs of linear layers."""
-    norm: Tensor
-    """[E] of the final norm."""
+    norm: Tensor | None
+    """[E] of the final norm; None if the output layer reads the residual stream as it is."""
     head: LinearWeights
     """E -> Vo."""
     rotary: Rotary
-    joint: JointInput | None
+    joint: JointInput | MixedInput | None
     """None for a language model, whose residual stream begins with the embedding."""
 
     def layer(self, index: int) -> LayerWeights:
@@ -164,13 +176,13 @@ class LlamaWeights:
         self.scaling: float = attention.scaling
         self.epsilon: float = config.rms_norm_eps
         self.embedding: Tensor = body.embed_tokens.weight.detach()  # [V, E]
-        self.norm: Tensor = body.norm.weight.detach()  # [E]
+        self.norm: Tensor | None = body.norm.weight.detach()  # [E]
         head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         self.head = LinearWeights.of(head)
         self.num_layers = len(body.layers)
         self._layers = body.layers
         self.rotary = Rotary(body.rotary_emb, self.embedding.device)
-        self.joint: JointInput | None = None
+        self.joint: JointInput | MixedInput | None = None
 
     def layer(self, index: int) -> LayerWeights:
         """The weights of a layer; the merged ones are new copies."""

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from foretoken.errors import CompatibilityError
 from foretoken.runtime.attention import IMPLEMENTATION
 from foretoken.runtime.cpu import Int8Linear, PackedLinear, pack
+from foretoken.runtime.embedding import extended
 from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.kv_slab import KVSlab
 from foretoken.runtime.network import Need, PassOutput
@@ -76,6 +77,12 @@ class ModuleNetwork:
         return PassOutput(
             logits if need.last is None else logits[inputs.last_nodes(need.last)], hidden=flat
         )
+
+    def extend(self, rows: Tensor) -> int:
+        """See `Network.extend`."""
+        embedding, first = extended(self._model.get_input_embeddings(), rows)
+        self._model.set_input_embeddings(embedding)
+        return first
 
     def first_layers(self, count: int) -> ModuleNetwork:
         """See `Network.first_layers`.

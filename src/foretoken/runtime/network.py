@@ -125,6 +125,20 @@ class Network(Protocol):
         """
         ...
 
+    def extend(self, rows: Tensor) -> int:
+        """Give embeddings to the next token ids behind the vocabulary, for later passes.
+
+        The target never writes such a token, so nodes that have one are never accepted. Parts of
+        this network (`first_layers`, `without`) that exist already may not know them.
+
+        Args:
+            rows: [L, E] what the embedding layer is to return.
+
+        Returns:
+            The first id; those of the other rows follow.
+        """
+        ...
+
     def first_layers(self, count: int) -> Self:
         """The first `count` layers with the final norm and head, on the same weights and KV."""
         ...

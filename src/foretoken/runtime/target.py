@@ -38,11 +38,13 @@ class Target(Passes):
 
     Attributes:
         config: the model's, of its text part.
+        quantization, runtime: as they were given.
         bit_exact: whether the checks at construction found the same bits for every number of nodes
             (invariant 7).
         exact_trees: whether this holds for nodes of trees, too.
         final_norm: the norm before the output layer, [..., E] -> [..., E]; None if it is not known.
         logits_bias: [V] that the model adds to its logits; None if it adds nothing.
+        reload: as given.
 
     Raises:
         ConfigError: `max_model_len`, `quantization` or `runtime` is not possible.
@@ -66,11 +68,11 @@ class Target(Passes):
             parts = describe(model)
             self.vocab_size, self.logits_bias = parts.head.out_features, parts.logits_bias
         self._vocabulary_weights = _kept_weights(model)
-        self._reload = reload
+        self.reload = reload
         self.final_norm = final_norm(model)
         network = network_for(model, quantization, runtime)
         super().__init__(network, length, model.dtype, model.device)
-        self.quantization = quantization
+        self.quantization, self.runtime = quantization, runtime
         self.bit_exact = probe(self, model, quantized=quantization is not None)
         self.exact_trees = self.bit_exact and self.network.exact_trees
         self.num_passes = 0
@@ -83,7 +85,7 @@ class Target(Passes):
         has no such layers, or cannot be loaded again.
         """
         found = self._vocabulary_weights()
-        return vocabulary_weights(self._reload()) if found is None and self._reload else found
+        return vocabulary_weights(self.reload()) if found is None and self.reload else found
 
 
 def final_norm(model: Any) -> nn.Module | None:

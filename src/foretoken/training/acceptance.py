@@ -1,4 +1,4 @@
-"""How often a head's greedy drafts are right, and the mean acceptance length that follows.
+"""How often a drafter's greedy drafts are right, and the mean acceptance length that follows.
 
 The drafts of all roots are known from one pass of training. A chain of n tokens is simulated on
 them as decoding would use it: it accepts the right tokens in front of the first wrong one, adds the

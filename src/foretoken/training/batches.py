@@ -12,7 +12,7 @@ attention would cost more than it saves: most of its mask would be empty.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,20 @@ from torch.utils.data import Dataset, Sampler
 
 from foretoken.training.features import FeatureCache, Features
 
-__all__ = ["Batch", "BatchSampler", "Levels", "TrainingSet", "collate"]
+__all__ = [
+    "FIRST_LEARNT",
+    "Batch",
+    "BatchSampler",
+    "Examples",
+    "Joined",
+    "Levels",
+    "TrainingSet",
+    "collate",
+]
+
+FIRST_LEARNT = 2
+"""The first token that a draft can guess: a pair is in front of it."""
+
 
 _WINDOW = 32
 """Batches whose conversations are sorted by length together."""
@@ -77,46 +90,102 @@ class Batch(NamedTuple):
         return int(self.lengths.sum())
 
 
-class TrainingSet(Dataset[Features]):
+class Examples(Dataset[Features]):
+    """Conversations that have something to learn.
+
+    Attributes:
+        sizes: tokens of each.
+    """
+
+    sizes: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+
+class Joined(Examples):
+    """Some of these and some of those conversations.
+
+    Args:
+        parts: conversations with the numbers of those that are taken.
+    """
+
+    def __init__(self, *parts: tuple[Examples, Sequence[int]]) -> None:
+        self._places = [(examples, number) for examples, numbers in parts for number in numbers]
+        self.sizes = [examples.sizes[number] for examples, number in self._places]
+
+    def __getitem__(self, index: int) -> Features:
+        examples, number = self._places[index]
+        features: Features = examples[number]
+        return features
+
+
+class TrainingSet(Examples):
     """The conversations of a cache that have something to learn in their first tokens.
 
     Args:
         cache: the features.
         length: most tokens of a conversation; the rest is cut off.
+        answers: for each conversation of the cache, [start, stop) of each part to learn; None for
+            all of its answers.
     """
 
-    def __init__(self, cache: FeatureCache, length: int) -> None:
+    def __init__(
+        self,
+        cache: FeatureCache,
+        length: int,
+        answers: Sequence[Sequence[tuple[int, int]]] | None = None,
+    ) -> None:
         self._cache, self._length = cache, length
+        self._answers = cache.index["answers"] if answers is None else answers
         sizes = [min(size, length) for size in cache.lengths]
         self._numbers = [
             number
-            for number, answers in enumerate(cache.index["answers"])
-            # The first token that a draft can guess is the third one.
-            if any(max(first, 2) < min(stop, sizes[number]) for first, stop in answers)
+            for number, parts in enumerate(self._answers)
+            if any(max(first, FIRST_LEARNT) < min(stop, sizes[number]) for first, stop in parts)
         ]
         self.sizes = [sizes[number] for number in self._numbers]
 
-    def __len__(self) -> int:
-        return len(self._numbers)
-
     def __getitem__(self, index: int) -> Features:
         each, size = self._cache[self._numbers[index]], self.sizes[index]
-        answers = [(first, min(stop, size)) for first, stop in each.answers if first < size]
         return Features(
             each.tokens[:size],
-            answers,
+            self._parts(index),
             each.hidden[:size],
             each.scales[:size],
             each.top_tokens[:size],
             each.top_logprobs[:size],
         )
 
+    def _parts(self, index: int) -> list[tuple[int, int]]:
+        """[start, stop) of each part to learn of a conversation."""
+        size = self.sizes[index]
+        parts = self._answers[self._numbers[index]]
+        return [(first, min(stop, size)) for first, stop in parts if first < size]
+
+    @property
+    def num_learnt(self) -> int:
+        """Tokens to learn."""
+        parts = (part for index in range(len(self)) for part in self._parts(index))
+        return sum(max(0, stop - max(FIRST_LEARNT, first)) for first, stop in parts)
+
+    def only(self, parts: Mapping[int, Sequence[tuple[int, int]]]) -> TrainingSet:
+        """The same conversations with fewer parts to learn.
+
+        Args:
+            parts: index of a conversation -> [start, stop) of each part; others have none.
+        """
+        answers: list[Sequence[tuple[int, int]]] = [()] * len(self._cache)
+        for index, chosen in parts.items():
+            answers[self._numbers[index]] = chosen
+        return TrainingSet(self._cache, self._length, answers)
+
 
 class BatchSampler(Sampler[list[int]]):
     """Batches of similar conversations, in an order that follows from seed and epoch.
 
     Args:
-        sizes: tokens of each conversation.
+        sizes: tokens of each conversation; they may be replaced between two epochs.
         batch_tokens: most tokens of a batch, padding included; a longer conversation has a batch of
             its own.
         seed: of the order; None keeps the conversations sorted by length.
@@ -131,7 +200,7 @@ class BatchSampler(Sampler[list[int]]):
         seed: int | None = None,
         multiple_of: int = 1,
     ) -> None:
-        self._sizes, self._batch_tokens, self._seed = sizes, batch_tokens, seed
+        self.sizes, self._batch_tokens, self._seed = sizes, batch_tokens, seed
         self._multiple_of = multiple_of
         self._epoch = 0
 
@@ -146,16 +215,16 @@ class BatchSampler(Sampler[list[int]]):
         return len(self._batches())
 
     def _batches(self) -> list[list[int]]:
-        numbers = list(range(len(self._sizes)))
+        numbers = list(range(len(self.sizes)))
         if self._seed is None:
-            return self._filled(sorted(numbers, key=self._sizes.__getitem__))
+            return self._filled(sorted(numbers, key=self.sizes.__getitem__))
         order = random.Random(self._seed * 1_000_003 + self._epoch)
         order.shuffle(numbers)
-        mean = sum(self._sizes) / max(1, len(self._sizes))
+        mean = sum(self.sizes) / max(1, len(self.sizes))
         window = max(1, round(_WINDOW * self._batch_tokens / max(1, mean)))
         batches: list[list[int]] = []
         for start in range(0, len(numbers), window):
-            part = sorted(numbers[start : start + window], key=self._sizes.__getitem__)
+            part = sorted(numbers[start : start + window], key=self.sizes.__getitem__)
             batches += self._filled(part)
         order.shuffle(batches)
         return batches[: len(batches) - len(batches) % self._multiple_of]
@@ -164,7 +233,7 @@ class BatchSampler(Sampler[list[int]]):
         """Batches of these conversations, which are sorted by length."""
         batches: list[list[int]] = []
         for number in numbers:
-            fits = batches and (len(batches[-1]) + 1) * self._sizes[number] <= self._batch_tokens
+            fits = batches and (len(batches[-1]) + 1) * self.sizes[number] <= self._batch_tokens
             if fits:
                 batches[-1].append(number)
             else:
@@ -196,8 +265,9 @@ def _pairs(each: Features, num_levels: int) -> Batch:
     learnt = torch.zeros(size + num_levels, dtype=torch.bool)
     for first, stop in each.answers:
         learnt[first:stop] = True
-    roots = learnt[2:size].nonzero().flatten()
-    ahead = roots + 2 + torch.arange(num_levels)[:, None]  # [L, Q] positions of the labels
+    roots = learnt[FIRST_LEARNT:size].nonzero().flatten()
+    level = torch.arange(num_levels)[:, None]
+    ahead = roots + FIRST_LEARNT + level  # [L, Q] positions of the labels
     at = ahead.clamp(max=size - 1)
     levels = Levels(
         inputs=each.tokens[at - 1],

@@ -4,5 +4,20 @@ from __future__ import annotations
 
 __all__ = ["TRAINABLE"]
 
-TRAINABLE = ("eagle", "medusa", "hydra", "blockwise", "mlp_speculator", "distill")
+TRAINABLE = (
+    "eagle",
+    "eagle1",
+    "parallel",
+    "medusa",
+    "hydra",
+    "blockwise",
+    "mlp_speculator",
+    "distill",
+    "boost",
+    "early_exit",
+    "pad",
+    "pass",
+    "medusa_2",
+    "blockwise_tuned",
+)
 """The names in `methods.TRAINING_METHODS`."""

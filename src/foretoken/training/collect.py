@@ -77,6 +77,10 @@ class FileSource:
         """See `Source.write`: until the files end."""
         texts = _share(self._data.texts, held_out=held_out)
         yield [text for text in texts if after is None or text.seed > after]
+        if self._data.answered and not held_out:
+            answered = _share(self._data.answered, held_out=False)
+            yield [each for each in answered if after is None or each.seed > after]
+            return
         talks = _share(self._data.talks, held_out=held_out)
         left = [talk for talk in talks if after is None or talk.seed > after]
         for start in range(0, len(left), self._batch):

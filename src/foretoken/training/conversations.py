@@ -14,7 +14,7 @@ from pathlib import Path
 
 from foretoken.errors import DataError
 
-__all__ = ["Conversation", "ConversationFile", "loop_start"]
+__all__ = ["Conversation", "ConversationFile", "loop_start", "opening"]
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,16 @@ def _conversation(line: str, where: str) -> Conversation:
         )
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(f"{where}: not a conversation of this program: {error}.") from None
+
+
+def opening(tokens: Sequence[int], answers: Sequence[tuple[int, int]]) -> Sequence[int]:
+    """What is in front of the first part to learn; of a text that is learnt as a whole, its half.
+
+    Args:
+        tokens: of a conversation.
+        answers: [start, stop) of each part to learn.
+    """
+    return tokens[: answers[0][0] or len(tokens) // 2]
 
 
 def loop_start(tokens: Sequence[int], length: int = 12, times: int = 2) -> int | None:

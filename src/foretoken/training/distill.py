@@ -4,8 +4,9 @@
 
 for the target's distribution p and the draft model's q behind every token in front of a part to
 learn. D is one of `losses`; the paper recommends to try several, since the best one depends on task
-and temperature. The text is what the target writes. The paper also trains on text that the draft
-model writes, scored by the target (on-policy data); this does not.
+and temperature. The answers are those that the target writes (`teacher`), those of the draft model
+(`on_policy`, see `on_policy.py`), some of both (`mixed`), or the user's own (`fixed`). p is
+that of the target, whoever wrote the text.
 
 The draft model is a causal LM with the target's vocabulary. It reads nothing of the target but its
 tokens, so one pass over a conversation gives all levels: level k of the draft at root r is its
@@ -21,8 +22,8 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
-from annotated_types import Ge, MinLen
-from pydantic import model_validator
+from annotated_types import Ge, Gt, Lt, MinLen
+from pydantic import FiniteFloat, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -42,11 +43,17 @@ from foretoken.training.draft_lm import (
     write_lm,
 )
 from foretoken.training.losses import LOSSES, Loss
-from foretoken.training.method import HeadParts, TrainingMethod
+from foretoken.training.method import HeadParts, OnPolicy, TrainingMethod
 from foretoken.training.settings import TrainingSettings
 from foretoken.training.trainee import Trainee, at_roots
 
-__all__ = ["DistillTrainee", "DistillTraining", "DistillTrainingOptions"]
+__all__ = [
+    "DistillTrainee",
+    "DistillTraining",
+    "DistillTrainingOptions",
+    "DraftModelTraining",
+    "DraftModelTrainingOptions",
+]
 
 SCRATCH, TARGET = "scratch", "target"
 
@@ -104,8 +111,8 @@ class DistillTrainee(Trainee):
         return logits[..., : len(self.draft_tokens)].float()
 
 
-class DistillTrainingOptions(Config):
-    """Options of `foretoken train distill`.
+class DraftModelTrainingOptions(Config):
+    """Options of all methods that train draft models.
 
     Args:
         start: `scratch` for random weights, `target` for the target's first `num_layers` layers
@@ -138,16 +145,44 @@ class DistillTrainingOptions(Config):
         return self
 
 
-class DistillTraining(TrainingMethod):
-    """Draft models."""
+class DistillTrainingOptions(DraftModelTrainingOptions):
+    """Options of `foretoken train distill`, besides those of all draft models.
 
-    name: ClassVar[str] = "distill"
-    summary: ClassVar[str] = "a small model with the target's vocabulary (DistillSpec)"
-    Options: ClassVar[type[Config]] = DistillTrainingOptions
+    Args:
+        answers: what is learnt: those that the target writes (`teacher`), those that the draft
+            model writes (`on_policy`), some of both (`mixed`), or those in the user's files
+            (`fixed`).
+        on_policy_share: of `mixed`: the share of the conversations that the draft model answers.
+        refresh_every: steps after which the draft model writes again.
+    """
+
+    answers: Literal["teacher", "on_policy", "mixed", "fixed"] = "teacher"
+    on_policy_share: Annotated[FiniteFloat, Gt(0), Lt(1)] = 0.5
+    refresh_every: Annotated[int, Ge(1)] = 100
+
+    @model_validator(mode="after")
+    def _the_draft_model_writes(self) -> Self:
+        if self.loss == "ce" and self.answers in ("on_policy", "mixed"):
+            raise ValueError(
+                "loss: 'ce' learns the tokens of the text, and the draft model would learn its "
+                "own: choose another loss."
+            )
+        usable = {"mixed": ("on_policy_share", "refresh_every"), "on_policy": ("refresh_every",)}
+        for name in ("on_policy_share", "refresh_every"):
+            if name in self.model_fields_set and name not in usable.get(self.answers, ()):
+                raise ValueError(
+                    f"{name}: has no meaning with answers '{self.answers}': remove it, or set "
+                    "answers to 'mixed'."
+                )
+        return self
+
+
+class DraftModelTraining(TrainingMethod):
+    """Base of the methods that train draft models."""
 
     @property
-    def _options(self) -> DistillTrainingOptions:
-        assert isinstance(self.options, DistillTrainingOptions)
+    def _options(self) -> DraftModelTrainingOptions:
+        assert isinstance(self.options, DraftModelTrainingOptions)
         return self.options
 
     @property
@@ -171,7 +206,11 @@ class DistillTraining(TrainingMethod):
     def trainee(self, parts: HeadParts) -> Trainee:
         """See `TrainingMethod.trainee`."""
         vocab_size = parts.embedding.shape[0]
-        return DistillTrainee(self._lm(parts, vocab_size), vocab_size, LOSSES[self._options.loss])
+        return self.of(self._lm(parts, vocab_size), vocab_size)
+
+    def of(self, lm: PreTrainedModel, vocab_size: int) -> DistillTrainee:
+        """A draft model with the loss of the options."""
+        return DistillTrainee(lm, vocab_size, LOSSES[self._options.loss])
 
     def _lm(self, parts: HeadParts, vocab_size: int) -> PreTrainedModel:
         options = self._options
@@ -188,6 +227,31 @@ class DistillTraining(TrainingMethod):
         """See `TrainingMethod.write`: a Hugging Face folder."""
         assert isinstance(trainee, DistillTrainee)
         write_lm(trainee.lm, parts.name, folder, notes)
+
+
+class DistillTraining(DraftModelTraining):
+    """One draft model."""
+
+    name: ClassVar[str] = "distill"
+    summary: ClassVar[str] = "a small model with the target's vocabulary (DistillSpec)"
+    Options: ClassVar[type[Config]] = DistillTrainingOptions
+
+    @property
+    def _own(self) -> DistillTrainingOptions:
+        assert isinstance(self.options, DistillTrainingOptions)
+        return self.options
+
+    @property
+    def on_policy(self) -> OnPolicy | None:
+        """See `TrainingMethod.on_policy`."""
+        shares = {"on_policy": 1.0, "mixed": self._own.on_policy_share}
+        share = shares.get(self._own.answers)
+        return None if share is None else OnPolicy(share, self._own.refresh_every)
+
+    @property
+    def learns_given_answers(self) -> bool:
+        """See `TrainingMethod.learns_given_answers`."""
+        return self._own.answers == "fixed"
 
     def serving(self, folder: Path) -> dict[str, Any]:
         """See `TrainingMethod.serving`."""

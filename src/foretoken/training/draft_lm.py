@@ -26,6 +26,7 @@ from foretoken.models.support import check_supported, context_length
 
 __all__ = [
     "Sizes",
+    "checked",
     "decoder",
     "embedding",
     "first_layers",
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 _GENERATION = "generation_config.json"
+_SCRATCH = ": start from 'scratch'"
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def first_layers(name: str, sizes: Sizes) -> PreTrainedModel:
     lm = _made(type(whole), config)
     missing = lm.load_state_dict(whole.state_dict(), strict=False).missing_keys
     assert not missing, missing
-    return _checked(lm, name)
+    return checked(lm, f"start: {name}", _SCRATCH)
 
 
 def loaded(
@@ -155,24 +157,28 @@ def loaded(
             f"start: {name} has another vocabulary than the target: start from a model with the "
             "target's tokenizer, or from 'scratch'."
         )
-    return _checked(lm.requires_grad_(True), name)
+    return checked(lm.requires_grad_(True), f"start: {name}", _SCRATCH)
 
 
 @torch.no_grad()
-def _checked(lm: PreTrainedModel, name: str) -> PreTrainedModel:
+def checked(lm: PreTrainedModel, name: str, advice: str = "") -> PreTrainedModel:
     """The same model, if it can draft, and its logits are its output layer's.
+
+    Args:
+        lm: the model.
+        name: its name, for the message.
+        advice: what to do instead, for the message.
 
     Raises:
         CompatibilityError: it cannot, or they are scaled or capped.
     """
     check_supported(lm, context_length(lm.config, None))
-    tokens = torch.arange(4).unsqueeze(0)
+    tokens = torch.arange(4, device=lm.device).unsqueeze(0)
     lm.train(False)
     states = decoder(lm)(input_ids=tokens, use_cache=False).last_hidden_state
     if not torch.allclose(lm(input_ids=tokens).logits, output_layer(lm)(states), atol=1e-4):
         raise CompatibilityError(
-            f"start: {name} changes the logits of its output layer, which is not supported: start "
-            "from 'scratch'."
+            f"{name} changes the logits of its output layer, which is not supported{advice}."
         )
     return lm
 

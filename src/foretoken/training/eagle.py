@@ -12,25 +12,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Ge, MinLen
-from pydantic import FiniteFloat
 from torch import Tensor
 
 from foretoken.core.config import Config
 from foretoken.drafters.heads.checkpoint import write_checkpoint
 from foretoken.drafters.heads.config_file import Description
-from foretoken.drafters.heads.eagle_net import EagleConfig, EagleNet, KeysValues
+from foretoken.drafters.heads.eagle_net import EagleConfig, EagleNet, KeysValues, default_layers
+from foretoken.drafters.heads.probe import Probe, Seen
 from foretoken.errors import ConfigError
 from foretoken.training.batches import Batch
 from foretoken.training.features import dequantize, noisy
+from foretoken.training.head_options import DraftOptions, NoiseOptions
 from foretoken.training.losses import LOSSES, Loss
 from foretoken.training.method import HeadParts, TrainingMethod
 from foretoken.training.trainee import Trainee
 
-__all__ = ["EagleTrainee", "EagleTraining", "EagleTrainingOptions"]
+__all__ = ["EagleTrainee", "EagleTraining", "EagleTrainingOptions", "FusedOptions", "layer_sizes"]
 
 
 class EagleTrainee(Trainee):
@@ -47,10 +48,14 @@ class EagleTrainee(Trainee):
         self.net = net
         self._noise = noise
 
+    def fused(self, batch: Batch) -> Tensor:
+        """[B, T, E] the states of a text's pairs; with noise while it learns."""
+        hidden = dequantize(batch.hidden, batch.scales)
+        return self.net.fuse(noisy(hidden, self._noise) if self.training else hidden)
+
     def outputs(self, batch: Batch, num_levels: int) -> Iterator[Tensor]:
         """See `Trainee.outputs`: training-time test."""
-        hidden = dequantize(batch.hidden, batch.scales)
-        states = self.net.fuse(noisy(hidden, self._noise) if self.training else hidden)
+        states = self.fused(batch)
         positions = torch.arange(states.shape[1], device=states.device).expand(len(states), -1)
         mask = (positions[:1] <= batch.roots.unsqueeze(-1)).unsqueeze(1)  # [B, 1, Q, T]
         earlier: Sequence[KeysValues] = ()
@@ -70,30 +75,60 @@ class EagleTrainee(Trainee):
         return self.net.logits(outputs)
 
 
-class EagleTrainingOptions(Config):
-    """Options of `foretoken train eagle`.
+class FusedOptions(DraftOptions, NoiseOptions):
+    """Options of heads that fuse hidden states of several layers; see those of its bases.
 
     Args:
-        draft_vocab_size: most tokens that the head can draft: those that the target writes most
-            often.
         layers: ids of the target's layers whose inputs are fused; None means a low, a middle and a
             high one: 2, L // 2 and L - 3.
-        loss: between the head's distribution and the target's.
-        noise: standard deviation of the noise on hidden states, relative to their size.
         qk_norm: whether queries and keys are normalised, as in Qwen3.
         fc_norm: whether each fused hidden state is normalised (EAGLE-3.1).
-        norm_output: whether the state that is fed back is normalised (EAGLE-3.1).
         intermediate_size: of the MLP; None means the target's.
     """
 
-    draft_vocab_size: Annotated[int, Ge(1)] = 8192
     layers: Annotated[tuple[Annotated[int, Ge(0)], ...], MinLen(1)] | None = None
-    loss: Literal["kl", "ce", "tv"] = "kl"
-    noise: Annotated[FiniteFloat, Ge(0)] = 0.05
     qk_norm: bool = False
     fc_norm: bool = True
-    norm_output: bool = True
     intermediate_size: Annotated[int, Ge(1)] | None = None
+
+
+class EagleTrainingOptions(FusedOptions):
+    """Options of `foretoken train eagle`, besides those of fused states.
+
+    Args:
+        norm_output: whether the state that is fed back is normalised (EAGLE-3.1).
+    """
+
+    norm_output: bool = True
+
+
+def layer_sizes(parts: HeadParts, intermediate_size: int | None) -> dict[str, Any]:
+    """The fields of `EagleConfig` that follow from the target.
+
+    Args:
+        parts: of the head.
+        intermediate_size: None means the target's.
+    """
+    config = parts.config.get_text_config()
+    heads = config.num_attention_heads
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": intermediate_size
+        or getattr(config, "intermediate_size", None)
+        or 4 * config.hidden_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": len(parts.draft_tokens),
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-5),
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": rope.get("rope_theta", 10000.0),
+        },
+    }
 
 
 class EagleTraining(TrainingMethod):
@@ -104,21 +139,20 @@ class EagleTraining(TrainingMethod):
     Options: ClassVar[type[Config]] = EagleTrainingOptions
 
     @property
-    def _options(self) -> EagleTrainingOptions:
-        assert isinstance(self.options, EagleTrainingOptions)
+    def _options(self) -> FusedOptions:
+        assert isinstance(self.options, FusedOptions)
         return self.options
 
     @property
     def draft_vocab_size(self) -> int:
         """See `TrainingMethod.draft_vocab_size`."""
-        return self._options.draft_vocab_size
+        return self._options.most_draft_tokens
 
     def layers(self, num_layers: int) -> tuple[int, ...]:
         """See `TrainingMethod.layers`."""
         chosen = self._options.layers
         if chosen is None:
-            middle, high = num_layers // 2, max(0, num_layers - 3)
-            return tuple(sorted({min(2, num_layers - 1), middle, high}))
+            return default_layers(num_layers)
         if max(chosen) > num_layers:
             raise ConfigError(f"layers: this model has layers 0 to {num_layers}, got {chosen}.")
         if len(set(chosen)) < len(chosen):
@@ -127,8 +161,9 @@ class EagleTraining(TrainingMethod):
 
     def trainee(self, parts: HeadParts) -> Trainee:
         """See `TrainingMethod.trainee`."""
+        assert isinstance(self.options, EagleTrainingOptions)
         net = EagleNet(
-            self._config(parts),
+            EagleConfig(**self.sizes(parts), norm_output=self.options.norm_output),
             parts.embedding,
             parts.output_rows[parts.draft_tokens],
             parts.draft_tokens,
@@ -136,28 +171,20 @@ class EagleTraining(TrainingMethod):
         net.initialise()
         return EagleTrainee(net, LOSSES[self._options.loss], self._options.noise)
 
-    def _config(self, parts: HeadParts) -> EagleConfig:
-        options, config = self._options, parts.config.get_text_config()
-        heads = config.num_attention_heads
-        rope = dict(getattr(config, "rope_parameters", None) or {})
-        return EagleConfig(
-            hidden_size=config.hidden_size,
-            intermediate_size=options.intermediate_size
-            or getattr(config, "intermediate_size", None)
-            or 4 * config.hidden_size,
-            num_attention_heads=heads,
-            num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            vocab_size=config.vocab_size,
-            draft_vocab_size=len(parts.draft_tokens),
-            aux_layers=self.layers(parts.num_layers),
-            max_position_embeddings=config.max_position_embeddings,
-            rms_norm_eps=getattr(config, "rms_norm_eps", 1e-5),
-            rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
-            fc_norm=options.fc_norm,
-            norm_output=options.norm_output,
-            qk_norm=options.qk_norm,
-        )
+    def sizes(self, parts: HeadParts) -> dict[str, Any]:
+        """The fields of `EagleConfig` that do not depend on what is fed back."""
+        options = self._options
+        return {
+            **layer_sizes(parts, options.intermediate_size),
+            "aux_layers": self.layers(parts.num_layers),
+            "fc_norm": options.fc_norm,
+            "qk_norm": options.qk_norm,
+        }
+
+    def probed(self, trainee: Trainee, seen: Seen) -> Mapping[str, Any]:
+        """See `TrainingMethod.probed`."""
+        assert isinstance(trainee, EagleTrainee)
+        return Probe.of(seen, trainee.net).note()
 
     def write(
         self, trainee: Trainee, parts: HeadParts, folder: Path, notes: Mapping[str, Any]

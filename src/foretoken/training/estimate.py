@@ -1,6 +1,6 @@
 """How long a training will take on this machine, and how much disk: measured beforehand.
 
-Every part is run for a few seconds: the target writes, its features are computed, and the head
+Every part is run for a few seconds: the target writes, its features are computed, and the drafter
 makes two steps of one level and two of all levels. The numbers of tokens do the rest.
 """
 
@@ -20,6 +20,7 @@ from foretoken.llm import LLM
 from foretoken.training.batches import TrainingSet
 from foretoken.training.conversations import Conversation
 from foretoken.training.features import FeatureCache, bytes_per_token, compute_features
+from foretoken.training.memory import TrainingBytes
 from foretoken.training.progress import Step
 from foretoken.training.settings import TrainingSettings
 from foretoken.training.trainee import Trainee
@@ -55,12 +56,14 @@ class Estimate:
     Args:
         writing_hours, feature_hours, training_hours: of its parts.
         disk_bytes: of the features.
+        training_bytes: memory and disk of the training itself.
     """
 
     writing_hours: float
     feature_hours: float
     training_hours: float
     disk_bytes: int
+    training_bytes: TrainingBytes
 
     @property
     def hours(self) -> float:
@@ -75,6 +78,10 @@ def estimate(
     num_layers: int,
     hidden_size: int,
     settings: TrainingSettings,
+    needed: TrainingBytes,
+    *,
+    on_policy_share: float = 0.0,
+    num_drafters: int = 1,
 ) -> Estimate:
     """What a training takes.
 
@@ -85,15 +92,21 @@ def estimate(
         num_layers: layers whose hidden states are kept.
         hidden_size: of the target.
         settings: of the training.
+        needed: see `Estimate.training_bytes`.
+        on_policy_share: share of the text that the drafter writes, anew for every epoch. It is
+            taken to be as slow as the target.
+        num_drafters: that are trained; those after the first learn less.
     """
     tokens = _PROMPT_SHARE * answer_tokens
+    own_tokens = on_policy_share * settings.epochs * tokens
     first = settings.first_level_share
     per_token = first / speeds.one_level + (1 - first) / speeds.all_levels
     return Estimate(
-        _PROMPT_SHARE * tokens_to_write / speeds.writing / 3600,
-        tokens / speeds.features / 3600,
-        settings.epochs * tokens * per_token / 3600,
+        (_PROMPT_SHARE * tokens_to_write + own_tokens) / speeds.writing / 3600,
+        (tokens + own_tokens) / speeds.features / 3600,
+        num_drafters * settings.epochs * tokens * per_token / 3600,
         round(tokens * bytes_per_token(num_layers, hidden_size)),
+        needed._replace(disk=num_drafters * needed.disk),
     )
 
 
@@ -104,7 +117,7 @@ def measure_speeds(
 
     Args:
         llm: the target.
-        trainee: a head like the one to train; it stays as it is.
+        trainee: a drafter like the one to train; it stays as it is.
         layers: whose hidden states it reads.
         settings: of the training.
         rows: sequences that the target writes at a time.

@@ -1,9 +1,9 @@
 """What training needs of the target's passes over conversations, computed once and kept on disk.
 
-For every token: the hidden states of the layers that a head reads, and the target's most probable
-next tokens. The passes are those of the runtime that will serve the head, so that it is trained on
-the features it will see. Hidden states are kept in int8 with a scale per group, which is far more
-exact than the noise that training adds to them.
+For every token: the hidden states of the layers that a drafter reads, and the target's most
+probable next tokens. The passes are those of the runtime that will serve the drafter, so it learns
+from the features it will see. Hidden states are kept in int8 with a scale per group, which is far
+more exact than the noise that training adds to them.
 
 A cache is a folder of raw arrays, mapped into memory when they are read, and `index.json`, which is
 written last. A folder without it is incomplete and is made anew.
@@ -42,6 +42,8 @@ __all__ = [
     "compute_features",
     "dequantize",
     "noisy",
+    "passes",
+    "quantize",
 ]
 
 TOP_K = 16
@@ -100,9 +102,9 @@ def _columns(num_layers: int, hidden_size: int) -> dict[str, tuple[str, tuple[in
     }
 
 
-def _quantize(hidden: Tensor) -> tuple[Tensor, Tensor]:
+def quantize(hidden: Tensor) -> tuple[Tensor, Tensor]:
     """[..., E] -> int8 [..., E] and float16 scales [..., G]."""
-    grouped = hidden.float().reshape(*hidden.shape[:-1], _groups(hidden.shape[-1]), -1)
+    grouped = torch.unflatten(hidden.float(), -1, (_groups(hidden.shape[-1]), -1))
     scales = (grouped.abs().amax(-1) / 127).clamp(min=1e-6).half()
     codes = (grouped / scales.float().unsqueeze(-1)).round().clamp(-127, 127)
     return codes.to(torch.int8).flatten(-2), scales
@@ -260,17 +262,22 @@ def _allocated(path: Path, kind: str, shape: tuple[int, ...]) -> np.memmap[Any, 
 
 def _features(target: Target, tokens: Sequence[int], layers: Sequence[int]) -> dict[str, Tensor]:
     """File name -> what is kept of these n tokens."""
-    need, parts = Need(hidden=tuple(sorted(layers))), []
+    need = Need(hidden=tuple(sorted(layers)))
+    parts = [_kept(output, layers) for output in passes(target, tokens, need)]
+    return {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
+
+
+def passes(target: Target, tokens: Sequence[int], need: Need) -> Iterator[PassOutput]:
+    """The outputs of a target's passes over a text, chunk by chunk."""
     target.add(INTERNAL_KEY)
     try:
         for start in range(0, len(tokens), _CHUNK):
             chunk = chain(tokens[start : start + _CHUNK])
             (output,) = target.verify([INTERNAL_KEY], [chunk], need=need)
-            parts.append(_kept(output, layers))
+            yield output
             target.commit(INTERNAL_KEY, range(len(chunk)))
     finally:
         target.remove(INTERNAL_KEY)
-    return {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
 
 
 @torch.inference_mode()
@@ -282,5 +289,5 @@ def _kept(output: PassOutput, layers: Sequence[int]) -> dict[str, Tensor]:
     kept = {"top_tokens": F.pad(tokens.int(), (0, missing)), "top_logprobs": logprobs.half()}
     if layers:
         hidden = torch.stack([output.hidden[layer] for layer in layers], dim=1)
-        kept["hidden"], kept["scales"] = _quantize(hidden)
+        kept["hidden"], kept["scales"] = quantize(hidden)
     return kept

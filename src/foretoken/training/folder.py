@@ -1,18 +1,22 @@
 """`TrainingFolder`: the files of one training.
 
-OUT/config.json, OUT/model.safetensors    the best head so far
+OUT/config.json, OUT/model.safetensors    the best drafter so far
 OUT/training/settings.json                what it is made with
 OUT/training/data/*.jsonl                 conversations
 OUT/training/features/                    what training needs of the target's passes
 OUT/training/checkpoints/                 where to continue
 OUT/training/curves.csv, curves.png       the course
 OUT/training/report.json                  what it brings
+
+If several drafters are trained one after the other, number N is in OUT/drafter-N, and its
+checkpoints and curves are in OUT/training/drafter-N.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +24,50 @@ from foretoken.core.files import write_whole
 from foretoken.errors import ConfigError
 from foretoken.training.checkpoints import checkpoints_in
 
-__all__ = ["TrainingFolder"]
+__all__ = ["DrafterFolder", "TrainingFolder"]
+
+
+@dataclass(frozen=True)
+class DrafterFolder:
+    """Where one drafter of a training is.
+
+    Args:
+        out: the folder that serves it.
+        work: its curves, and what is needed to continue.
+    """
+
+    out: Path
+    work: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where to continue."""
+        return self.work / "checkpoints"
+
+    @property
+    def rounds(self) -> Path:
+        """Text that the drafter writes while it learns."""
+        return self.work / "on_policy"
 
 
 class TrainingFolder:
     """Where everything is. The data are called "train" and "held_out".
 
     Args:
-        head: the folder of the head.
+        out: the folder of the drafter.
     """
 
-    def __init__(self, head: Path) -> None:
-        self.head, self.work = head, head / "training"
-        self.checkpoints = self.work / "checkpoints"
+    def __init__(self, out: Path) -> None:
+        self.out, self.work = out, out / "training"
         self.report = self.work / "report.json"
         self._settings = self.work / "settings.json"
+
+    def drafter(self, number: int, of: int) -> DrafterFolder:
+        """Where a drafter is, by its number from 0, if so many are trained."""
+        if of == 1:
+            return DrafterFolder(self.out, self.work)
+        name = f"drafter-{number + 1}"
+        return DrafterFolder(self.out / name, self.work / name)
 
     def conversations(self, name: str) -> Path:
         """The file of the conversations."""
@@ -52,7 +85,7 @@ class TrainingFolder:
     @property
     def has_begun(self) -> bool:
         """Whether there is a checkpoint, from which training continues."""
-        return bool(checkpoints_in(self.checkpoints))
+        return any(checkpoints_in(each) for each in self.work.rglob("checkpoints"))
 
     @property
     def free_bytes(self) -> int:
@@ -62,7 +95,7 @@ class TrainingFolder:
         return shutil.disk_usage(there).free
 
     def check(self, wanted: dict[str, Any]) -> None:
-        """Refuse a folder that has another training, or a head of another one.
+        """Refuse a folder that has another training, or a drafter of another one.
 
         Args:
             wanted: what the training is made with.
@@ -76,11 +109,11 @@ class TrainingFolder:
                 changed = {*found, *wanted}
                 other = next(k for k in sorted(changed) if found.get(k) != wanted.get(k))
                 raise ConfigError(
-                    f"{self.head} has a training with another '{other}': choose another folder, "
+                    f"{self.out} has a training with another '{other}': choose another folder, "
                     f"or delete {self.work}."
                 )
-        elif (self.head / "config.json").exists():
-            raise ConfigError(f"{self.head} already has a head: choose another folder.")
+        elif (self.out / "config.json").exists():
+            raise ConfigError(f"{self.out} already has a drafter: choose another folder.")
 
     def claim(self, wanted: dict[str, Any]) -> None:
         """Say in the folder what it is for."""

@@ -7,15 +7,22 @@ from typing import Any
 
 from foretoken.core.config import nearest
 from foretoken.errors import ConfigError
+from foretoken.training.boost import BoostTraining
 from foretoken.training.distill import DistillTraining
 from foretoken.training.eagle import EagleTraining
+from foretoken.training.eagle1 import Eagle1Training
+from foretoken.training.early_exit import EarlyExitTraining
 from foretoken.training.method import TrainingMethod
+from foretoken.training.pad import PadTraining
+from foretoken.training.parallel import ParallelTraining
+from foretoken.training.pass_tokens import PassTraining
 from foretoken.training.state_heads import (
     BlockwiseTraining,
     HydraTraining,
     MedusaTraining,
     MlpSpeculatorTraining,
 )
+from foretoken.training.tuned_heads import TunedBlockwiseTraining, TunedMedusaTraining
 
 __all__ = ["TRAINING_METHODS", "training_method"]
 
@@ -23,11 +30,19 @@ TRAINING_METHODS: dict[str, type[TrainingMethod]] = {
     method.name: method
     for method in (
         EagleTraining,
+        Eagle1Training,
+        ParallelTraining,
         MedusaTraining,
         HydraTraining,
         BlockwiseTraining,
         MlpSpeculatorTraining,
         DistillTraining,
+        BoostTraining,
+        EarlyExitTraining,
+        PadTraining,
+        PassTraining,
+        TunedMedusaTraining,
+        TunedBlockwiseTraining,
     )
 }
 

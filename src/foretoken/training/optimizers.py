@@ -1,4 +1,4 @@
-"""The optimizers of a head, and how their learning rates go."""
+"""The optimizers of a drafter, and how their learning rates go."""
 
 from __future__ import annotations
 
@@ -16,21 +16,27 @@ __all__ = ["optimizers_of", "schedules"]
 
 
 def optimizers_of(trainee: Trainee, settings: TrainingSettings) -> list[Optimizer]:
-    """One for the matrices and one for everything else."""
+    """One for the matrices, one for everything else, and one for `Trainee.slow`."""
     matrices = trainee.matrices
     chosen = {id(each) for each in matrices}
+    slow = trainee.slow
+    chosen.update(id(each) for each in (slow.weights if slow else ()))
     vectors = [p for p in trainee.parameters() if p.requires_grad and id(p) not in chosen]
     rate, decay = settings.learning_rate, settings.weight_decay
     optimizers: list[Optimizer] = []
-    if settings.optimizer == "muon":
+    if matrices and settings.optimizer == "muon":
         optimizers.append(
             Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
         )
-    else:
+    elif matrices:
         optimizers.append(AdamW(matrices, lr=rate, weight_decay=decay, betas=(0.9, 0.95)))
     if vectors:
         vector_rate = settings.vector_learning_rate
         optimizers.append(AdamW(vectors, lr=vector_rate, weight_decay=0, betas=(0.9, 0.95)))
+    if slow:
+        optimizers.append(
+            AdamW(slow.weights, lr=slow.learning_rate, weight_decay=0, betas=(0.9, 0.95))
+        )
     return optimizers
 
 

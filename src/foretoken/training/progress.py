@@ -8,7 +8,7 @@ from typing import Any
 __all__ = ["Evaluation", "Progress", "Step"]
 
 _SCORED_LENGTH = 4
-"""Chains of this length decide which head is the best."""
+"""Chains of this length decide which drafter is the best."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Step:
         tokens: tokens of its batches on this process.
         seconds: how long it took.
         losses: mean loss of each level that was learnt.
-        accuracy: for each of them, the share of roots whose token at this level was right.
+        accuracy: for each of them, the share of its places whose token was right.
     """
 
     step: int
@@ -52,7 +52,7 @@ class Evaluation:
 
     @property
     def score(self) -> float:
-        """What the best head has most of."""
+        """What the best drafter has most of."""
         return self.mean_lengths[min(_SCORED_LENGTH, len(self.mean_lengths)) - 1]
 
 
@@ -64,6 +64,8 @@ class Progress:
     epoch: int = 0
     batches: int = 0
     """Batches of this epoch that are done."""
+    round: int = 0
+    """See `rounds.Rounds`."""
     losses: list[float] = field(default_factory=list)
     """Of the steps since the last evaluation."""
     history: list[Evaluation] = field(default_factory=list)

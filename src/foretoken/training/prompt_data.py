@@ -7,7 +7,9 @@
     {"text": "..."}                                  text to learn as it is, like a .txt file
 
 A prompt becomes a user's message, or is taken as it is by a model without a chat template.
-Answers of a file are not learnt: what counts is what the target itself writes.
+Answers of a file are not learnt: what counts is what the target itself writes. Where a method asks
+for them (`answers=fixed`), the last answer of a conversation is learnt, or the `answer` beside a
+`prompt`; the target then answers only what is held out.
 """
 
 from __future__ import annotations
@@ -41,22 +43,28 @@ class FileData:
         files: JSONL or text.
         text_length: most tokens of each piece of a text; prompts that are longer than three
             quarters of it are left out.
+        given_answers: whether the answers in the files are learnt.
 
     Attributes:
         talks: prompts to answer.
         texts: text to learn as it is.
+        answered: if the answers in the files are learnt: the talks with them.
         too_long: number of prompts that were left out.
 
     Raises:
         DataError: a file cannot be read, or a line is none of the above; the message names it.
     """
 
-    def __init__(self, llm: LLM, files: Sequence[Path], text_length: int) -> None:
+    def __init__(
+        self, llm: LLM, files: Sequence[Path], text_length: int, *, given_answers: bool = False
+    ) -> None:
         if llm.tokenizer is None:
             raise DataError("this model has no tokenizer, so it cannot learn from text.")
         self._llm, self._text_length = llm, min(text_length, llm.max_model_len - 1)
         self._shapes = bool(llm.tokenizer.chat_template)
+        self._given_answers = given_answers
         self.talks: list[Talk] = []
+        self.answered: list[Conversation] = []
         self.too_long = 0
         pieces: list[tuple[int, ...]] = []
         for path in files:
@@ -85,6 +93,20 @@ class FileData:
             return
         number = len(self.talks)
         self.talks.append(Talk(number, number % 2 == 0, list(tokens)))
+        if self._given_answers:
+            self.answered.append(self._answered(tokens, _answer(where, fields), number))
+
+    def _answered(self, prompt: Sequence[int], answer: str, number: int) -> Conversation:
+        """A prompt with its answer and the token that ends it."""
+        tokenizer = self._llm.tokenizer
+        assert tokenizer is not None
+        end = tokenizer.eos_token_id
+        tokens = [
+            *prompt,
+            *tokenizer.encode(answer, add_special_tokens=False),
+            *([end] if isinstance(end, int) else []),
+        ]
+        return Conversation(tuple(tokens), ((len(prompt), len(tokens)),), number)
 
     def _pieces(self, text: str) -> list[tuple[int, ...]]:
         """The tokens of a text, in pieces from which something can be learnt."""
@@ -141,6 +163,24 @@ def _prompt(fields: dict[str, Any], *, shapes: bool) -> Prompt:
     if not shaped:
         raise DataError("has no message of a user.")
     return shaped
+
+
+def _answer(where: str, fields: dict[str, Any]) -> str:
+    """The answer of an entry whose prompt is well-formed.
+
+    Raises:
+        DataError: it has none.
+    """
+    found = fields.get("answer")
+    if found is None and (messages := fields.get("messages") or fields.get("conversations")):
+        last = _message(messages[-1])
+        found = last["content"] if last["role"] == "assistant" else None
+    if not isinstance(found, str) or not found:
+        raise DataError(
+            f"{where}: has no answer to learn: give 'answer' beside 'prompt', or end the "
+            "conversation with the assistant's message."
+        )
+    return found
 
 
 def _message(fields: Any) -> dict[str, str]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from foretoken.core.files import write_whole
 from foretoken.training.diversity import Diversity
+from foretoken.training.new_target import Perplexity
 from foretoken.training.progress import Evaluation, Step
 from foretoken.training.serving import Served
 
-__all__ = ["Reporter", "TrainingReport", "advice", "evaluation_text", "step_text"]
+__all__ = ["Reporter", "TrainingReport", "advice", "evaluation_text", "step_text", "usage_text"]
 
 
 class Reporter(Protocol):
@@ -39,6 +40,7 @@ class TrainingReport:
         best: the best evaluation.
         served: by the engine.
         advice: what to change if acceptance is low.
+        perplexity: of the new model, if one was written in place of the target.
     """
 
     training: Diversity
@@ -47,6 +49,7 @@ class TrainingReport:
     best: Evaluation
     served: Served
     advice: tuple[str, ...] = field(default=())
+    perplexity: Perplexity | None = None
 
     def write(self, path: Path) -> None:
         """Write it as JSON."""
@@ -71,8 +74,24 @@ def evaluation_text(found: Evaluation) -> str:
     )
 
 
-def advice(coverage: float, best: Evaluation, served: Served) -> Sequence[str]:
-    """What to change if acceptance is low."""
+def usage_text(config: Mapping[str, Any], new_target: Path | None) -> str:
+    """The options of the command line for a `speculative_config`.
+
+    Args:
+        config: it.
+        new_target: the model that it is for, if training wrote one.
+    """
+    of_target = f"--model {new_target} " if new_target else ""
+    if not config.keys() <= {"method", "model"}:
+        return f"{of_target}--speculative-config '{json.dumps(config)}'"
+    drafter = f" --draft-model {config['model']}" if "model" in config else ""
+    return f"{of_target}--method {config['method']}{drafter}"
+
+
+def advice(
+    coverage: float, best: Evaluation, served: Served, changed: Perplexity | None = None
+) -> Sequence[str]:
+    """What to change if acceptance is low, or if the new model has become worse."""
     found = []
     if coverage < 0.95:
         found.append(
@@ -91,4 +110,9 @@ def advice(coverage: float, best: Evaluation, served: Served) -> Sequence[str]:
         found.append("Later positions are much worse than the first: learn more levels.")
     if served.speed_up < 1.02:
         found.append("It hardly pays on this machine; the default controller will rarely use it.")
+    if changed and changed.new > 1.1 * changed.target:
+        found.append(
+            f"The new model's perplexity is {changed.new:.2f}, the target's {changed.target:.2f}: "
+            "learn at a lower rate, or from more tokens."
+        )
     return found

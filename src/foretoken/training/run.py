@@ -1,4 +1,4 @@
-"""`TrainingRun`: everything between a target and a head of it, in one folder (`folder.py`).
+"""`TrainingRun`: everything between a target and a drafter for it, in one folder (`folder.py`).
 
 Every part continues where it stopped. The command line calls it (`cli/train.py`).
 """
@@ -16,24 +16,22 @@ import torch
 from foretoken.drafters.heads.folder import vocabulary_weights
 from foretoken.errors import ConfigError, DataError
 from foretoken.llm import LLM
-from foretoken.training.batches import TrainingSet
 from foretoken.training.collect import Chooser, FileSource, SelfSource, Source, collect
-from foretoken.training.conversations import Conversation, ConversationFile
-from foretoken.training.curves import save_curves
+from foretoken.training.conversations import Conversation, ConversationFile, opening
 from foretoken.training.diversity import Unseen, diversity, texts_in
 from foretoken.training.draft_vocabulary import draft_vocabulary
 from foretoken.training.estimate import Estimate, estimate, measure_speeds
 from foretoken.training.features import FeatureCache, bytes_per_token, compute_features
 from foretoken.training.folder import TrainingFolder
+from foretoken.training.memory import training_bytes
 from foretoken.training.method import HeadParts, TrainingMethod
+from foretoken.training.new_target import Perplexity, served_alike
 from foretoken.training.processes import processes
-from foretoken.training.progress import Evaluation
 from foretoken.training.prompt_data import FileData
-from foretoken.training.report import Reporter, TrainingReport, advice, evaluation_text, step_text
+from foretoken.training.report import Reporter, TrainingReport, advice, usage_text
+from foretoken.training.series import DrafterSeries
 from foretoken.training.serving import Served, measure
 from foretoken.training.settings import DataSettings, TrainingSettings
-from foretoken.training.trainee import Trainee
-from foretoken.training.trainer import Trainer
 
 __all__ = ["TrainingRun"]
 
@@ -48,11 +46,11 @@ class TrainingRun:
 
     Args:
         llm: the target without speculation.
-        name: the target's, for the head's own file.
-        method: the kind of head.
+        name: the target's, for the drafter's own file.
+        method: the kind of drafter.
         data: what is learnt.
         settings: how.
-        folder: for the head.
+        folder: for the drafter.
         reporter: shows how it goes.
 
     Raises:
@@ -79,9 +77,13 @@ class TrainingRun:
         self._source = self._made_source()
 
     def _made_source(self) -> Source:
+        given = self._method.learns_given_answers
         if not self._data.files:
+            if given:
+                raise ConfigError("answers: 'fixed' learns those in your files: give --data FILE.")
             return SelfSource(self._llm, _ROWS)
-        found = FileData(self._llm, self._data.files, self._settings.max_length)
+        length = self._settings.max_length
+        found = FileData(self._llm, self._data.files, length, given_answers=given)
         if found.too_long:
             self._reporter.say(f"{found.too_long} prompts are too long, and are left out.")
         return FileSource(self._llm, found, _ROWS)
@@ -90,6 +92,12 @@ class TrainingRun:
     def has_begun(self) -> bool:
         """Whether the folder holds a checkpoint, from which training continues."""
         return self._folder.has_begun
+
+    @property
+    def usage(self) -> str:
+        """The options of the command line that use what was trained."""
+        out = self._folder.out
+        return usage_text(self._method.serving(out), out if self._method.tunes_target else None)
 
     @property
     def num_processes(self) -> int:
@@ -127,9 +135,9 @@ class TrainingRun:
         """
         if self._processes.num_processes > 1:
             raise ConfigError("an estimate is for one process: ask without `accelerate launch`.")
-        target = self._llm.engine.target
+        target, plan = self._llm.engine.target, self._method.on_policy
         vocab_size = min(self._method.draft_vocab_size, target.vocab_size)
-        trainee = self._trainee(torch.arange(vocab_size))
+        trainee = self._drafters(torch.arange(vocab_size)).trainee()
         speeds = measure_speeds(self._llm, trainee, self._layers, self._settings, _ROWS)
         answers = self._data.tokens + self._data.held_out_tokens
         there = sum(
@@ -144,11 +152,14 @@ class TrainingRun:
             len(self._layers),
             target.hidden_size,
             self._settings,
+            training_bytes(trainee, len(self._layers), target.hidden_size, self._settings),
+            on_policy_share=plan.share if plan else 0.0,
+            num_drafters=self._method.num_drafters,
         )
         free = self._folder.free_bytes
         if not self._folder.has_features and found.disk_bytes > free:
             raise DataError(
-                f"the features need {found.disk_bytes / 1e9:.1f} GB, and {self._folder.head} has "
+                f"the features need {found.disk_bytes / 1e9:.1f} GB, and {self._folder.out} has "
                 f"{free / 1e9:.1f} GB free: learn fewer tokens, or choose another disk."
             )
         return found
@@ -164,19 +175,21 @@ class TrainingRun:
         with self._processes.main_process_first():
             training, held_out = self._prepare()
         tokens, coverage = self._draft_tokens()
-        trainer = self._train(self._trainee(tokens))
+        best = self._drafters(tokens).train()
         if not self._processes.is_main_process:
             return None
-        best = next(each for each in reversed(trainer.history) if each.best)
-        self._reporter.say("Measuring the head in the engine that will serve it ...")
-        served = self._serve(held_out)
+        self._reporter.say("Measuring the drafter in the engine that will serve it ...")
+        new = self._new_target()
+        served = self._serve(new or self._llm, held_out)
+        changed = Perplexity.of(self._llm, new, held_out) if new else None
         report = TrainingReport(
             diversity(training),
             diversity(held_out),
             coverage,
             best,
             served,
-            tuple(advice(coverage, best, served)),
+            tuple(advice(coverage, best, served, changed)),
+            changed,
         )
         report.write(self._folder.report)
         return report
@@ -252,6 +265,7 @@ class TrainingRun:
             draft_tokens,
             target.network.num_layers,
             target.final_norm,
+            target.reload,
         )
 
     @cached_property
@@ -259,45 +273,25 @@ class TrainingRun:
         """The target's embedding and output rows; [V, E] each. They may have to be loaded again."""
         return vocabulary_weights(self._llm.engine.target)
 
-    def _trainee(self, draft_tokens: torch.Tensor) -> Trainee:
-        torch.manual_seed(self._settings.seed)
-        return self._method.trainee(self._parts(draft_tokens)).to(self._llm.device)
-
-    def _train(self, trainee: Trainee) -> Trainer:
-        settings = self._settings
-        training, held_out = (
-            TrainingSet(FeatureCache(self._folder.features(name)), settings.max_length)
-            for name in ("train", "held_out")
+    def _drafters(self, draft_tokens: torch.Tensor) -> DrafterSeries:
+        return DrafterSeries(
+            self._llm,
+            self._method,
+            self._parts(draft_tokens),
+            self._settings,
+            self._folder,
+            self._reporter,
+            self._processes,
+            _ROWS,
         )
-        if not training or not held_out:
-            raise DataError(
-                f"no conversation has something to learn in its first {settings.max_length} "
-                "tokens: raise max_length, or give more data."
-            )
-        parts = self._parts(trainee.draft_tokens)
 
-        def save_best(best: Trainee, found: Evaluation) -> None:
-            notes = {"seed": settings.seed, "step": found.step, "mean_length": found.score}
-            self._method.write(best, parts, self._folder.head, notes)
+    def _new_target(self) -> LLM | None:
+        """The model that the method has written in place of the target, if it writes one."""
+        tuned = self._method.tunes_target
+        return served_alike(self._llm, self._folder.out) if tuned else None
 
-        trainer = Trainer(
-            trainee, training, held_out, settings, self._folder.checkpoints, save_best
-        )
-        with self._reporter.stage("Training", trainer.total_steps) as done:
-            remark = ""
-            for event in trainer.run():
-                if isinstance(event, Evaluation):
-                    if self._processes.is_main_process:
-                        save_curves(self._folder.work, trainer.history)
-                    self._reporter.say(evaluation_text(event))
-                    remark = f"mean acceptance length {event.score:.2f}"
-                else:
-                    done(event.step, f"{step_text(event)}, {remark}")
-        return trainer
-
-    def _serve(self, held_out: Sequence[Conversation]) -> Served:
-        prompts = [
-            each.tokens[: each.answers[0][0]] for each in held_out if each.answers[0][0]
-        ] or [each.tokens[: len(each.tokens) // 2] for each in held_out]
-        config = self._method.serving(self._folder.head)
-        return measure(self._llm, config, prompts[:_SERVED_PROMPTS])
+    def _serve(self, llm: LLM, held_out: Sequence[Conversation]) -> Served:
+        prompted = [each for each in held_out if each.answers[0][0]] or held_out
+        prompts = [opening(each.tokens, each.answers) for each in prompted[:_SERVED_PROMPTS]]
+        config, nodes = self._method.serving(self._folder.out), self._method.nodes_per_token
+        return measure(llm, config, prompts, nodes)

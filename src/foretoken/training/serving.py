@@ -1,4 +1,4 @@
-"""What a trained head brings, measured by the engine that serves it."""
+"""What a trained drafter brings, measured by the engine that serves it."""
 
 from __future__ import annotations
 
@@ -38,18 +38,21 @@ class Served:
     speed_up: float
 
 
-def measure(llm: LLM, config: Mapping[str, Any], prompts: Sequence[Sequence[int]]) -> Served:
+def measure(
+    llm: LLM, config: Mapping[str, Any], prompts: Sequence[Sequence[int]], nodes_per_token: int = 1
+) -> Served:
     """Measure a drafter, in turn with plain decoding.
 
     Args:
         llm: the target without speculation.
         config: of the drafter.
         prompts: token ids of held-out prompts.
+        nodes_per_token: nodes of a draft for each token of its chain.
 
     Raises:
         TrainingError: the drafter failed, or an output differs.
     """
-    fixed = {**config, "num_speculative_tokens": _LENGTH, "controller": "fixed"}
+    fixed = {**config, "num_speculative_tokens": _LENGTH * nodes_per_token, "controller": "fixed"}
     ratios, plain_metrics, drafted = [], [], []
     for number, prompt in enumerate([prompts[0], *prompts]):
         params = SamplingParams(temperature=0, max_tokens=_TOKENS)
@@ -57,9 +60,9 @@ def measure(llm: LLM, config: Mapping[str, Any], prompts: Sequence[Sequence[int]
         (chain,) = llm.generate([list(prompt)], params, speculative_config=fixed)
         (default,) = llm.generate([list(prompt)], params, speculative_config=config)
         if failure := chain.metrics.drafter_failure or default.metrics.drafter_failure:
-            raise TrainingError(f"the trained head cannot draft: {failure}")
+            raise TrainingError(f"the trained drafter cannot draft: {failure}")
         if llm.engine.target.bit_exact and not plain.token_ids == chain.token_ids:
-            raise TrainingError("the output with the trained head differs from plain decoding.")
+            raise TrainingError("the output with the trained drafter differs from plain decoding.")
         if not number:
             continue  # the first run builds the drafters and measures the costs of passes
         ratios.append(_decoding(default.metrics) / _decoding(plain.metrics))

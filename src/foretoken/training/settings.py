@@ -1,4 +1,4 @@
-"""What is learnt (`DataSettings`), and how any head is trained (`TrainingSettings`)."""
+"""What is learnt (`DataSettings`), and how any drafter is trained (`TrainingSettings`)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DataSettings:
 
 
 class TrainingSettings(Config):
-    """How any head is trained.
+    """How any drafter is trained.
 
     Args:
         epochs: passes over the data.
@@ -53,7 +53,7 @@ class TrainingSettings(Config):
         warmup: share of the steps in which the learning rates rise; they fall as a cosine after it.
         max_grad_norm: gradients are clipped to this norm.
         evaluate_every: steps between two evaluations, and between two checkpoints.
-        patience: training stops after so many evaluations without a better head; 0 means never.
+        patience: training stops after so many evaluations without a better drafter; 0 means never.
         mixed_precision: of the matrix products; see Accelerate.
         seed: of weights, noise and the order of the data.
     """
@@ -75,6 +75,11 @@ class TrainingSettings(Config):
     patience: Annotated[int, Ge(0)] = 8
     mixed_precision: Literal["no", "bf16", "fp16"] = "bf16"
     seed: Annotated[int, Ge(0)] = 0
+
+    def preferring(self, **fields: Any) -> Self:
+        """The settings with other defaults: fields that the user has not given."""
+        left = {name: value for name, value in fields.items() if name not in self.model_fields_set}
+        return self.model_copy(update=left)
 
     def decided(self, reason: str, **fields: Any) -> Self:
         """The settings with fields that a method decides by itself.

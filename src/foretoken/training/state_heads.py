@@ -10,12 +10,12 @@ rows are the target's, frozen, over a draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Ge, Le
-from pydantic import FiniteFloat
 from torch import Tensor, nn
 
 from foretoken.core.config import Config
@@ -23,11 +23,13 @@ from foretoken.drafters.heads.blockwise import BlockwiseNet
 from foretoken.drafters.heads.hydra import HydraNet
 from foretoken.drafters.heads.medusa import MedusaNet
 from foretoken.drafters.heads.mlp_speculator import MlpSpeculatorNet
+from foretoken.drafters.heads.probe import Probe, Seen
 from foretoken.drafters.heads.state_file import write_state_file
 from foretoken.drafters.heads.state_net import StateNet
 from foretoken.errors import CompatibilityError
 from foretoken.training.batches import Batch
 from foretoken.training.features import dequantize, noisy
+from foretoken.training.head_options import DraftOptions, NoiseOptions
 from foretoken.training.losses import LOSSES, Loss
 from foretoken.training.method import HeadParts, TrainingMethod
 from foretoken.training.settings import TrainingSettings
@@ -35,10 +37,13 @@ from foretoken.training.trainee import Trainee, at_roots
 
 __all__ = [
     "BlockwiseTraining",
+    "HeadOptions",
     "HydraTraining",
     "MedusaTraining",
     "MlpSpeculatorTraining",
     "StateTrainee",
+    "StateTraining",
+    "head_outputs",
 ]
 
 
@@ -67,11 +72,7 @@ class StateTrainee(Trainee):
             hidden = noisy(hidden, self._noise)
         with torch.no_grad():
             last = self._normed(hidden.squeeze(2))  # of the only layer
-        states = self.net.start(last, batch.levels.inputs[:, 0])
-        for level in range(num_levels):
-            if level:
-                states = self.net.advance(states, batch.levels.inputs[:, level], level)
-            yield self.net.outputs(states, level)
+        return head_outputs(self.net, last, batch, num_levels)
 
     def _normed(self, hidden: Tensor) -> Tensor:
         """[..., E] after the target's final norm, in float32; computed in the norm's own dtype."""
@@ -86,38 +87,48 @@ class StateTrainee(Trainee):
         return logits.float()
 
 
-class StateTrainingOptions(Config):
-    """Options of all heads without attention.
+def head_outputs(net: StateNet, last: Tensor, batch: Batch, num_levels: int) -> Iterator[Tensor]:
+    """What a head gives for each level; [B, Q, E].
 
     Args:
-        draft_vocab_size: most tokens that the head can draft: those that the target writes most
-            often.
-        num_heads: most tokens of a draft.
-        loss: between the head's distribution and the target's.
-        noise: standard deviation of the noise on hidden states, relative to their size.
+        net: the head.
+        last: [B, Q, E] hidden states at the roots, after the final norm.
+        batch: with the text's own tokens, in front of every level.
+        num_levels: number of levels.
     """
+    states = net.start(last, batch.levels.inputs[:, 0])
+    for level in range(num_levels):
+        if level:
+            states = net.advance(states, batch.levels.inputs[:, level], level)
+        yield net.outputs(states, level)
 
-    draft_vocab_size: Annotated[int, Ge(1)] = 8192
+
+class HeadOptions(DraftOptions):
+    """Options of all heads without attention; `num_heads` is the most tokens of a draft."""
+
     num_heads: Annotated[int, Ge(1), Le(16)] = 4
-    loss: Literal["kl", "ce", "tv"] = "kl"
-    noise: Annotated[FiniteFloat, Ge(0)] = 0.05
 
 
-class _StateTraining(TrainingMethod):
+class StateTrainingOptions(HeadOptions, NoiseOptions):
+    """Options of heads on the hidden states of a target that stays as it is."""
+
+
+class StateTraining(TrainingMethod):
     """What the methods share."""
 
     Options: ClassVar[type[Config]] = StateTrainingOptions
     Net: ClassVar[type[StateNet]]
 
     @property
-    def _options(self) -> StateTrainingOptions:
-        assert isinstance(self.options, StateTrainingOptions)
+    def head_options(self) -> HeadOptions:
+        """The method's options."""
+        assert isinstance(self.options, HeadOptions)
         return self.options
 
     @property
     def draft_vocab_size(self) -> int:
         """See `TrainingMethod.draft_vocab_size`."""
-        return self._options.draft_vocab_size
+        return self.head_options.most_draft_tokens
 
     def adapted(self, settings: TrainingSettings) -> TrainingSettings:
         """See `TrainingMethod.adapted`: all heads are learnt from the first step on.
@@ -126,7 +137,7 @@ class _StateTraining(TrainingMethod):
             ConfigError: the settings ask for something else.
         """
         reason = f"'{self.name}' learns all of its heads from the first step on: set num_heads."
-        return settings.decided(reason, levels=self._options.num_heads, first_level_share=0.0)
+        return settings.decided(reason, levels=self.head_options.num_heads, first_level_share=0.0)
 
     def layers(self, num_layers: int) -> tuple[int, ...]:
         """See `TrainingMethod.layers`: what enters the final norm."""
@@ -134,6 +145,17 @@ class _StateTraining(TrainingMethod):
 
     def trainee(self, parts: HeadParts) -> Trainee:
         """See `TrainingMethod.trainee`."""
+        net, options = self.net(parts), self.options
+        assert parts.final_norm is not None
+        assert isinstance(options, StateTrainingOptions)
+        return StateTrainee(net, parts.final_norm, LOSSES[options.loss], options.noise)
+
+    def net(self, parts: HeadParts) -> StateNet:
+        """A new head.
+
+        Raises:
+            CompatibilityError: the target's final norm is not known.
+        """
         if parts.final_norm is None:
             raise CompatibilityError(
                 f"method '{self.name}' reads hidden states after the final norm, and this "
@@ -143,17 +165,21 @@ class _StateTraining(TrainingMethod):
             "hidden_size": parts.embedding.shape[1],
             "vocab_size": parts.embedding.shape[0],
             "draft_vocab_size": len(parts.draft_tokens),
-            "num_heads": self._options.num_heads,
+            "num_heads": self.head_options.num_heads,
         }
         config = self.Net.Config(**sizes, **self.own_sizes(parts))
         net = self.Net(config, parts.embedding, parts.output_rows, parts.draft_tokens)
         net.initialise()
-        loss = LOSSES[self._options.loss]
-        return StateTrainee(net, parts.final_norm, loss, self._options.noise)
+        return net
 
     def own_sizes(self, parts: HeadParts) -> dict[str, Any]:
         """The fields of the head's configuration that other kinds do not have."""
-        return self.options.model_dump(exclude=set(StateTrainingOptions.model_fields))
+        own = {each.name for each in fields(self.Net.Config)} - set(HeadOptions.model_fields)
+        return self.options.model_dump(include=own)
+
+    def probed(self, trainee: Trainee, seen: Seen) -> Mapping[str, Any]:
+        """See `TrainingMethod.probed`."""
+        return {} if self.tunes_target else Probe.of(seen).note()
 
     def write(
         self, trainee: Trainee, parts: HeadParts, folder: Path, notes: Mapping[str, Any]
@@ -169,7 +195,7 @@ class _LayeredOptions(StateTrainingOptions):
     num_layers: Annotated[int, Ge(1)] = 1
 
 
-class MedusaTraining(_StateTraining):
+class MedusaTraining(StateTraining):
     """Medusa-1 heads."""
 
     name: ClassVar[str] = "medusa"
@@ -178,7 +204,7 @@ class MedusaTraining(_StateTraining):
     Net: ClassVar[type[StateNet]] = MedusaNet
 
 
-class HydraTraining(_StateTraining):
+class HydraTraining(StateTraining):
     """Hydra heads."""
 
     name: ClassVar[str] = "hydra"
@@ -193,7 +219,7 @@ class _InnerOptions(StateTrainingOptions):
     inner_size: Annotated[int, Ge(1)] = 1024
 
 
-class BlockwiseTraining(_StateTraining):
+class BlockwiseTraining(StateTraining):
     """Blockwise heads."""
 
     name: ClassVar[str] = "blockwise"
@@ -208,7 +234,7 @@ class _MlpOptions(StateTrainingOptions):
     tie_weights: bool = True
 
 
-class MlpSpeculatorTraining(_StateTraining):
+class MlpSpeculatorTraining(StateTraining):
     """MLP speculators."""
 
     name: ClassVar[str] = "mlp_speculator"
@@ -217,5 +243,5 @@ class MlpSpeculatorTraining(_StateTraining):
     Net: ClassVar[type[StateNet]] = MlpSpeculatorNet
 
     def own_sizes(self, parts: HeadParts) -> dict[str, Any]:
-        """See `_StateTraining.own_sizes`: states are as wide as the target's embedding."""
+        """See `StateTraining.own_sizes`: states are as wide as the target's embedding."""
         return {**super().own_sizes(parts), "inner_size": parts.embedding.shape[1]}

@@ -1,4 +1,4 @@
-"""`Trainee`: a drafting head with its loss, the module that the trainer wraps.
+"""`Trainee`: a drafter with its loss, the module that the trainer wraps.
 
 Heads differ in what their levels compute (`outputs`) and in the weights that make logits of it
 (`logits`). What a level is to learn, and how often it is right, is the same for all.
@@ -7,16 +7,20 @@ Heads differ in what their levels compute (`outputs`) and in the weights that ma
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from foretoken.training.batches import Batch
 from foretoken.training.losses import Loss, Teacher
 
-__all__ = ["Learnt", "Trainee", "at_roots"]
+__all__ = ["Learnt", "Slow", "Trainee", "at_roots"]
+
+_PLACES = 512
+"""Places whose logits are in memory at a time, where they are computed again for the gradients."""
 
 
 class Learnt(NamedTuple):
@@ -26,10 +30,24 @@ class Learnt(NamedTuple):
         losses: [L] mean loss of each level.
         right: [B, L, Q] whether the most probable token of the draft is the one that the target
             wrote; false where there is nothing to learn.
+        counts: [L] places of each level.
     """
 
     losses: Tensor
     right: Tensor
+    counts: Tensor
+
+
+class Slow(NamedTuple):
+    """Weights that learn at a rate of their own: those of a target that is trained, too.
+
+    Args:
+        weights: the weights.
+        learning_rate: theirs.
+    """
+
+    weights: list[nn.Parameter]
+    learning_rate: float
 
 
 def at_roots(x: Tensor, roots: Tensor) -> Tensor:
@@ -38,7 +56,7 @@ def at_roots(x: Tensor, roots: Tensor) -> Tensor:
 
 
 class Trainee(nn.Module, ABC):
-    """A head that is being trained.
+    """A drafter that is being trained.
 
     Args:
         draft_tokens: [Vd] the target's ids of the draft vocabulary, ascending.
@@ -49,6 +67,12 @@ class Trainee(nn.Module, ABC):
 
     places: Tensor
     draft_tokens: Tensor
+
+    keeps_logits: ClassVar[bool] = True
+    """Whether logits are kept for the gradients. Else they are computed twice, in parts."""
+
+    uses_all_weights: ClassVar[bool] = True
+    """Whether every weight gets a gradient in every step."""
 
     def __init__(
         self, draft_tokens: Tensor, vocab_size: int, loss: Loss, max_levels: int | None = None
@@ -68,6 +92,14 @@ class Trainee(nn.Module, ABC):
             weight for weight in self.parameters() if weight.requires_grad and weight.dim() == 2
         ]
 
+    @property
+    def slow(self) -> Slow | None:
+        """The weights that learn at a rate of their own; they are not in `matrices`."""
+        return None
+
+    def at_step(self, step: int, total: int) -> None:
+        """Told in front of every step: its number, from 0, of how many. The default needs none."""
+
     @abstractmethod
     def outputs(self, batch: Batch, num_levels: int) -> Iterator[Tensor]:
         """For each level [B, Q, E]: what `logits` is computed of, for every root."""
@@ -78,19 +110,52 @@ class Trainee(nn.Module, ABC):
 
     def forward(self, batch: Batch, num_levels: int) -> Learnt:
         """Losses and hits of the first levels of all drafts of a batch."""
-        losses, hits = [], []
-        for level, outputs in enumerate(self.outputs(batch, num_levels)):
-            valid = batch.levels.valid[:, level]
-            logits = self.logits(outputs[valid], level)
-            labels = batch.levels.labels[:, level][valid]
-            teacher = Teacher.of(
-                labels,
-                batch.levels.teacher_tokens[:, level][valid],
-                batch.levels.teacher_logprobs[:, level][valid],
-                self.places,
-            )
-            losses.append(self._loss(logits, teacher).sum() / max(1, len(labels)))
-            right = torch.zeros_like(valid)
-            right[valid] = self.draft_tokens[logits.detach().argmax(-1)] == labels
-            hits.append(right)
-        return Learnt(torch.stack(losses), torch.stack(hits, dim=1))
+        return self.learnt(self.outputs(batch, num_levels), batch)
+
+    def learnt(self, outputs: Iterable[Tensor], batch: Batch) -> Learnt:
+        """Losses and hits of levels whose outputs are [B, Q, E] each."""
+        found = [self.level(each, level, batch) for level, each in enumerate(outputs)]
+        losses, hits = zip(*found, strict=True)
+        right = torch.stack(hits, dim=1)
+        counts = batch.levels.valid[:, : right.shape[1]].sum((0, 2))
+        return Learnt(torch.stack(losses), right, counts)
+
+    def level(self, outputs: Tensor, level: int, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The mean loss of one level, and where it is right.
+
+        Args:
+            outputs: [B, Q, E].
+            level: its number.
+            batch: the batch.
+
+        Returns:
+            A scalar, and [B, Q] as in `Learnt`.
+        """
+        valid, levels = batch.levels.valid[:, level], batch.levels
+        labels, tokens, logprobs = (
+            each[:, level][valid]
+            for each in (levels.labels, levels.teacher_tokens, levels.teacher_logprobs)
+        )
+        count = max(1, len(labels))
+        size = count if self.keeps_logits else _PLACES
+        given = (outputs[valid], labels, tokens, logprobs)
+        parts = zip(*(torch.split(each, size) for each in given), strict=True)
+        losses, guesses = zip(*(self._parts(level, *part) for part in parts), strict=True)
+        right = torch.zeros_like(valid)
+        right[valid] = torch.cat(guesses) == labels
+        return torch.stack(losses).sum() / count, right
+
+    def _parts(self, level: int, *given: Tensor) -> tuple[Tensor, Tensor]:
+        """See `_places`; their logits are kept for the gradients, or computed again."""
+        if self.keeps_logits:
+            return self._places(level, *given)
+        found: tuple[Tensor, Tensor] = checkpoint(self._places, level, *given, use_reentrant=False)
+        return found
+
+    def _places(
+        self, level: int, outputs: Tensor, labels: Tensor, tokens: Tensor, logprobs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The sum of the losses of N places, and [N] the most probable token of each."""
+        logits = self.logits(outputs, level)
+        teacher = Teacher.of(labels, tokens, logprobs, self.places)
+        return self._loss(logits, teacher).sum(), self.draft_tokens[logits.detach().argmax(-1)]

@@ -1,9 +1,11 @@
-"""`Trainer`: the loop that trains any head, on Accelerate.
+"""`Trainer`: the loop that trains any drafter, on Accelerate.
 
-It goes over batches, evaluates on held-out conversations, keeps the best head, and stops early. Its
-state is saved at every evaluation and when it is interrupted. A run that was killed continues from
-there and gets the same weights as one that was not: batches follow from the seed, and the state has
-that of the random number generators.
+It goes over batches, evaluates on held-out conversations, keeps the best drafter, and stops early.
+Its state is saved at every evaluation and when it is interrupted. A run that was killed continues
+from there and gets the same weights as one that was not: batches follow from the seed, and the
+state has that of the random number generators.
+
+The text may change on the way (`rounds.py`).
 """
 
 from __future__ import annotations
@@ -25,41 +27,44 @@ from torch.utils.data import DataLoader
 from foretoken.engine.turns import Uninterrupted
 from foretoken.errors import ConfigError, TrainingError
 from foretoken.training.acceptance import Acceptance
-from foretoken.training.batches import Batch, BatchSampler, TrainingSet, collate
+from foretoken.training.batches import Batch, BatchSampler, Examples, collate
 from foretoken.training.checkpoints import Checkpoints
 from foretoken.training.optimizers import optimizers_of, schedules
 from foretoken.training.progress import Evaluation, Progress, Step
+from foretoken.training.rounds import Current, Rounds
 from foretoken.training.settings import TrainingSettings
 from foretoken.training.trainee import Learnt, Trainee
 
 __all__ = ["Trainer"]
 
 _EVALUATED_LEVELS = 5
-"""Levels whose acceptance is measured, if the head has as many; training may have fewer."""
+"""Levels whose acceptance is measured, if the drafter has as many; training may have fewer."""
 
 
 class Trainer:
-    """Trains one head.
+    """Trains one drafter.
 
     Args:
-        trainee: the head with its loss.
-        training: what it learns from.
+        trainee: the drafter with its loss.
+        training: what it learns from, and how long training is.
         held_out: what it is evaluated on.
         settings: how.
         folder: of the checkpoints.
         save_best: called with the trainee and its evaluation when it is the best so far.
+        rounds: what it learns from instead, in as many steps; None for nothing else.
     """
 
     def __init__(
         self,
         trainee: Trainee,
-        training: TrainingSet,
-        held_out: TrainingSet,
+        training: Examples,
+        held_out: Examples,
         settings: TrainingSettings,
         folder: Path,
         save_best: Callable[[Trainee, Evaluation], None],
+        rounds: Rounds | None = None,
     ) -> None:
-        self._settings, self._save_best = settings, save_best
+        self._settings, self._save_best, self._rounds = settings, save_best, rounds
         on_cpu = next(trainee.parameters()).device.type == "cpu"
         if on_cpu and settings.mixed_precision == "fp16":
             raise ConfigError("mixed_precision: fp16 needs a GPU: choose 'bf16' or 'no'.")
@@ -68,7 +73,11 @@ class Trainer:
             cpu=on_cpu,
             dataloader_config=DataLoaderConfiguration(even_batches=False),
             # The only buffers are the target's weights, which do not change.
-            kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+            kwargs_handlers=[
+                DistributedDataParallelKwargs(
+                    broadcast_buffers=False, find_unused_parameters=not trainee.uses_all_weights
+                )
+            ],
         )
         set_seed(settings.seed + self._accelerator.process_index)
         self._sampler = BatchSampler(
@@ -77,8 +86,9 @@ class Trainer:
             settings.seed,
             multiple_of=self._accelerator.num_processes,
         )
+        self._training = Current(training)
         self._batches = self._accelerator.prepare(
-            _loader(training, self._sampler, max(1, settings.levels))
+            _loader(self._training, self._sampler, max(1, settings.levels))
         )
         in_order = BatchSampler(held_out.sizes, settings.batch_tokens)
         self._levels = min(_EVALUATED_LEVELS, trainee.max_levels or _EVALUATED_LEVELS)
@@ -97,12 +107,20 @@ class Trainer:
         """All evaluations so far."""
         return self._progress.history
 
-    def _steps(self) -> int:
+    def _check_batches(self) -> None:
+        """Refuse text that has no batch for each process.
+
+        Raises:
+            ConfigError: it has not.
+        """
         if not len(self._batches):
             raise ConfigError(
                 f"there are fewer batches than the {self._accelerator.num_processes} processes: "
                 "lower batch_tokens, or start fewer."
             )
+
+    def _steps(self) -> int:
+        self._check_batches()
         per_epoch = math.ceil(len(self._batches) / self._settings.accumulation)
         return max(1, round(per_epoch * self._settings.epochs))
 
@@ -127,6 +145,7 @@ class Trainer:
         progress = self._progress
         yield from self._due_evaluation()  # a run may have been interrupted in front of it
         while not progress.finished:
+            self._enter_round()
             for batches in self._step_batches():
                 with Uninterrupted():
                     step = self._step(batches)
@@ -134,8 +153,39 @@ class Trainer:
                 yield from self._due_evaluation()
                 if self._progress.finished:
                     return
+                if self._round != progress.round:
+                    break
             with Uninterrupted():
                 progress.epoch, progress.batches = progress.epoch + 1, 0
+
+    @property
+    def _round(self) -> int:
+        """The round of the next step."""
+        return self._progress.step // self._rounds.steps if self._rounds else 0
+
+    def _enter_round(self) -> None:
+        """Learn from what the round of the next step learns from.
+
+        A new round begins with a checkpoint, so what it prepares with the weights of this step can
+        always be prepared again.
+        """
+        if self._rounds is None:
+            return
+        progress, number = self._progress, self._round
+        if progress.round != number:
+            with Uninterrupted():
+                progress.round, progress.epoch, progress.batches = number, 0, 0
+                self._checkpoints.save(progress.step)
+        begins = progress.step == number * self._rounds.steps
+        if begins and self._accelerator.is_main_process:
+            self._rounds.begin(number, self._accelerator.unwrap_model(self._trainee))
+        self._accelerator.wait_for_everyone()
+        self._use(self._rounds.examples(number))
+
+    def _use(self, examples: Examples) -> None:
+        self._training.use(examples)
+        self._sampler.sizes = examples.sizes
+        self._check_batches()
 
     def _due_evaluation(self) -> Iterator[Evaluation]:
         """Evaluate and save the state, if it is time."""
@@ -168,6 +218,7 @@ class Trainer:
     def _step(self, batches: Sequence[Batch]) -> Step:
         began, num_levels, progress = time.perf_counter(), self._num_levels(), self._progress
         self._trainee.train()
+        self._accelerator.unwrap_model(self._trainee).at_step(progress.step, self.total_steps)
         found = []
         for left, batch in zip(range(len(batches) - 1, -1, -1), batches, strict=True):
             with self._accelerator.no_sync(self._trainee) if left else nullcontext():
@@ -175,7 +226,7 @@ class Trainer:
         self._update()
         losses = torch.stack([each.losses.detach().cpu() for each in found]).mean(0)
         right = torch.stack([each.right.sum((0, 2)).cpu() for each in found]).sum(0)
-        num_roots = sum(int(batch.levels.valid[:, 0].sum()) for batch in batches)
+        counts = torch.stack([each.counts.cpu() for each in found]).sum(0)
         progress.step += 1
         progress.batches += len(batches)
         progress.losses.append(float(losses[0]))
@@ -185,7 +236,7 @@ class Trainer:
             sum(batch.num_tokens for batch in batches),
             time.perf_counter() - began,
             tuple(losses.tolist()),
-            tuple((right / max(1, num_roots)).tolist()),
+            tuple((right / counts.clamp(min=1)).tolist()),
         )
 
     def _learn(self, batch: Batch, num_levels: int, num_batches: int) -> Learnt:
@@ -197,7 +248,7 @@ class Trainer:
         if not loss.isfinite():
             raise TrainingError(
                 f"the loss of step {self._progress.step + 1} is not a finite number: lower the "
-                f"learning rate ({self._settings.learning_rate:g}). The best head so far is kept."
+                f"learning rate ({self._settings.learning_rate:g}). The best drafter so far stays."
             )
         self._accelerator.backward(loss / num_batches)
         return found
@@ -244,7 +295,7 @@ class Trainer:
         return counts
 
 
-def _loader(data: TrainingSet, sampler: BatchSampler, num_levels: int) -> DataLoader[Batch]:
+def _loader(data: Examples, sampler: BatchSampler, num_levels: int) -> DataLoader[Batch]:
     return DataLoader(
         data,  # type: ignore[arg-type]
         batch_sampler=sampler,

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -17,6 +16,8 @@ from foretoken import LLM, CompatibilityError, ConfigError, ForetokenError, Samp
 from foretoken.drafters.heads.checkpoint import read_checkpoint, write_checkpoint
 from foretoken.drafters.heads.config_file import Description, Verifier
 from foretoken.runtime.target import vocabulary_weights
+from tests.drafters.heads.folders import FAULTS as FOLDER_FAULTS
+from tests.drafters.heads.folders import change_config, change_inside, change_tensors
 from tests.heads import save_head, tiny_config, tiny_net
 from tests.tiny import tiny_model
 
@@ -131,33 +132,12 @@ def test_without_a_map_the_draft_vocabulary_is_the_target_s(tmp_path: Path) -> N
     load(tmp_path)
 
 
-def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
-def change_config(folder: Path, **fields: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
-
-
 def change_layer(folder: Path, **fields: Any) -> None:
-    layer = json.loads((folder / "config.json").read_text())["transformer_layer_config"]
-    change_config(folder, transformer_layer_config={**layer, **fields})
-
-
-def truncate(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
+    change_inside(folder, "transformer_layer_config", **fields)
 
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "does not exist"),
-    "no config": (lambda f: (f / "config.json").unlink(), "config.json does not exist"),
-    "no JSON": (lambda f: (f / "config.json").write_text("{"), "cannot be read"),
-    "no object": (lambda f: (f / "config.json").write_text("[]"), "no JSON object"),
-    "truncated": (truncate, "cannot be read"),
+    **FOLDER_FAULTS,
     "another kind": (lambda f: change_config(f, speculators_model_type="dflash"), "'dflash'"),
     "a language model": (lambda f: change_config(f, speculators_model_type=None), "None"),
     "no layer": (
@@ -228,11 +208,6 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         "'lm_head.weight' has numbers that are not finite",
     ),
-    "no map": (lambda f: change_tensors(f, lambda t: t.pop("d2t")), "'d2t' is missing"),
-    "a falling map": (
-        lambda f: change_tensors(f, lambda t: t.update(d2t=-2 * torch.arange(48))),
-        "ascending",
-    ),
     "a map of negative tokens": (
         lambda f: change_tensors(f, lambda t: t.update(d2t=t["d2t"] - 5)),
         "ascending",
@@ -244,10 +219,6 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a square map": (
         lambda f: change_tensors(f, lambda t: t.update(d2t=t["d2t"].view(6, 8))),
         "ascending",
-    ),
-    "a map beyond the vocabulary": (
-        lambda f: change_tensors(f, lambda t: t.update(d2t=torch.full((48,), 60))),
-        "below 96",
     ),
 }
 

@@ -13,14 +13,14 @@ from transformers import PreTrainedModel
 from foretoken import LLM, SamplingParams
 from foretoken.core.tree import TokenTree
 from foretoken.drafters.heads.checkpoint import read_checkpoint
-from foretoken.drafters.heads.eagle import EagleHead, load_head
-from foretoken.drafters.heads.eagle_net import EagleNet, KeysValues
+from foretoken.drafters.heads.eagle import EagleHead, head_net, load_head
+from foretoken.drafters.heads.eagle_net import EagleConfig, EagleNet, KeysValues
 from foretoken.drafters.heads.eagle_weights import head_passes
 from foretoken.drafters.heads.fusion import Fusion
-from foretoken.outputs import CompletionOutput
 from foretoken.request import Request
 from foretoken.runtime.target import Target
-from tests.heads import save_head, tiny_config, tiny_net
+from tests.drafters.heads.serving import PROMPTS, check_schedules, preempted
+from tests.heads import feature_config, save_head, tiny_config, tiny_net
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -33,6 +33,11 @@ FORMS: dict[str, dict[str, Any]] = {
     },
     "narrow heads": {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2},
     "an odd inner size": {"intermediate_size": 80},
+}
+CONFIGS: dict[str, EagleConfig] = {
+    **{form: tiny_config(**fields) for form, fields in FORMS.items()},
+    "EAGLE-1": feature_config(),
+    "EAGLE-1, few tokens": feature_config(fc_bias=False, draft_vocab_size=VOCAB_SIZE // 2),
 }
 LEVELS = 4
 
@@ -53,16 +58,17 @@ def levels(net: EagleNet, hidden: Tensor, tokens: Tensor) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", CONFIGS)
 @pytest.mark.parametrize("runtime", ["native", "torch"])
 @torch.inference_mode()
 def test_serving_computes_what_training_computes(form: str, runtime: str, tmp_path: Any) -> None:
     model = tiny_model(head_dim=32)
-    net = tiny_net(tiny_config(**FORMS[form]), model)
-    save_head(tmp_path, net)
+    save_head(tmp_path, tiny_net(CONFIGS[form], model))
     target = Target(model, runtime=runtime)
-    net = read_checkpoint(tmp_path).net(*vocabulary_weights(model))
-    head, _ = load_head(read_checkpoint(tmp_path), target)
+    net = head_net(read_checkpoint(tmp_path), target)
+    head, passes = load_head(read_checkpoint(tmp_path), target)
+    if form == "EAGLE-1":
+        assert passes.network.name == {"native": "native", "torch": "lean"}[runtime]
     tokens = torch.randint(0, VOCAB_SIZE, (50,))
     layers = net.config.aux_layers
     target.add(0)
@@ -74,12 +80,6 @@ def test_serving_computes_what_training_computes(form: str, runtime: str, tmp_pa
             torch.testing.assert_close(
                 found[level], expected[level][root - 1], atol=2e-3, rtol=1e-3
             )
-
-
-def vocabulary_weights(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    weights = Target(model).vocabulary_weights
-    assert weights is not None
-    return weights
 
 
 def drafted(head: EagleHead, hidden: Any, tokens: list[int], root: int) -> list[Tensor]:
@@ -101,12 +101,13 @@ def drafted(head: EagleHead, hidden: Any, tokens: list[int], root: int) -> list[
     return found
 
 
+@pytest.mark.parametrize("form", ["EAGLE-3.1", "EAGLE-1"])
 @torch.inference_mode()
-def test_a_path_of_a_tree_has_the_logits_of_a_chain() -> None:
+def test_a_path_of_a_tree_has_the_logits_of_a_chain(form: str) -> None:
     """Each node continues the state of its parent, not that of the node before it."""
     model = tiny_model(head_dim=32)
     target = Target(model, runtime="native")
-    net = tiny_net(tiny_config(), model)
+    net = tiny_net(CONFIGS[form], model)
     head = EagleHead(
         head_passes(net, target), Fusion(net, target.dtype, target.device), net.draft_tokens
     )
@@ -149,12 +150,12 @@ def grown(head: EagleHead, hidden: Any, tokens: list[int], added: list[list[int]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("form", ["EAGLE-3.1", "EAGLE-3", "two features"])
+@pytest.mark.parametrize("form", ["EAGLE-3.1", "EAGLE-3", "two features", "EAGLE-1"])
 @torch.inference_mode()
 def test_native_code_fuses_as_pytorch_does(form: str, dtype: torch.dtype) -> None:
     """And a state's bits do not depend on how many are computed with it."""
     model = tiny_model(head_dim=32, dtype=dtype)
-    net = tiny_net(tiny_config(**FORMS[form]), model)
+    net = tiny_net(CONFIGS[form], model)
     fusions = [Fusion(net, dtype, model.device, native=native) for native in (True, False)]
     hidden = {layer: torch.randn(19, 64).to(dtype) for layer in net.config.aux_layers}
     native, other = (fusion(hidden) for fusion in fusions)
@@ -172,33 +173,13 @@ def head_of(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
     return {"method": "eagle", "model": str(folder), "controller": "fixed"}
 
 
-PROMPTS = [[3, 5, 7, 3, 5], [11, 4], list(range(1, 40)), [8, 8, 8], [1], [2, 2]]
-
-
 @pytest.mark.parametrize("tree", [None, [2, 2, 1], "dynamic"], ids=str)
 @pytest.mark.parametrize("runtime", ["native", "torch"])
 def test_drafts_do_not_depend_on_the_schedule(tree: Any, runtime: str, tmp_path: Path) -> None:
     """Alone, in a batch, in chunks, and after preemption: the same drafts (invariant 4)."""
     model = tiny_model(head_dim=32, max_position_embeddings=1024)
     config = head_of(model, tmp_path) | ({} if tree is None else {"tree": tree})
-    params = SamplingParams(temperature=0.8, seed=5, max_tokens=40)
-    fields: dict[str, Any] = {"speculative_config": config, "runtime": runtime}
-    alone = LLM(model, max_num_seqs=1, **fields).generate(PROMPTS, params)
-    cells = Target(model).cell_bytes + 2 * 32 * 4
-    tight = LLM(model, max_num_batched_tokens=7, kv_cache_memory=3 * 512 * cells, **fields)
-    together = tight.generate(PROMPTS, params)
-    if runtime == "native" or tree is None:
-        for one, other in zip(alone, together, strict=True):
-            assert other.token_ids == one.token_ids
-            assert other.metrics.drafter_failure is None
-            if other.metrics.preemptions == 0:
-                assert drafts(other) == drafts(one)
-    assert sum(o.metrics.num_draft_tokens for o in together) > 100
-
-
-def drafts(output: Any) -> list[tuple[int, ...]]:
-    """What was drafted where, for positions at which something was."""
-    return [step.drafted for step in output.trace if step.drafted]
+    check_schedules(model, config, runtime, cell_bytes=2 * 32 * 4, trees=tree is not None)
 
 
 def test_a_text_of_one_token_has_no_state_to_draft_from(tmp_path: Path) -> None:
@@ -227,19 +208,7 @@ def test_a_preempted_request_goes_on_drafting(tmp_path: Path) -> None:
     """Its states were kept in steps, and are shown again outside of a step."""
     model = tiny_model(head_dim=32, max_position_embeddings=1024)
     llm = LLM(model, speculative_config=head_of(model, tmp_path))
-    engine, params = llm.engine, SamplingParams(temperature=0, max_tokens=150)
-    for _ in range(2):
-        engine.add_request([1], params)
-    for _ in range(40):
-        engine.step()
-    scheduler = engine._scheduler
-    scheduler._preempt(scheduler._running[-1])
-    outputs: list[CompletionOutput] = []
-    while len(outputs) < 2:
-        outputs += [chunk.output for chunk in engine.step() if chunk.output is not None]
-    for output in outputs:
-        assert output.metrics.drafter_failure is None
-    assert max(output.metrics.preemptions for output in outputs) == 1
+    preempted(llm)
 
 
 def test_a_nan_does_not_outlive_its_request(tmp_path: Path) -> None:

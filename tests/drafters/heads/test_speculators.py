@@ -20,15 +20,18 @@ from foretoken.drafters.heads.checkpoint import read_checkpoint
 from foretoken.drafters.heads.config_file import read_description
 from foretoken.drafters.heads.eagle_net import EagleConfig, EagleNet
 from foretoken.drafters.heads.export import export_head
+from foretoken.drafters.heads.parallel_net import ParallelConfig, ParallelNet
 from foretoken.runtime.target import vocabulary_weights
 from tests.drafters.heads.test_eagle import FORMS as SERVED
 from tests.drafters.heads.test_eagle import LEVELS, levels
-from tests.heads import save_head, tiny_config, tiny_net
+from tests.drafters.heads.test_parallel import FORMS as SERVED_BLOCKS
+from tests.heads import parallel_config, save_head, tiny_config, tiny_net
 from tests.tiny import VOCAB_SIZE, tiny_model
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its own dependencies
     package: Any = pytest.importorskip("speculators.models.eagle3")
+    parallel_package: Any = pytest.importorskip("speculators.models.peagle.core")
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -187,3 +190,111 @@ def test_the_tensors_are_those_that_the_package_writes(files: Files, tmp_path: P
         for name, tensor in kept.items():
             assert written[name].dtype == tensor.dtype
             assert torch.equal(written[name], tensor)
+
+
+# P-EAGLE
+
+BLOCKS = {name: SERVED_BLOCKS[name] for name in ("two layers", "one layer", "three layers")}
+
+
+def parallel_of_package(files: Files, config: ParallelConfig) -> Any:
+    """The package's P-EAGLE model as its training makes it, with random weights."""
+    net = tiny_net(config, files.model)
+    layer = AutoConfig.for_model(
+        "qwen3" if config.qk_norm else "llama",
+        num_hidden_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_parameters=dict(config.rope_parameters),
+    )
+    model = parallel_package.PEagleDraftModel.from_training_args(
+        layer,
+        t2d=net.t2d,
+        d2t=net.d2t,
+        draft_vocab_size=config.draft_vocab_size,
+        norm_before_residual=config.norm_before_residual,
+        fc_norm=config.fc_norm,
+        norm_output=config.norm_output,
+        target_layer_ids=list(config.aux_layers),
+        verifier_name_or_path=files.target,
+        num_depths=config.depths,
+        mask_token_id=config.mask_token_id,
+        draft_attn_impl="eager",
+    )
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    return model
+
+
+def load_parallel(folder: Path) -> Any:
+    config = parallel_package.PEagleSpeculatorConfig.from_pretrained(folder)
+    config.transformer_layer_config._attn_implementation = "eager"
+    kind = parallel_package.PEagleDraftModel
+    return kind.from_pretrained(folder, config=config, dtype=torch.float32)
+
+
+@torch.inference_mode()
+def assert_same_blocks(theirs: Any, ours: ParallelNet) -> None:
+    """All levels of drafts from many pairs of a text; the package chooses which."""
+    torch.manual_seed(7)
+    tokens = torch.randint(0, VOCAB_SIZE, (31,))
+    hidden = torch.randn(30, len(ours.config.aux_layers), ours.config.hidden_size)
+    chosen: dict[str, Any] = {"num_depths": LEVELS, "down_sample_ratio": 0.9}
+    learnt = torch.ones(1, 30)
+    learnt[:, 0] = 0  # or it would draft from the place before the first
+    found: list[Tensor] = []
+    hook = theirs.lm_head.register_forward_hook(lambda *call: found.append(call[-1]))
+    torch.manual_seed(3)
+    theirs(
+        hidden[None].flatten(-2),
+        tokens[None, 1:],
+        document_ids=torch.zeros(1, 30, dtype=torch.long),
+        loss_mask=learnt,
+        verifier_last_hidden_states=torch.zeros(1, 30, ours.config.hidden_size),
+        loss_config=parallel_package.resolve_loss_config("kl_div", "eager"),
+        **chosen,
+    )
+    hook.remove()
+    torch.manual_seed(3)
+    anchors, depths = parallel_package.generate_cod_sample_indices(
+        seq_length=30, loss_mask=learnt, **chosen
+    )
+    assert depths.max() == LEVELS - 1
+    places = torch.arange(30)
+    blocks = ours.block(tokens[None, 1:], ours.fuse(hidden[None]), places[None], [30] * LEVELS)
+    expected = torch.stack([ours.logits(block)[0] for block in blocks])
+    torch.testing.assert_close(found[0][0], expected[depths, anchors], atol=1e-3, rtol=1e-3)
+    assert not torch.allclose(expected[0], expected[1], atol=0.1)
+
+
+@pytest.mark.parametrize("form", BLOCKS)
+def test_a_parallel_head_of_the_package_is_read(files: Files, form: str, tmp_path: Path) -> None:
+    config = parallel_config(**BLOCKS[form], norm_output=False)
+    theirs = parallel_of_package(files, config)
+    theirs.save_pretrained(tmp_path / "theirs")
+    checkpoint = read_checkpoint(tmp_path / "theirs", ["peagle"])
+    assert checkpoint.description.config == config
+    ours = checkpoint.net(*files.weights)
+    assert isinstance(ours, ParallelNet)
+    assert_same_blocks(theirs, ours)
+
+
+@pytest.mark.parametrize("form", BLOCKS)
+def test_the_package_loads_parallel_heads(files: Files, form: str) -> None:
+    head = files.exported(parallel_config(**BLOCKS[form], norm_output=False))
+    ours = read_checkpoint(head, ["peagle"]).net(*files.weights)
+    assert isinstance(ours, ParallelNet)
+    assert_same_blocks(load_parallel(head), ours)
+    load_parallel(head).save_pretrained(head / "again")
+    mine, theirs = (json.loads((x / "config.json").read_text()) for x in (head, head / "again"))
+    assert theirs.keys() - mine.keys() == {"auto_map", "transformers_version"}
+    skipped = {"transformer_layer_config", "dtype", "foretoken"}
+    same = {name: value for name, value in mine.items() if name not in skipped}
+    assert {name: theirs[name] for name in same} == same

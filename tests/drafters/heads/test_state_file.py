@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from foretoken import LLM, CompatibilityError, ConfigError, ForetokenError, SamplingParams
 from foretoken.drafters.heads.folder import Verifier
 from foretoken.drafters.heads.state_file import read_state_file, write_state_file
+from tests.drafters.heads.folders import FAULTS as FOLDER_FAULTS
+from tests.drafters.heads.folders import change_config, change_inside, change_tensors
 from tests.heads import STATE_NETS, save_state_head, state_config, state_net
 from tests.tiny import tiny_model
 
@@ -65,35 +65,14 @@ def test_other_fields_of_the_configuration_are_ignored(tmp_path: Path) -> None:
     load(folder)
 
 
-def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
-def change_config(folder: Path, **fields: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
-
-
 def change_sizes(folder: Path, **fields: Any) -> None:
-    sizes = json.loads((folder / "config.json").read_text())["config"]
-    change_config(folder, config={**sizes, **fields})
-
-
-def truncate(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
+    change_inside(folder, "config", **fields)
 
 
 WEIGHT = "blocks.0.layers.0.weight"
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "does not exist"),
-    "no config": (lambda f: (f / "config.json").unlink(), "config.json does not exist"),
-    "no JSON": (lambda f: (f / "config.json").write_text("{"), "cannot be read"),
+    **FOLDER_FAULTS,
     "deep JSON": (lambda f: (f / "config.json").write_text("[" * 200000), "cannot be read"),
-    "no object": (lambda f: (f / "config.json").write_text("[]"), "no JSON object"),
-    "truncated": (truncate, "cannot be read"),
     "another model": (lambda f: change_config(f, model_type="llama"), "does not describe a head"),
     "another method": (lambda f: change_config(f, method="hydra"), "of method 'hydra'"),
     "no method": (lambda f: change_config(f, method=None), "of method None"),
@@ -124,15 +103,6 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a NaN": (
         lambda f: change_tensors(f, lambda t: t.update({WEIGHT: torch.full((64, 64), torch.nan)})),
         "numbers that are not finite",
-    ),
-    "no map": (lambda f: change_tensors(f, lambda t: t.pop("d2t")), "'d2t' is missing"),
-    "a falling map": (
-        lambda f: change_tensors(f, lambda t: t.update(d2t=-2 * torch.arange(48))),
-        "ascending",
-    ),
-    "a map beyond the vocabulary": (
-        lambda f: change_tensors(f, lambda t: t.update(d2t=torch.full((48,), 60))),
-        "below 96",
     ),
 }
 

@@ -19,9 +19,9 @@ from foretoken.core.tree import TokenTree
 from foretoken.drafters.heads.state_file import load_net, read_state_file
 from foretoken.drafters.heads.state_head import KEPT, StateHead
 from foretoken.drafters.heads.state_net import StateConfig
-from foretoken.outputs import CompletionOutput
 from foretoken.request import Request
 from foretoken.runtime.target import Target
+from tests.drafters.heads.serving import PROMPTS, check_schedules, preempted
 from tests.heads import STATE_NETS, save_state_head, state_config, state_net
 from tests.tiny import ARCHITECTURES, CONTEXT, VOCAB_SIZE, tiny_model
 
@@ -166,9 +166,6 @@ def test_only_heads_that_read_tokens_tell_them_apart(method: str, tmp_path: Path
         assert same != STATE_NETS[method][0].reads_tokens
 
 
-PROMPTS = [[3, 5, 7, 3, 5], [11, 4], list(range(1, 40)), [8, 8, 8], [1], [2, 2]]
-
-
 @pytest.mark.parametrize("tree", [None, [2, 2, 1], "dynamic"], ids=str)
 @pytest.mark.parametrize("runtime", ["native", "torch"])
 @pytest.mark.parametrize("method", METHODS)
@@ -179,24 +176,7 @@ def test_drafts_do_not_depend_on_the_schedule(
     model = tiny_model(head_dim=32, max_position_embeddings=1024)
     config = saved(method, model, tmp_path, draft_vocab_size=VOCAB_SIZE)
     config |= {} if tree is None else {"tree": tree}
-    params = SamplingParams(temperature=0.8, seed=5, max_tokens=40)
-    fields: dict[str, Any] = {"speculative_config": config, "runtime": runtime}
-    alone = LLM(model, max_num_seqs=1, **fields).generate(PROMPTS, params)
-    cells = Target(model).cell_bytes
-    tight = LLM(model, max_num_batched_tokens=7, kv_cache_memory=3 * 512 * cells, **fields)
-    together = tight.generate(PROMPTS, params)
-    if runtime == "native" or tree is None:
-        for one, other in zip(alone, together, strict=True):
-            assert other.token_ids == one.token_ids
-            assert other.metrics.drafter_failure is None
-            if other.metrics.preemptions == 0:
-                assert drafts(other) == drafts(one)
-    assert sum(o.metrics.num_draft_tokens for o in together) > 100
-
-
-def drafts(output: Any) -> list[tuple[int, ...]]:
-    """What was drafted where, for positions at which something was."""
-    return [step.drafted for step in output.trace if step.drafted]
+    check_schedules(model, config, runtime, cell_bytes=0, trees=tree is not None)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -327,21 +307,9 @@ def test_a_preempted_request_goes_on_drafting(method: str, tmp_path: Path) -> No
     """Its states were kept in steps, and are shown again outside of a step."""
     model = tiny_model(max_position_embeddings=1024)
     llm = LLM(model, speculative_config=saved(method, model, tmp_path))
-    engine, params = llm.engine, SamplingParams(temperature=0, max_tokens=150)
-    for _ in range(2):
-        engine.add_request([1], params)
-    for _ in range(40):
-        engine.step()
-    scheduler = engine._scheduler
-    scheduler._preempt(scheduler._running[-1])
-    outputs: list[CompletionOutput] = []
-    while len(outputs) < 2:
-        outputs += [chunk.output for chunk in engine.step() if chunk.output is not None]
-    for output in outputs:
-        assert output.metrics.drafter_failure is None
+    for output in preempted(llm):
         undrafted = [step for step in output.trace.steps[1:-1] if not step.drafted]
         assert not undrafted
-    assert max(output.metrics.preemptions for output in outputs) == 1
 
 
 @pytest.mark.parametrize("method", METHODS)

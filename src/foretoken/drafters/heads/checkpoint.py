@@ -1,4 +1,4 @@
-"""Folders of trained EAGLE-3 heads, in the `speculators` format.
+"""Folders of trained EAGLE-3 and P-EAGLE heads, in the `speculators` format.
 
 A folder holds `config.json` (see `config_file.py`) and `model.safetensors`; vLLM reads the same
 format. The embedding and the output rows are mostly the target's own, so a folder need not hold
@@ -7,15 +7,16 @@ them. If it does, they count: EAGLE's authors trained output rows of their own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from foretoken.drafters.heads.config_file import Description, describe, read_description
-from foretoken.drafters.heads.eagle_net import EagleNet
+from foretoken.drafters.heads.config_file import Description, read_description
+from foretoken.drafters.heads.eagle_net import EagleConfig, EagleNet, default_layers
+from foretoken.drafters.heads.feature_net import FeatureConfig, FeatureNet
 from foretoken.drafters.heads.folder import (
     CONFIG,
     WEIGHTS,
@@ -23,14 +24,40 @@ from foretoken.drafters.heads.folder import (
     check_tensors,
     draft_tokens,
     existing_folder,
+    read_json,
     read_tensors,
     write_folder,
 )
+from foretoken.drafters.heads.parallel_net import ParallelConfig, ParallelNet
+from foretoken.drafters.heads.published import fields_of, read_published
 
-__all__ = ["EMBEDDING", "OUTPUT_ROWS", "Checkpoint", "read_checkpoint", "write_checkpoint"]
+__all__ = [
+    "EMBEDDING",
+    "OUTPUT_ROWS",
+    "Checkpoint",
+    "file_tensors",
+    "new_net",
+    "read_checkpoint",
+    "write_checkpoint",
+]
 
 EMBEDDING, OUTPUT_ROWS = "embed_tokens.weight", "lm_head.weight"
 _NOT_READ = "verifier_lm_head.weight"  # the target's output rows, beside the head's own
+
+
+def new_net(
+    config: EagleConfig,
+    embedding: Tensor,
+    head: Tensor,
+    draft_tokens: Tensor,
+    final_norm: nn.Module | None = None,
+) -> EagleNet:
+    """The network of a configuration; its weights are undefined. See `EagleNet`, `FeatureNet`."""
+    if isinstance(config, ParallelConfig):
+        return ParallelNet(config, embedding, head, draft_tokens)
+    if isinstance(config, FeatureConfig):
+        return FeatureNet(config, embedding, head, draft_tokens, final_norm)
+    return EagleNet(config, embedding, head, draft_tokens)
 
 
 @dataclass(frozen=True)
@@ -39,12 +66,14 @@ class Checkpoint:
 
     Args:
         path: the folder.
+        weights: the file of the weights in it.
         description: its `config.json`.
         tensors: the weights by their names in the file, without those of `vocabulary`.
         vocabulary: the embedding and the output rows, as far as the file holds them.
     """
 
     path: Path
+    weights: Path
     description: Description
     tensors: Mapping[str, Tensor]
     vocabulary: Mapping[str, Tensor]
@@ -57,12 +86,29 @@ class Checkpoint:
         """
         config = self.description.config
         sizes = (config.draft_vocab_size, config.vocab_size)
-        return draft_tokens(self.path / WEIGHTS, self.tensors.get("d2t"), *sizes)
+        return draft_tokens(self.weights, self.tensors.get("d2t"), *sizes)
 
-    def net(self, embedding: Tensor, output_rows: Tensor) -> EagleNet:
+    def for_target(self, num_layers: int) -> Checkpoint:
+        """The same with the ids of the layers that it reads, if the folder does not say them.
+
+        Args:
+            num_layers: of the target.
+        """
+        config = self.description.config
+        if config.aux_layers:
+            return self
+        last = isinstance(config, FeatureConfig)
+        layers = (num_layers,) if last else default_layers(num_layers)
+        named = replace(self.description, config=replace(config, aux_layers=layers))
+        return replace(self, description=named)
+
+    def net(
+        self, embedding: Tensor, output_rows: Tensor, final_norm: nn.Module | None = None
+    ) -> EagleNet:
         """The head over the target's embedding [V, E] and output rows [V, E].
 
-        In place of these it has the file's own, where they differ.
+        In place of these it has the file's own, where they differ. An EAGLE-1 head also reads
+        hidden states with the target's final norm.
 
         Raises:
             CompatibilityError: the target has other sizes.
@@ -75,10 +121,10 @@ class Checkpoint:
             check_sizes(self.path, self.description.verifier, sizes, found)
         tokens = self.draft_tokens()
         rows = self._own(OUTPUT_ROWS, output_rows[tokens.to(output_rows.device)])
-        net = EagleNet(config, self._own(EMBEDDING, embedding), rows, tokens)
+        net = new_net(config, self._own(EMBEDDING, embedding), rows, tokens, final_norm)
         wanted = net.state_dict()
         tensors = {**self.tensors, "d2t": wanted["d2t"], "t2d": wanted["t2d"]}
-        check_tensors(self.path / WEIGHTS, tensors, wanted, "an EAGLE-3 head")
+        check_tensors(self.weights, tensors, wanted, net.KIND)
         net.load_state_dict(tensors)
         net.train(False)
         return net
@@ -88,22 +134,39 @@ class Checkpoint:
         own = self.vocabulary.get(name)
         if own is None:
             return shared
-        check_tensors(self.path / WEIGHTS, {name: own}, {name: shared}, "an EAGLE-3 head")
+        check_tensors(self.weights, {name: own}, {name: shared}, EagleNet.KIND)
         return shared if torch.equal(own, shared.to("cpu", own.dtype)) else own.to(shared)
 
 
-def read_checkpoint(path: str | Path) -> Checkpoint:
+def read_checkpoint(path: str | Path, kinds: Sequence[str] = ("eagle3",)) -> Checkpoint:
     """Read a folder.
+
+    Args:
+        path: the folder.
+        kinds: what the head may be (see `config_file.KINDS`).
 
     Raises:
         ModelError: it does not exist, is damaged, or is of another kind.
     """
     folder = existing_folder(path)
-    description = read_description(folder / CONFIG)
-    tensors = read_tensors(folder / WEIGHTS)
+    published = read_published(folder, read_json(folder / CONFIG)) if "eagle3" in kinds else None
+    if published is None:
+        weights, description = folder / WEIGHTS, read_description(folder / CONFIG, kinds)
+        tensors = read_tensors(weights)
+    else:
+        weights, description, tensors = published
     tensors.pop(_NOT_READ, None)
     names = tensors.keys() & {EMBEDDING, OUTPUT_ROWS}
-    return Checkpoint(folder, description, tensors, {name: tensors.pop(name) for name in names})
+    vocabulary = {name: tensors.pop(name) for name in names}
+    return Checkpoint(folder, weights, description, tensors, vocabulary)
+
+
+def file_tensors(net: EagleNet) -> dict[str, Tensor]:
+    """What a file holds; EAGLE-1's layout has no maps where all tokens can be drafted."""
+    tensors = net.state_dict()
+    if isinstance(net, FeatureNet) and net.config.draft_vocab_size == net.config.vocab_size:
+        del tensors["d2t"], tensors["t2d"]
+    return tensors
 
 
 def write_checkpoint(folder: Path, net: EagleNet, description: Description) -> None:
@@ -117,4 +180,4 @@ def write_checkpoint(folder: Path, net: EagleNet, description: Description) -> N
     Raises:
         ModelError: the folder cannot be written.
     """
-    write_folder(folder, net.state_dict(), describe(description))
+    write_folder(folder, file_tensors(net), fields_of(description))

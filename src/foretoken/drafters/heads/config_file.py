@@ -1,11 +1,11 @@
-"""`config.json` of an EAGLE-3 head in the `speculators` format: what is read, checked and written.
+"""`config.json` of EAGLE-3 and P-EAGLE heads in the `speculators` format: read, checked, written.
 
 Fields that Foretoken does not use are ignored. Those that it does not support are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,12 +15,17 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from foretoken.drafters.heads.eagle_net import EagleConfig
 from foretoken.drafters.heads.folder import Verifier, read_json, validated
+from foretoken.drafters.heads.parallel_net import ParallelConfig
 from foretoken.errors import ModelError
 
-__all__ = ["Description", "Verifier", "describe", "read_description"]
+__all__ = ["KINDS", "Description", "Verifier", "describe", "described", "read_description"]
 
 SPECULATORS_VERSION = "0.9.0"
 """Version of the `speculators` package whose format is written; older ones are read as well."""
+
+KINDS = {"eagle3": "eagle", "peagle": "parallel"}
+"""`speculators_model_type` -> the method that drafts with such a head."""
+_TITLES = {"eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
 
 _Size = Annotated[int, Gt(0)]
 _Positive = Annotated[FiniteFloat, Gt(0)]
@@ -75,6 +80,11 @@ class _Layer(_Part):
     mlp_bias: Literal[False] = False
 
 
+class _DeepLayer(_Layer):
+    # The layers of a head are alike: the fields say the number instead of 1.
+    num_hidden_layers: _Size = 1  # type: ignore[assignment]
+
+
 class _Verifier(_Part):
     name_or_path: str | None
     architectures: tuple[str, ...] = ()
@@ -82,6 +92,14 @@ class _Verifier(_Part):
 
 class _Speculators(_Part):
     verifier: _Verifier
+
+
+class _Proposal(_Part):
+    speculative_tokens: _Size
+
+
+class _Proposing(_Speculators):
+    proposal_methods: Annotated[tuple[_Proposal, ...], Len(1)]
 
 
 class _Notes(_Part):
@@ -102,8 +120,18 @@ class _File(_Part):
     foretoken: _Notes = Field(default_factory=_Notes)
 
 
-def read_description(path: Path) -> Description:
+class _ParallelFile(_File):
+    transformer_layer_config: _DeepLayer
+    speculators_config: _Proposing
+    mask_token_id: Annotated[int, Ge(0)]
+
+
+def read_description(path: Path, kinds: Sequence[str] = ("eagle3",)) -> Description:
     """Read `config.json`.
+
+    Args:
+        path: the file.
+        kinds: names in `KINDS`: what it may describe.
 
     Raises:
         ModelError: the file is missing or damaged, describes another kind of drafter, or a variant
@@ -111,17 +139,32 @@ def read_description(path: Path) -> Description:
     """
     fields = read_json(path)
     kind = fields.get("speculators_model_type")
-    if kind != "eagle3":
+    if kind not in kinds:
         raise ModelError(
-            f"{path}: 'speculators_model_type' is {kind!r}, and method 'eagle' needs 'eagle3': is "
-            "this the folder of a trained EAGLE-3 head?"
+            f"{path}: 'speculators_model_type' is {kind!r}, and method '{KINDS[kinds[0]]}' needs "
+            f"'{kinds[0]}': is this the folder of a trained {_TITLES[kinds[0]]} head?"
         )
-    file = validated(_File, fields, path)
+    return described(fields, path)
+
+
+def described(fields: Mapping[str, Any], path: Path) -> Description:
+    """What the fields of `config.json` say.
+
+    Raises:
+        ModelError: a field is missing or wrong, or describes a variant that is not supported.
+    """
+    parallel = fields.get("speculators_model_type") == "peagle"
+    file = validated(_ParallelFile if parallel else _File, fields, path)
     layer, notes = file.transformer_layer_config, file.foretoken
     if layer.num_attention_heads % layer.num_key_value_heads:
         raise ModelError(
             f"{path}: num_attention_heads ({layer.num_attention_heads}) is not a multiple of "
             f"num_key_value_heads ({layer.num_key_value_heads})."
+        )
+    if isinstance(file, _ParallelFile) and file.mask_token_id >= layer.vocab_size:
+        raise ModelError(
+            f"{path}: mask_token_id ({file.mask_token_id}) is not below vocab_size "
+            f"({layer.vocab_size})."
         )
     verifier = file.speculators_config.verifier
     name = verifier.name_or_path or "another model"
@@ -137,28 +180,38 @@ def _config(file: _File) -> EagleConfig:
     rope = layer.rope_parameters or layer.rope_scaling or _Rope()
     parameters = rope.model_dump(exclude_none=True)
     parameters.setdefault("rope_theta", layer.rope_theta)
-    return EagleConfig(
-        hidden_size=layer.hidden_size,
-        intermediate_size=layer.intermediate_size,
-        num_attention_heads=layer.num_attention_heads,
-        num_key_value_heads=layer.num_key_value_heads,
-        head_dim=layer.head_dim or max(1, layer.hidden_size // layer.num_attention_heads),
-        vocab_size=layer.vocab_size,
-        draft_vocab_size=file.draft_vocab_size,
-        aux_layers=file.eagle_aux_hidden_state_layer_ids,
-        max_position_embeddings=layer.max_position_embeddings,
-        rms_norm_eps=layer.rms_norm_eps,
-        rope_parameters=parameters,
-        norm_before_residual=file.norm_before_residual,
-        fc_norm=file.fc_norm,
-        norm_output=file.norm_output,
-        qk_norm=layer.model_type == "qwen3",
+    sizes: dict[str, Any] = {
+        "hidden_size": layer.hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "num_attention_heads": layer.num_attention_heads,
+        "num_key_value_heads": layer.num_key_value_heads,
+        "head_dim": layer.head_dim or max(1, layer.hidden_size // layer.num_attention_heads),
+        "vocab_size": layer.vocab_size,
+        "draft_vocab_size": file.draft_vocab_size,
+        "aux_layers": file.eagle_aux_hidden_state_layer_ids,
+        "max_position_embeddings": layer.max_position_embeddings,
+        "rms_norm_eps": layer.rms_norm_eps,
+        "rope_parameters": parameters,
+        "norm_before_residual": file.norm_before_residual,
+        "fc_norm": file.fc_norm,
+        "norm_output": file.norm_output,
+        "qk_norm": layer.model_type == "qwen3",
+    }
+    if not isinstance(file, _ParallelFile):
+        return EagleConfig(**sizes)
+    return ParallelConfig(
+        **sizes,
+        num_layers=file.transformer_layer_config.num_hidden_layers,
+        mask_token_id=file.mask_token_id,
+        depths=file.speculators_config.proposal_methods[0].speculative_tokens,
     )
 
 
 def describe(description: Description) -> dict[str, Any]:
     """The fields of `config.json`."""
     config, verifier = description.config, description.verifier
+    parallel = config if isinstance(config, ParallelConfig) else None
+    kind = "peagle" if parallel else "eagle3"
     layer = {
         "model_type": "qwen3" if config.qk_norm else "llama",
         "hidden_size": config.hidden_size,
@@ -166,7 +219,7 @@ def describe(description: Description) -> dict[str, Any]:
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": parallel.num_layers if parallel else 1,
         "vocab_size": config.vocab_size,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_parameters["rope_theta"],
@@ -178,17 +231,17 @@ def describe(description: Description) -> dict[str, Any]:
     }
     proposal = {
         "proposal_type": "greedy",
-        "speculative_tokens": 4,
+        "speculative_tokens": parallel.depths if parallel else 4,
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
     named = {"name_or_path": verifier.name_or_path, "architectures": list(verifier.architectures)}
     return {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
+        "architectures": ["PEagleDraftModel" if parallel else "Eagle3DraftModel"],
+        "speculators_model_type": kind,
         "speculators_version": SPECULATORS_VERSION,
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
             "verifier": named,
@@ -204,5 +257,6 @@ def describe(description: Description) -> dict[str, Any]:
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
+        **({"mask_token_id": parallel.mask_token_id} if parallel else {}),
         "foretoken": {**description.notes, "verifier_layers": verifier.num_layers},
     }

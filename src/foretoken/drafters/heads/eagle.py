@@ -12,27 +12,31 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from foretoken.core.tree import TokenTree
 from foretoken.drafters.draft_model import OwnModel, scored
 from foretoken.drafters.heads.checkpoint import Checkpoint
+from foretoken.drafters.heads.eagle_net import EagleNet
 from foretoken.drafters.heads.eagle_weights import head_passes
+from foretoken.drafters.heads.feature_net import FeatureNet
 from foretoken.drafters.heads.folder import check_layers, vocabulary_weights
 from foretoken.drafters.heads.fusion import Fusion
 from foretoken.drafters.heads.head_drafter import HeadDrafter
+from foretoken.drafters.heads.probe import check_head
 from foretoken.drafters.tree_options import TreeOptions
 from foretoken.errors import CompatibilityError
 from foretoken.request import Request
 from foretoken.runtime.native.decoder import NativeDecoder
-from foretoken.runtime.network import GrownTree, GrowthLimit, GrowthPlan, PassOutput
+from foretoken.runtime.network import GrownTree, GrowthLimit, GrowthPlan, Network, PassOutput
 from foretoken.runtime.passes import Passes
 from foretoken.runtime.target import Target
 
-__all__ = ["EagleDrafter", "EagleHead", "EagleOptions", "load_head"]
+__all__ = ["EagleDrafter", "EagleHead", "EagleOptions", "head_net", "load_head", "load_parts"]
 
 
 class EagleOptions(TreeOptions):
-    """Options of `eagle`: those of trees."""
+    """Options of `eagle` and `parallel`: those of trees."""
 
 
 class _States:
@@ -67,7 +71,7 @@ class _States:
         return self._buffer[: self._length][index]
 
 
-_MOST_WAITING = 64
+_MOST_WAITING = 512
 """Parts of a text whose states are not made yet: each of them holds on to the output of a pass."""
 
 
@@ -81,7 +85,7 @@ class _Committed:
     """
 
     def __init__(self, fusion: Fusion) -> None:
-        self._fusion = fusion
+        self.fusion = fusion
         self._made = _States()
         self._waiting: list[tuple[int, Mapping[int, Tensor]]] = []  # number of tokens, their states
         self._length = 0
@@ -94,7 +98,7 @@ class _Committed:
         assert start <= self._length, "hidden states of tokens before these are missing"
         if start < self._length:
             self.cut(start)
-        count = len(hidden[self._fusion.layers[0]])
+        count = len(hidden[self.fusion.layers[0]])
         self._waiting.append((count, hidden))
         self._length += count
         if len(self._waiting) == _MOST_WAITING:
@@ -121,10 +125,8 @@ class _Committed:
     @torch.inference_mode()  # as in a step, since prompts are shown outside of one
     def _make(self) -> None:
         parts = [hidden for _, hidden in self._waiting]
-        hidden = {
-            layer: torch.cat([part[layer] for part in parts]) for layer in self._fusion.layers
-        }
-        self._made.keep(len(self._made), self._fusion(hidden))
+        hidden = {layer: torch.cat([part[layer] for part in parts]) for layer in self.fusion.layers}
+        self._made.keep(len(self._made), self.fusion(hidden))
         self._waiting = []
 
 
@@ -135,14 +137,25 @@ class EagleHead(OwnModel):
         head: computes pairs of token and state.
         fusion: makes states of hidden states.
         token_ids: [Vd] the target's ids of the tokens that it can draft, ascending.
+
+    Attributes:
+        layers: ids of the target's layers whose hidden states it reads.
     """
 
     def __init__(self, head: Passes, fusion: Fusion, token_ids: Tensor) -> None:
         super().__init__(head)
         self.token_ids = token_ids.to(head.device)
+        self.layers = fusion.layers
         self._fusion = fusion
         self._states: dict[int, _Committed] = {}  # by request key
         self._outputs: dict[int, _States] = {}  # request key -> states behind the nodes of its tree
+
+    def use_head(self, network: Network, fusion: Fusion) -> None:
+        """Draft with other weights of the same sizes, on the KV and the states that are there."""
+        self.use(network)
+        self._fusion = fusion
+        for states in self._states.values():
+            states.fusion = fusion
 
     def seen(self, request: Request) -> Sequence[int]:
         """The token of every pair: all committed tokens but the first."""
@@ -227,20 +240,52 @@ class EagleDrafter(HeadDrafter):
     """Chains and trees from an EAGLE head (see `HeadDrafter`)."""
 
 
-def load_head(checkpoint: Checkpoint, target: Target) -> tuple[EagleHead, Passes]:
-    """The head of a checkpoint for a target, and its KV rows.
+def head_net(checkpoint: Checkpoint, target: Target) -> EagleNet:
+    """The network of a checkpoint, over a target's weights.
+
+    Raises:
+        CompatibilityError: it was trained for another model.
+        ModelError: its file is damaged.
+    """
+    placed = checkpoint.for_target(target.network.num_layers)
+    net = placed.net(*vocabulary_weights(target), target.final_norm)
+    if isinstance(net, FeatureNet) and target.final_norm is None:
+        raise CompatibilityError(
+            f"{checkpoint.path}: an EAGLE-1 head reads hidden states after the final norm, and it "
+            "is not known which norm of this architecture that is."
+        )
+    return net
+
+
+def load_parts(
+    checkpoint: Checkpoint, target: Target, tokenizer: PreTrainedTokenizerBase | None = None
+) -> tuple[EagleNet, Passes, Fusion]:
+    """The head of a checkpoint for a target, its KV rows, and what makes its states.
+
+    Args:
+        checkpoint: the head's folder.
+        target: the target.
+        tokenizer: the target's, if it has one; see `probe.check_head`.
 
     Raises:
         CompatibilityError: it was trained for another model.
         ModelError: its file is damaged.
     """
     check_layers(checkpoint.path, checkpoint.description.verifier, target.network.num_layers)
-    net = checkpoint.net(*vocabulary_weights(target))
+    net = head_net(checkpoint, target)
     if int(net.draft_tokens[-1]) >= target.vocab_size:
         raise CompatibilityError(
             f"{checkpoint.path}: the head drafts tokens that this model cannot: train one for it."
         )
+    check_head(checkpoint, net.to(target.device), target, tokenizer)
     passes = head_passes(net, target)
     native = isinstance(passes.network, NativeDecoder)
-    fusion = Fusion(net, target.dtype, target.device, native=native)
+    return net, passes, Fusion(net, target.dtype, target.device, native=native)
+
+
+def load_head(
+    checkpoint: Checkpoint, target: Target, tokenizer: PreTrainedTokenizerBase | None = None
+) -> tuple[EagleHead, Passes]:
+    """The head of a checkpoint for a target, and its KV rows: see `load_parts`."""
+    net, passes, fusion = load_parts(checkpoint, target, tokenizer)
     return EagleHead(passes, fusion, net.draft_tokens), passes

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,18 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-__all__ = ["EagleConfig", "EagleLayer", "EagleNet", "KeysValues"]
+from foretoken.drafters.heads.state_net import linear
+
+__all__ = [
+    "EagleConfig",
+    "EagleLayer",
+    "EagleNet",
+    "KeysValues",
+    "RMSNorm",
+    "at",
+    "attend",
+    "default_layers",
+]
 
 
 @dataclass(frozen=True)
@@ -87,13 +98,6 @@ KeysValues = tuple[Tensor, Tensor]
 """[B, H, T, D] each."""
 
 
-def _linear(inputs: int, outputs: int) -> nn.Linear:
-    """A layer whose weights are set later: drawing them would take seconds for a large head."""
-    skip_init: Any = nn.utils.skip_init
-    layer: nn.Linear = skip_init(nn.Linear, inputs, outputs, bias=False)
-    return layer
-
-
 class RMSNorm(nn.Module):
     """RMSNorm in float32, whatever autocast says."""
 
@@ -108,14 +112,14 @@ class RMSNorm(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, config: EagleConfig) -> None:
+    def __init__(self, config: EagleConfig, inputs: int) -> None:
         super().__init__()
         size, width = config.hidden_size, config.head_dim
         heads, key_heads = config.num_attention_heads, config.num_key_value_heads
-        self.q_proj = _linear(2 * size, heads * width)
-        self.k_proj = _linear(2 * size, key_heads * width)
-        self.v_proj = _linear(2 * size, key_heads * width)
-        self.o_proj = _linear(heads * width, size)
+        self.q_proj = linear(inputs, heads * width)
+        self.k_proj = linear(inputs, key_heads * width)
+        self.v_proj = linear(inputs, key_heads * width)
+        self.o_proj = linear(heads * width, size)
         epsilon = config.rms_norm_eps
         self.q_norm = RMSNorm(width, epsilon) if config.qk_norm else None
         self.k_norm = RMSNorm(width, epsilon) if config.qk_norm else None
@@ -148,9 +152,9 @@ class _MLP(nn.Module):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         size, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = _linear(size, inner)
-        self.up_proj = _linear(size, inner)
-        self.down_proj = _linear(inner, size)
+        self.gate_proj = linear(size, inner)
+        self.up_proj = linear(size, inner)
+        self.down_proj = linear(inner, size)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., E] -> [..., E]."""
@@ -158,18 +162,42 @@ class _MLP(nn.Module):
         return y
 
 
-class EagleLayer(nn.Module):
-    """A layer of the Llama family whose attention reads token and state."""
+def default_layers(num_layers: int) -> tuple[int, ...]:
+    """The layers whose inputs are fused if nothing is said: a low, a middle and a high one.
 
-    def __init__(self, config: EagleConfig) -> None:
+    Args:
+        num_layers: of the target.
+    """
+    middle, high = num_layers // 2, max(0, num_layers - 3)
+    return tuple(sorted({min(2, num_layers - 1), middle, high}))
+
+
+class EagleLayer(nn.Module):
+    """A layer of the Llama family whose attention reads token and state.
+
+    Args:
+        config: of the head.
+        joint: false for an ordinary layer behind such a one; it has no `hidden_norm`.
+    """
+
+    hidden_norm: RMSNorm
+
+    def __init__(self, config: EagleConfig, *, joint: bool = True) -> None:
         super().__init__()
         size, epsilon = config.hidden_size, config.rms_norm_eps
-        self.self_attn = _Attention(config)
+        self.self_attn = _Attention(config, 2 * size if joint else size)
         self.mlp = _MLP(config)
         self.input_layernorm = RMSNorm(size, epsilon)
-        self.hidden_norm = RMSNorm(size, epsilon)
+        if joint:
+            self.hidden_norm = RMSNorm(size, epsilon)
         self.post_attention_layernorm = RMSNorm(size, epsilon)
         self.norm_before_residual = config.norm_before_residual
+
+    def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
+        """[B, T, E] the stream in front of the layer, [B, H, T, D] -> [B, T, E] behind it."""
+        x = residual + self.self_attn.o_proj(mixed.transpose(1, 2).flatten(2))
+        y: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return y
 
 
 class EagleNet(nn.Module):
@@ -181,6 +209,9 @@ class EagleNet(nn.Module):
         head: [Vd, E] the target's output rows of the draft vocabulary, shared and not trained.
         draft_tokens: [Vd] the target's ids of the draft vocabulary, ascending.
     """
+
+    KIND: ClassVar[str] = "an EAGLE-3 head"
+    """What messages call it."""
 
     d2t: Tensor
     t2d: Tensor
@@ -194,7 +225,7 @@ class EagleNet(nn.Module):
         size, epsilon, count = config.hidden_size, config.rms_norm_eps, len(config.aux_layers)
         self.config = config
         self.layers = nn.ModuleList([EagleLayer(config)])
-        self.fc = _linear(count * size, size)
+        self.fc = linear(count * size, size)
         norms = [RMSNorm(size, epsilon) for _ in range(count if config.fc_norm else 0)]
         self.fc_norm = nn.ModuleList(norms)
         self.norm = RMSNorm(size, epsilon)
@@ -238,6 +269,13 @@ class EagleNet(nn.Module):
             fused = self.fc(hidden.float().flatten(-2))
         return fused.float()
 
+    def joined(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Pairs [B, T] and [B, T, E] -> what the attention reads, and the residual stream."""
+        layer = self.layer
+        state = layer.hidden_norm(states)
+        x = torch.cat([layer.input_layernorm(self.embedding[tokens]), state], dim=-1)
+        return x, state if layer.norm_before_residual else states
+
     def forward(
         self,
         tokens: Tensor,
@@ -267,19 +305,15 @@ class EagleNet(nn.Module):
         """
         layer = self.layer
         attention = layer.self_attn
-        state = layer.hidden_norm(states)
-        x = torch.cat([layer.input_layernorm(self.embedding[tokens]), state], dim=-1)
-        cos, sin = self.rotary(state, positions)
+        x, residual = self.joined(tokens, states)
+        cos, sin = self.rotary(residual, positions)
         own = attention.keys_values(x, cos[:, None], sin[:, None])
-        residual = state if layer.norm_before_residual else states
         if roots is not None:
-            x, residual, cos, sin = (_at(each, roots) for each in (x, residual, cos, sin))
+            x, residual, cos, sin = (at(each, roots) for each in (x, residual, cos, sin))
         query = attention.queries(x, cos[:, None], sin[:, None])
         levels = [*earlier, own]
-        mixed = _attend(query, levels, mask, attention.scaling)
-        x = residual + attention.o_proj(mixed.transpose(1, 2).flatten(2))
-        outputs: Tensor = x + layer.mlp(layer.post_attention_layernorm(x))
-        return outputs, levels
+        mixed = attend(query, levels, mask, attention.scaling)
+        return layer.finish(residual, mixed), levels
 
     def next_states(self, outputs: Tensor) -> Tensor:
         """[..., E] outputs of a level -> the states of the next one."""
@@ -292,12 +326,12 @@ class EagleNet(nn.Module):
         return F.linear(normed.to(self.head.dtype), self.head).float()
 
 
-def _at(x: Tensor, roots: Tensor) -> Tensor:
+def at(x: Tensor, roots: Tensor) -> Tensor:
     """[B, T, n] at the indices [B, Q] -> [B, Q, n]."""
     return x.gather(1, roots.unsqueeze(-1).expand(-1, -1, x.shape[-1]).expand(len(x), -1, -1))
 
 
-def _attend(query: Tensor, levels: Sequence[KeysValues], mask: Tensor, scaling: float) -> Tensor:
+def attend(query: Tensor, levels: Sequence[KeysValues], mask: Tensor, scaling: float) -> Tensor:
     """[B, H, Q, D]: attention to the pairs of level 0, and to the same index of the others."""
     # Written out: on a CPU, the backward pass of PyTorch's fused attention takes three times as
     # long, and it has no way to see a key per query without a square mask for each level.

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
-from foretoken.drafters.heads.eagle_net import EagleNet, RMSNorm
+from foretoken.drafters.heads.eagle_net import EagleLayer, EagleNet, RMSNorm
+from foretoken.drafters.heads.feature_net import FeatureNet
 from foretoken.runtime.choose import head_network
-from foretoken.runtime.llama import JointInput, LayerWeights, LinearWeights, Rotary
+from foretoken.runtime.llama import (
+    JointInput,
+    LayerWeights,
+    LinearWeights,
+    MixedInput,
+    Rotary,
+)
 from foretoken.runtime.passes import Passes
 from foretoken.runtime.rows import INTERNAL_KEY
 from foretoken.runtime.target import Target
@@ -24,42 +33,48 @@ class EagleWeights:
 
     def __init__(self, net: EagleNet) -> None:
         config = net.config
-        self._layer = net.layer
+        self._layers = cast("list[EagleLayer]", list(net.layers))
         self.embedding = net.embedding.detach()
         self._dtype = self.embedding.dtype
         self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
         self.hidden_size, self.inner_size = config.hidden_size, config.intermediate_size
         self.width, self.epsilon = config.head_dim, config.rms_norm_eps
-        self.scaling: float = self._layer.self_attn.scaling
-        self.num_layers = 1
-        self.norm = self._of(net.norm.weight)
+        self.scaling: float = self._layers[0].self_attn.scaling
+        self.num_layers = len(net.layers)
         self.head = LinearWeights(self._of(net.head), None)
         self.rotary = Rotary(net.rotary, self.embedding.device)
-        self.joint: JointInput | None = JointInput(
-            self._of(self._layer.input_layernorm.weight),
-            self._of(self._layer.hidden_norm.weight),
-            config.norm_before_residual,
-            config.norm_output,
-        )
+        self.norm: Tensor | None = None
+        self.joint: JointInput | MixedInput | None
+        if isinstance(net, FeatureNet):
+            self.joint = MixedInput(self._merged(net.fc))
+        else:
+            self.norm = self._of(net.norm.weight)
+            self.joint = JointInput(
+                self._of(self._layers[0].input_layernorm.weight),
+                self._of(self._layers[0].hidden_norm.weight),
+                config.norm_before_residual,
+                config.norm_output,
+            )
 
     def layer(self, index: int) -> LayerWeights:
-        """The weights of the only layer."""
-        assert index == 0
-        attention, mlp = self._layer.self_attn, self._layer.mlp
+        """The weights of a layer; the attention of the first one has norms of its own."""
+        layer = self._layers[index]
+        attention, mlp = layer.self_attn, layer.mlp
         return LayerWeights(
-            attention_norm=self._of(self._layer.hidden_norm.weight),
+            attention_norm=self._norm(getattr(layer, "input_layernorm", None)),
             qkv=self._merged(attention.q_proj, attention.k_proj, attention.v_proj),
             query_norm=self._norm(attention.q_norm),
             key_norm=self._norm(attention.k_norm),
             output=self._merged(attention.o_proj),
-            mlp_norm=self._of(self._layer.post_attention_layernorm.weight),
+            mlp_norm=self._of(layer.post_attention_layernorm.weight),
             gate_up=self._merged(mlp.gate_proj, mlp.up_proj),
             down=self._merged(mlp.down_proj),
         )
 
     def _merged(self, *parts: torch.nn.Linear) -> LinearWeights:
         merged = LinearWeights.of(*parts)
-        return LinearWeights(self._of(merged.weight), None)
+        bias = None if merged.bias is None else self._of(merged.bias)
+        return LinearWeights(self._of(merged.weight), bias)
 
     def _norm(self, norm: RMSNorm | None) -> Tensor | None:
         return None if norm is None else self._of(norm.weight)

@@ -12,9 +12,16 @@ from pathlib import Path
 
 from torch import Tensor
 
-from foretoken.drafters.heads.checkpoint import EMBEDDING, OUTPUT_ROWS, read_checkpoint
-from foretoken.drafters.heads.config_file import describe
+from foretoken.drafters.heads.checkpoint import (
+    EMBEDDING,
+    OUTPUT_ROWS,
+    file_tensors,
+    read_checkpoint,
+)
+from foretoken.drafters.heads.config_file import KINDS
+from foretoken.drafters.heads.feature_net import FeatureNet
 from foretoken.drafters.heads.folder import check_layers, write_folder
+from foretoken.drafters.heads.published import fields_of
 from foretoken.errors import ModelError
 
 __all__ = ["export_head"]
@@ -23,7 +30,7 @@ __all__ = ["export_head"]
 def export_head(
     source: Path, to: Path, embedding: Tensor, rows: Tensor, layers: int, verifier: str
 ) -> None:
-    """Write an EAGLE-3 head as vLLM and `speculators` load it.
+    """Write an EAGLE-3 or P-EAGLE head as vLLM and `speculators` load it.
 
     Args:
         source: the folder of the head.
@@ -39,12 +46,18 @@ def export_head(
     """
     if to.exists() and to.resolve() == source.resolve():
         raise ModelError(f"{to} is the head itself: give another folder.")
-    checkpoint = read_checkpoint(source)
+    checkpoint = read_checkpoint(source, list(KINDS)).for_target(layers)
     net = checkpoint.net(embedding, rows)
     described = checkpoint.description
     check_layers(source, described.verifier, layers)
     named = replace(described, verifier=replace(described.verifier, name_or_path=verifier))
     vocabulary = {OUTPUT_ROWS: net.head, EMBEDDING: net.embedding}
+    if isinstance(net, FeatureNet):
+        if net.config.draft_vocab_size != net.config.vocab_size:
+            raise ModelError(
+                f"{source}: other engines load EAGLE-1 heads only if they can draft all tokens: "
+                "train one with draft_vocab_size=null."
+            )
+        del vocabulary[OUTPUT_ROWS]  # the layout has none
     shared = {name: tensor.detach().contiguous() for name, tensor in vocabulary.items()}
-    tensors = {**net.state_dict(), **shared}
-    write_folder(to, tensors, describe(named))
+    write_folder(to, {**file_tensors(net), **shared}, fields_of(named))

@@ -32,6 +32,7 @@ __all__ = [
     "check_tensors",
     "draft_tokens",
     "existing_folder",
+    "first_of",
     "read_json",
     "read_tensors",
     "validated",
@@ -68,6 +69,12 @@ def existing_folder(path: str | Path) -> Path:
     if not Path(path).is_dir():
         raise ModelError(f"there is no folder {path}: give the folder of a trained head.")
     return Path(path)
+
+
+def first_of(folder: Path, *names: str) -> Path:
+    """The first of these files that exists; the last one if there is none."""
+    paths = [folder / name for name in names]
+    return next((path for path in paths if path.exists()), paths[-1])
 
 
 def read_json(path: Path) -> dict[str, Any]:

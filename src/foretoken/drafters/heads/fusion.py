@@ -6,14 +6,15 @@ depend on how the tokens came to be committed (invariant 4).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from foretoken.drafters.heads.eagle_net import EagleNet, RMSNorm
+from foretoken.drafters.heads.feature_net import FeatureNet
 from foretoken.runtime.cpu import linear_layer
 from foretoken.runtime.lean import DenseLinear, LinearLayer
 from foretoken.runtime.native.fusion import NativeFusion
@@ -38,6 +39,9 @@ class Fusion:
         self, net: EagleNet, dtype: torch.dtype, device: torch.device, *, native: bool = False
     ) -> None:
         self.layers = net.config.aux_layers
+        if isinstance(net, FeatureNet):
+            self._fuse: Callable[[Sequence[Tensor]], Tensor] = _Features(net.final_norm)
+            return
         norms = [
             n.weight.detach().to(device, dtype) for n in cast("list[RMSNorm]", list(net.fc_norm))
         ]
@@ -46,7 +50,24 @@ class Fusion:
 
     def __call__(self, hidden: Mapping[int, Tensor]) -> Tensor:
         """Layer id -> [n, E] hidden states of n tokens -> [n, E] their states."""
-        return self._fuse([hidden[layer] for layer in self.layers])
+        return self.of_parts([hidden[layer] for layer in self.layers])
+
+    def of_parts(self, hidden: Sequence[Tensor]) -> Tensor:
+        """[A] of [n, E] hidden states, in the order of the layers -> [n, E] states."""
+        return self._fuse(hidden)
+
+
+class _Features:
+    """The states of EAGLE-1: hidden states after the target's final norm."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        self._norm = norm
+
+    def __call__(self, hidden: Sequence[Tensor]) -> Tensor:
+        """[1] of [n, E] hidden states -> [n, E] features."""
+        (last,) = hidden
+        features: Tensor = self._norm(last)
+        return features
 
 
 class _Fusion:

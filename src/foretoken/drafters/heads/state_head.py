@@ -81,8 +81,8 @@ class StateHead:
     def __init__(self, net: StateNet, target: Target) -> None:
         assert target.final_norm is not None
         self.layer, self._norm = target.network.num_layers, target.final_norm
-        self._net = net.to(target.device, target.dtype)
-        self._least_rows = _pack(self._net, target.dtype, target.device)
+        self._dtype, self._device = target.dtype, target.device
+        self.use(net)
         self.num_heads = net.config.num_heads
         whole = net.config.draft_vocab_size == net.config.vocab_size
         self.token_ids: Tensor | None = None if whole else self._net.draft_tokens
@@ -91,6 +91,11 @@ class StateHead:
         # Request key -> the number of nodes before those of the deepest level, and [n, S] theirs.
         self._levels: dict[int, tuple[int, Tensor]] = {}
         self._all: dict[int, Tensor] = {}  # request key -> [K, Vd] logits of all depths
+
+    def use(self, net: StateNet) -> None:
+        """Draft with this head, of the same sizes. It is changed: its linear layers are packed."""
+        self._net = net.to(self._device, self._dtype)
+        self._least_rows = _pack(self._net, self._dtype, self._device)
 
     def room(self, request: Request) -> int:
         """See `Scorer.room`; 0 without the hidden state of the token before the root."""

@@ -27,6 +27,7 @@ from foretoken.drafters.heads.folder import (
     CONFIG,
     WEIGHTS,
     Verifier,
+    first_of,
     read_json,
     read_tensors,
     validated,
@@ -54,7 +55,7 @@ def fasterdecoding_medusa(folder: Path, fields: Mapping[str, Any]) -> StateFile 
     if "medusa_num_heads" not in fields:
         return None
     given = validated(_FasterDecoding, dict(fields), folder / CONFIG)
-    path = _first_of(folder, "medusa_lm_head.safetensors", "medusa_lm_head.pt")
+    path = first_of(folder, "medusa_lm_head.safetensors", "medusa_lm_head.pt")
     layers = given.medusa_num_layers
     tensors = {
         _renamed(name.removeprefix("medusa_head."), layers): tensor
@@ -209,9 +210,3 @@ def _shape(path: Path, tensors: Mapping[str, Tensor], name: str) -> tuple[int, i
     if tensor is None or tensor.dim() != 2 or not tensor.numel():
         raise ModelError(f"{path}: the first output layer is missing: the file is incomplete.")
     return tensor.shape[0], tensor.shape[1]
-
-
-def _first_of(folder: Path, *names: str) -> Path:
-    """The first file that exists; the last name if there is none."""
-    paths = [folder / name for name in names]
-    return next((path for path in paths if path.exists()), paths[-1])

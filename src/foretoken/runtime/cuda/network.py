@@ -106,6 +106,11 @@ class CudaNetwork:
         """Graphs captured since the slab last moved."""
         return len(self._graphs)
 
+    def extend(self, rows: Tensor) -> int:
+        """See `Network.extend`; graphs that were captured before do not know the rows."""
+        self._graphs.clear()
+        return self.inner.extend(rows)
+
     def first_layers(self, count: int) -> CudaNetwork:
         """See `Network.first_layers`; it has graphs of its own."""
         return self._around(self.inner.first_layers(count))

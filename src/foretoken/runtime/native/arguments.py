@@ -51,6 +51,8 @@ class CDecoder(Structure):
         ("head", CLinear),
         ("norm", c_void_p),
         ("embedding", c_void_p),
+        ("more", c_void_p),
+        ("vocabulary", c_int64),
         ("num_layers", c_int32),
         ("hidden_size", c_int32),
         ("heads", c_int32),
@@ -64,6 +66,7 @@ class CDecoder(Structure):
         ("norm_output", c_int32),
         ("embedding_norm", c_void_p),
         ("state_norm", c_void_p),
+        ("mix", CLinear),
     )
 
 

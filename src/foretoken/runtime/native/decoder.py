@@ -33,6 +33,7 @@ from foretoken.runtime.llama import (
     JointInput,
     LayerWeights,
     LinearWeights,
+    MixedInput,
 )
 from foretoken.runtime.native.arguments import (
     CBuffers,
@@ -106,16 +107,19 @@ class NativeDecoder(GrowingNetwork):
         ]
         self._vocab_size = len(weights.head.weight)
         self._rotary = weights.rotary
+        self._reads_states = weights.joint is not None
         self._cos, self._sin = _empty(0, weights.width // 2), _empty(0, weights.width // 2)
         self._workspace = _empty(0, dtype=torch.uint8)
         self._seen_addresses: list[tuple[int, int, int, int]] = []
         self._buffers = (CBuffers * 0)()
+        self._more = _empty(0, weights.hidden_size, dtype=dtype)
         self._like = _empty(1, weights.key_heads, 1, weights.width, dtype=dtype)
         self._decoder = CDecoder(
             # In int4 the head, which ranks all tokens, would lose more accuracy than the layers.
             head=self._linear(weights.head, Format.INT8 if form is Format.INT4 else form),
             norm=self._float(weights.norm),
             embedding=self._keep(weights.embedding.contiguous()).data_ptr(),
+            vocabulary=len(weights.embedding),
             hidden_size=weights.hidden_size,
             heads=weights.heads,
             key_heads=weights.key_heads,
@@ -124,14 +128,16 @@ class NativeDecoder(GrowingNetwork):
             is_bf16=dtype == torch.bfloat16,
             epsilon=weights.epsilon,
             scaling=weights.scaling,
-            **self._joint(weights.joint),
+            **self._joint(weights.joint, form),
         )
         self._use(layers)
 
-    def _joint(self, joint: JointInput | None) -> dict[str, Any]:
+    def _joint(self, joint: JointInput | MixedInput | None, form: Format) -> dict[str, Any]:
         """The fields of `CDecoder` for a drafting head's input."""
         if joint is None:
             return {}
+        if isinstance(joint, MixedInput):
+            return {"mix": self._linear(joint.linear, form)}
         return {
             "embedding_norm": self._float(joint.embedding_norm),
             "state_norm": self._float(joint.state_norm),
@@ -175,6 +181,14 @@ class NativeDecoder(GrowingNetwork):
     def num_layers(self) -> int:
         """Decoder layers, including those whose sublayers are skipped."""
         return len(self._layers)
+
+    def extend(self, rows: Tensor) -> int:
+        """See `Network.extend`."""
+        first = int(self._decoder.vocabulary) + len(self._more)
+        with self._lock:
+            self._more = self._keep(torch.cat([self._more, rows.to(self._more)]))
+            self._decoder.more = self._more.data_ptr()
+        return first
 
     def first_layers(self, count: int) -> NativeDecoder:
         """See `Network.first_layers`."""
@@ -250,7 +264,7 @@ class NativeDecoder(GrowingNetwork):
             slots = self._hidden_slots(need.hidden)
             arguments.hidden, arguments.hidden_slots = hidden.data_ptr(), slots.buffer_info()[0]
             made.kept.append(slots)
-        assert (inputs.states is None) == (not self._decoder.state_norm)
+        assert (inputs.states is not None) == self._reads_states
         if inputs.states is not None:
             assert len(inputs.states) == len(nodes)
             given = inputs.states.to(self._like.dtype).contiguous()

@@ -12,15 +12,17 @@ namespace foretoken {
 
 struct Layer {
     Linear qkv, output, gate_up, down;  // gate and up in turns of PANEL outputs
-    const float *attention_norm, *query_norm, *key_norm, *mlp_norm;
+    const float *attention_norm, *query_norm, *key_norm, *mlp_norm;  // null where nothing is normalised
     int32_t index, attends, computes, unused;
 };
 
 struct Decoder {
     const Layer* layers;
     Linear head;
-    const float* norm;
+    const float* norm;         // null if the head reads the stream as it is
     const uint8_t* embedding;  // [V, E] in the model's dtype
+    const uint8_t* more;       // [.., E] the same of token ids from V on, or null
+    int64_t vocabulary;        // V
     int32_t num_layers, hidden_size, heads, key_heads, width, intermediate;
     int32_t is_bf16;  // dtype of embedding and slab; float32 otherwise
     float epsilon, scaling;
@@ -29,6 +31,8 @@ struct Decoder {
     int32_t norm_before_residual;  // whether the stream begins with the normalised state
     int32_t norm_output;           // whether hidden states behind the last layer are normalised
     const float *embedding_norm, *state_norm;
+    // Or the stream begins with this layer of embedding and state, as they are (EAGLE-1). Null weight if not.
+    Linear mix;
 };
 
 // Keys and values of a layer, [rows, G, S, D] each.

@@ -38,7 +38,8 @@ public:
         Format format = d_.layers[0].qkv.format;
         stream_ = (float*)take(nodes * d_.hidden_size * sizeof(float));
         qkv_ = (float*)take(nodes * heads() * d_.width * sizeof(float));
-        normed_ = take(nodes * row_bytes(format, d_.layers[0].qkv.inputs));
+        int widest = d_.mix.weight ? d_.mix.inputs : d_.layers[0].qkv.inputs;
+        normed_ = take(nodes * row_bytes(format, widest));
         mixed_ = take(nodes * row_bytes(format, d_.heads * d_.width));
         inner_ = take(nodes * row_bytes(format, d_.intermediate));
         stride_ = (p_.most_seen + LANES - 1) / LANES * LANES;
@@ -50,9 +51,11 @@ public:
     void thread(int id) {
         share(p_.nodes, id, [&](int node) {
             if (joint()) join(node);
+            else if (d_.mix.weight) pair(node);
             else embed(node, stream_ + (long)node * d_.hidden_size);
         });
         barrier_.wait();
+        if (d_.mix.weight) mix(id);
         for (int i = 0; i < d_.num_layers; i++) {
             const Layer& layer = d_.layers[i];
             keep_hidden(i, id);
@@ -92,7 +95,11 @@ public:
 private:
     int heads() const { return d_.heads + 2 * d_.key_heads; }
 
-    void embed(int node, float* to) { widen_row(d_.embedding, p_.tokens[node], d_.hidden_size, d_.is_bf16, to); }
+    void embed(int node, float* to) {
+        long token = p_.tokens[node];
+        bool known = token < d_.vocabulary;
+        widen_row(known ? d_.embedding : d_.more, known ? token : token - d_.vocabulary, d_.hidden_size, d_.is_bf16, to);
+    }
 
     bool joint() const { return d_.state_norm != nullptr; }
 
@@ -110,6 +117,24 @@ private:
         rms_norm(stream, d_.state_norm, d_.epsilon, size, x);
         encode(qkv.format, x, inputs, qkv.inputs, size, size);
         if (d_.norm_before_residual) std::memcpy(stream, x, size * sizeof(float));
+    }
+
+    // A head whose stream begins with `mix`: its inputs.
+    void pair(int node) {
+        float x[MOST_HIDDEN_SIZE];
+        int size = d_.hidden_size;
+        uint8_t* inputs = normed_ + node * row_bytes(d_.mix.format, d_.mix.inputs);
+        embed(node, x);
+        encode(d_.mix.format, x, inputs, d_.mix.inputs, 0, size);
+        widen_row(p_.states, node, size, d_.is_bf16, x);
+        encode(d_.mix.format, x, inputs, d_.mix.inputs, size, size);
+    }
+
+    void mix(int id) {
+        multiply<1>(d_.mix, normed_, p_.nodes, id, threads_, [&](long node, long panel, const float* sums) {
+            std::memcpy(stream_ + node * d_.hidden_size + panel * PANEL, sums, PANEL * sizeof(float));
+        });
+        barrier_.wait();
     }
 
     // Copy the residual stream entering a layer, if the caller asked for it. The threads have met since
@@ -131,8 +156,12 @@ private:
     // Normalise the residual stream of a node, as row `row` of the inputs of a linear layer.
     void normalise(int node, const float* weight, Format format, int row) {
         float normal[MOST_HIDDEN_SIZE];
-        rms_norm(stream_ + (long)node * d_.hidden_size, weight, d_.epsilon, d_.hidden_size, normal);
-        encode(format, normal, normed_ + row * row_bytes(format, d_.hidden_size), d_.hidden_size, 0, d_.hidden_size);
+        const float* from = stream_ + (long)node * d_.hidden_size;
+        if (weight) {
+            rms_norm(from, weight, d_.epsilon, d_.hidden_size, normal);
+            from = normal;
+        }
+        encode(format, from, normed_ + row * row_bytes(format, d_.hidden_size), d_.hidden_size, 0, d_.hidden_size);
     }
 
     void normalise_all(const float* weight, Format format, int id) {

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from foretoken.core.source import Source
 from foretoken.runtime.attention import attend_by_head, key_span
 from foretoken.runtime.cpu import Int8Linear, PackedLinear, pack
+from foretoken.runtime.embedding import extended
 from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.kv_slab import KVSlab
 from foretoken.runtime.lean import DenseLinear, Linear, LinearLayer
@@ -93,6 +94,11 @@ class Seq2SeqNetwork(SourceNetwork):
     def num_layers(self) -> int:
         """Decoder layers, including those whose sublayers are skipped."""
         return len(self._layers)
+
+    def extend(self, rows: Tensor) -> int:
+        """See `Network.extend`."""
+        self._embedding, first = extended(self._embedding, rows)
+        return first
 
     def first_layers(self, count: int) -> Seq2SeqNetwork:
         """See `Network.first_layers`."""

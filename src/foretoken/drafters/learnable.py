@@ -1,0 +1,168 @@
+"""The drafting models that can learn while they serve (see `online.py`).
+
+What learns is a copy in float32, read from where the drafter was loaded. The embedding and output
+rows that belong to the target are shared, and do not change. What drafts is a copy of that copy,
+packed for the runtime.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from foretoken import models
+from foretoken.drafters.draft_model import OwnModel
+from foretoken.drafters.heads.checkpoint import file_tensors, read_checkpoint
+from foretoken.drafters.heads.eagle import EagleHead, head_net
+from foretoken.drafters.heads.eagle_net import EagleNet
+from foretoken.drafters.heads.eagle_weights import EagleWeights
+from foretoken.drafters.heads.folder import write_folder
+from foretoken.drafters.heads.fusion import Fusion
+from foretoken.drafters.heads.published import fields_of
+from foretoken.drafters.heads.state_file import StateFile, load_net, write_state_file
+from foretoken.drafters.heads.state_head import StateHead
+from foretoken.drafters.heads.state_net import StateNet
+from foretoken.drafters.online import Learnable
+from foretoken.runtime.choose import head_network, network_for
+from foretoken.runtime.native.decoder import NativeDecoder
+from foretoken.runtime.target import Target
+
+__all__ = ["LearnableEagle", "LearnableHead", "LearnableModel", "LearnableState"]
+
+_Net = TypeVar("_Net", bound=nn.Module)
+
+
+class LearnableHead(Learnable):
+    """A trained head."""
+
+    @abstractmethod
+    def write(self, net: nn.Module, folder: Path) -> None:
+        """Write these weights as a folder that `speculative_config` takes.
+
+        Raises:
+            ModelError: the folder cannot be written.
+        """
+
+
+class LearnableEagle(LearnableHead):
+    """An EAGLE head.
+
+    Args:
+        head: what drafts.
+        path: its folder.
+        layers: ids of the target's layers whose hidden states it reads.
+        target: the target.
+    """
+
+    def __init__(
+        self, head: EagleHead, path: Path, layers: tuple[int, ...], target: Target
+    ) -> None:
+        self._head, self._path, self._target = head, path, target
+        self.layers = layers
+
+    def net(self) -> EagleNet:
+        """See `Learnable.net`."""
+        return head_net(read_checkpoint(self._path), self._target).to(self._target.device)
+
+    def use(self, net: nn.Module) -> None:
+        """See `Learnable.use`."""
+        assert isinstance(net, EagleNet)
+        target, net = self._target, _frozen(net)
+        network = head_network(EagleWeights(net), target.network, target.quantization)
+        native = isinstance(network, NativeDecoder)
+        fusion = Fusion(net, target.dtype, target.device, native=native)
+        self._head.use_head(network, fusion)
+
+    def write(self, net: nn.Module, folder: Path) -> None:
+        """See `LearnableHead.write`."""
+        assert isinstance(net, EagleNet)
+        checkpoint = read_checkpoint(self._path).for_target(self._target.network.num_layers)
+        tensors = {**file_tensors(net), **checkpoint.vocabulary}
+        write_folder(folder, tensors, fields_of(checkpoint.description))
+
+
+class LearnableState(LearnableHead):
+    """A head without attention.
+
+    Args:
+        head: what drafts.
+        read: reads its folder.
+        kind: the class of its network.
+        target: the target.
+    """
+
+    def __init__(
+        self, head: StateHead, read: Callable[[], StateFile], kind: type[StateNet], target: Target
+    ) -> None:
+        self._head, self._read, self._kind, self._target = head, read, kind, target
+        self.layers = (head.layer,)
+
+    def net(self) -> StateNet:
+        """See `Learnable.net`."""
+        net = load_net(self._read(), self._kind, self._target)
+        for weight in net.parameters():
+            weight.data = weight.data.to(self._target.device, torch.float32)
+            weight.requires_grad_(True)
+        return net.to(self._target.device)
+
+    def use(self, net: nn.Module) -> None:
+        """See `Learnable.use`."""
+        assert isinstance(net, StateNet)
+        self._head.use(_frozen(net))
+
+    def write(self, net: nn.Module, folder: Path) -> None:
+        """See `LearnableHead.write`: in our own form, whatever the layout that was read."""
+        assert isinstance(net, StateNet)
+        file = self._read()
+        write_state_file(folder, net, file.verifier, file.notes)
+
+
+class LearnableModel(Learnable):
+    """A draft model with the target's vocabulary.
+
+    Args:
+        scorer: what drafts.
+        given: what it was loaded from: a name, or a module, which is not changed.
+        model: the draft model as it was loaded.
+    """
+
+    def __init__(self, scorer: OwnModel, given: Any, model: Target) -> None:
+        self._scorer, self._given = scorer, given
+        self._dtype, self._device = model.dtype, model.device
+        self._quantization, self._runtime = model.quantization, model.runtime
+
+    @property
+    def name(self) -> str:
+        """The name that it was loaded by; empty for a module."""
+        return "" if isinstance(self._given, PreTrainedModel) else str(self._given)
+
+    def net(self) -> PreTrainedModel:
+        """See `Learnable.net`."""
+        if isinstance(self._given, PreTrainedModel):
+            given: Any = deepcopy(self._given)
+            net = given.float()
+        else:
+            net = models.load_model(models.resolve(self._given), torch.float32, self._device)
+        net.train(False)
+        lm: PreTrainedModel = net.requires_grad_(True)
+        return lm
+
+    def use(self, net: nn.Module) -> None:
+        """See `Learnable.use`."""
+        lm: Any = _frozen(net)
+        self._scorer.use(network_for(lm.to(self._dtype), self._quantization, self._runtime))
+
+
+def _frozen(net: _Net) -> _Net:
+    """A copy that will not change, over the same buffers."""
+    shared = {id(buffer): buffer for buffer in net.buffers()}
+    copy: _Net = deepcopy(net, shared)
+    copy.requires_grad_(False)
+    return copy

@@ -1,0 +1,52 @@
+"""A folder of draft models that belong together, as `foretoken train boost` writes it.
+
+Each has a folder of its own inside it, and `config.json` names them:
+
+    {"model_type": "foretoken_drafters", "drafters": ["drafter-1", "drafter-2"]}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from foretoken.core.files import write_whole
+from foretoken.errors import ConfigError
+
+__all__ = ["drafters_in", "write_drafters"]
+
+_CONFIG, _TYPE = "config.json", "foretoken_drafters"
+
+
+def write_drafters(folder: Path, names: Sequence[str]) -> None:
+    """Say which folders of draft models inside this folder belong together."""
+    text = json.dumps({"model_type": _TYPE, "drafters": list(names)}, indent=2) + "\n"
+    write_whole(folder / _CONFIG, lambda to: to.write_text(text))
+
+
+def drafters_in(folder: str | Path) -> list[dict[str, Any]]:
+    """A configuration for each draft model of a folder.
+
+    Raises:
+        ConfigError: it is no such folder, or one of them is not there.
+    """
+    found = [Path(folder) / name for name in _names(Path(folder))]
+    if missing := [each for each in found if not (each / _CONFIG).is_file()]:
+        raise ConfigError(f"there is no draft model in {missing[0]}, of which {folder} tells.")
+    return [{"method": "draft_model", "model": str(each)} for each in found]
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        config = json.loads((folder / _CONFIG).read_text())
+        names = config["drafters"] if config["model_type"] == _TYPE else None
+    except (OSError, ValueError, KeyError, TypeError):
+        names = None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f"{folder} has no draft models that belong together: give a folder that `foretoken "
+            "train boost` has written, or a list of configurations."
+        )
+    return names

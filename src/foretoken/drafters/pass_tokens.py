@@ -1,0 +1,152 @@
+"""`pass`: learnt look-ahead embeddings make one target pass propose a block (PaSS).
+
+Monea, Joulin, Grave, "PaSS: Parallel Speculative Sampling" (arXiv 2311.13581). It is `pad` with
+embeddings [LA]_1 to [LA]_L that were trained for the target, in place of a padding token: [LA]_i
+predicts the token i places behind the next one. The paper drafts and verifies in turns. Here the
+pass that verifies a draft also computes look-ahead tokens below the root and below every drafted
+token, as `pad` does.
+
+The look-ahead tokens have ids behind the target's vocabulary (`Network.extend`). The target never
+writes such a token, so they are never accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Gt, Le
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from foretoken.drafters.base import DrafterOptions
+from foretoken.drafters.heads.folder import (
+    CONFIG,
+    WEIGHTS,
+    Verifier,
+    check_layers,
+    check_sizes,
+    check_tensors,
+    existing_folder,
+    read_json,
+    read_tensors,
+    validated,
+    write_folder,
+)
+from foretoken.drafters.heads.probe import check_target
+from foretoken.drafters.pad import PadDrafter
+from foretoken.errors import ModelError
+from foretoken.runtime.target import Target
+
+__all__ = ["MOST_TOKENS", "PassDrafter", "PassOptions", "read_pass_tokens", "write_pass_tokens"]
+
+MODEL_TYPE = "foretoken_pass"
+MOST_TOKENS = 16
+_EMBEDDINGS = "look_ahead"
+
+_Size = Annotated[int, Gt(0)]
+
+
+class PassOptions(DrafterOptions):
+    """`pass` has no options."""
+
+
+class PassDrafter(PadDrafter):
+    """See `PadDrafter`, with another padding token at each place.
+
+    Args:
+        first: id of the first of the look-ahead tokens; the others follow.
+        count: L, their number.
+    """
+
+    def __init__(self, first: int, count: int) -> None:
+        super().__init__(first)
+        self.most_guesses, self.token_limit = count, first + count
+
+    def padding(self, place: int) -> int:
+        """See `PadDrafter.padding`."""
+        return self._pad + place
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Of look-ahead embeddings.
+
+    Args:
+        hidden_size: E, the width of the target's embedding.
+        vocab_size: V, of the target.
+        num_tokens: L.
+    """
+
+    hidden_size: _Size
+    vocab_size: _Size
+    num_tokens: Annotated[_Size, Le(MOST_TOKENS)]
+
+
+class _Verifier(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    name_or_path: str
+    architectures: tuple[str, ...] = ()
+
+
+class _Notes(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    verifier: _Verifier
+    verifier_layers: _Size | None = None
+
+
+def read_pass_tokens(path: str | Path, target: Target) -> Tensor:
+    """The look-ahead embeddings [L, E] of a folder.
+
+    Raises:
+        ModelError: the folder does not exist, is damaged, or holds another kind of drafter.
+        CompatibilityError: they were trained for another target.
+    """
+    folder = existing_folder(path)
+    fields = read_json(folder / CONFIG)
+    if fields.get("model_type") != MODEL_TYPE:
+        raise ModelError(
+            f"{folder / CONFIG} does not describe look-ahead embeddings: is this a folder that "
+            "`foretoken train pass` has written?"
+        )
+    sizes = validated(_Sizes, fields.get("config"), folder / CONFIG)
+    notes = validated(_Notes, fields.get("foretoken"), folder / CONFIG)
+    named = notes.verifier
+    verifier = Verifier(named.name_or_path, named.architectures, notes.verifier_layers)
+    check_layers(folder, verifier, target.network.num_layers)
+    found = (target.vocab_size, target.hidden_size)
+    check_sizes(folder, verifier, (sizes.vocab_size, sizes.hidden_size), found)
+    check_target(folder, verifier, notes.model_extra or {}, target)
+    tensors = read_tensors(folder / WEIGHTS)
+    wanted = {_EMBEDDINGS: torch.empty(sizes.num_tokens, sizes.hidden_size)}
+    check_tensors(folder / WEIGHTS, tensors, wanted, "look-ahead embeddings")
+    return tensors[_EMBEDDINGS]
+
+
+def write_pass_tokens(
+    folder: Path, rows: Tensor, vocab_size: int, verifier: Verifier, notes: Mapping[str, Any]
+) -> None:
+    """Write look-ahead embeddings; each file appears complete or not at all.
+
+    Args:
+        folder: made if it does not exist.
+        rows: [L, E] the embeddings.
+        vocab_size: V, of the target.
+        verifier: the target.
+        notes: what else is to be recorded about the training.
+
+    Raises:
+        ModelError: the folder cannot be written.
+    """
+    named = {"name_or_path": verifier.name_or_path, "architectures": list(verifier.architectures)}
+    fields = {
+        "model_type": MODEL_TYPE,
+        "config": asdict(_Sizes(rows.shape[1], vocab_size, len(rows))),
+        "foretoken": {**notes, "verifier": named, "verifier_layers": verifier.num_layers},
+    }
+    write_folder(folder, {_EMBEDDINGS: rows.detach().contiguous()}, fields)

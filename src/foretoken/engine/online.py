@@ -1,0 +1,41 @@
+"""Finds the learner of a drafter that learns while it serves.
+
+The networks with their losses are in `training/`, which stands above the engine: it also trains by
+running it. So the learner is loaded by its name, and only if somebody asks for it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.online import Learner, OnlineOptions
+from foretoken.errors import CompatibilityError
+from foretoken.runtime.target import Target
+
+__all__ = ["learner_for"]
+
+_MODULE, _CLASS = "foretoken.training.online", "OnlineLearner"
+
+
+def learner_for(method: str, drafter: Drafter, options: OnlineOptions, target: Target) -> Learner:
+    """The learner of a drafter.
+
+    Args:
+        method: the drafter's, for messages.
+        drafter: what drafts.
+        options: how it learns.
+        target: the target.
+
+    Raises:
+        CompatibilityError: the drafter has nothing that could learn.
+        ConfigError: an option does not fit.
+    """
+    if drafter.learnable is None:
+        raise CompatibilityError(
+            f"online: method '{method}' has nothing that learns while it serves: use 'eagle', "
+            "'medusa', 'hydra', 'blockwise', 'mlp_speculator', a 'hybrid' with one of these, or "
+            "'draft_model' with the target's vocabulary."
+        )
+    made: Learner = getattr(import_module(_MODULE), _CLASS)(drafter.learnable, options, target)
+    return made

@@ -1,0 +1,53 @@
+"""Faults of a head's folder, for the tests of all kinds of folders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def change_config(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def change_inside(folder: Path, name: str, **fields: Any) -> None:
+    """Change fields of an object in the configuration."""
+    inner = json.loads((folder / "config.json").read_text())[name]
+    change_config(folder, **{name: {**inner, **fields}})
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "does not exist"),
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json does not exist"),
+    "no JSON": (lambda f: (f / "config.json").write_text("{"), "cannot be read"),
+    "no object": (lambda f: (f / "config.json").write_text("[]"), "no JSON object"),
+    "truncated": (truncate, "cannot be read"),
+    "no map": (lambda f: change_tensors(f, lambda t: t.pop("d2t")), "'d2t' is missing"),
+    "a falling map": (
+        lambda f: change_tensors(f, lambda t: t.update(d2t=-2 * torch.arange(48))),
+        "ascending",
+    ),
+    "a map beyond the vocabulary": (
+        lambda f: change_tensors(f, lambda t: t.update(d2t=torch.full((48,), 60))),
+        "below 96",
+    ),
+}
+"""What is done to the folder of a head that can draft 48 of 96 tokens, and what is said to it."""

@@ -1,0 +1,354 @@
+"""Methods that change the target: a copy of it learns, and what is written drafts better."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from foretoken import LLM, CompatibilityError, ConfigError, SamplingParams
+from foretoken.drafters.heads.state_file import load_net, read_state_file
+from foretoken.runtime.target import Target
+from foretoken.training import trainee as trainee_module
+from foretoken.training.batches import collate
+from foretoken.training.distill import DistillTrainee
+from foretoken.training.losses import LOSSES
+from foretoken.training.memory import training_bytes
+from foretoken.training.methods import TRAINING_METHODS, training_method
+from foretoken.training.new_target import Perplexity, perplexity, served_alike
+from foretoken.training.optimizers import optimizers_of
+from foretoken.training.progress import Evaluation, Step
+from foretoken.training.report import advice, usage_text
+from foretoken.training.serving import Served
+from foretoken.training.settings import TrainingSettings
+from foretoken.training.trainee import at_roots
+from foretoken.training.trainer import Trainer
+from foretoken.training.tuned import TUNING_RATES, TargetTrainee
+from foretoken.training.tuned_heads import TunedTrainee
+from tests.heads import STATE_NETS
+from tests.tiny import tiny_model
+from tests.training.test_trainer import Run, assert_same, interrupted, weights
+from tests.training.world import World, computed, cycles, new_trainee, parts_of, tiny_target
+
+FAST = {"target_learning_rate": 6e-3}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "early_exit": {},
+    "pad": {},
+    "medusa_2": FAST,
+    "blockwise_tuned": {"target_learning_rate": 3e-3, "num_heads": 2, "inner_size": 64},
+}
+LEARNING = TrainingSettings(
+    batch_tokens=288,
+    optimizer="adamw",
+    learning_rate=8e-3,
+    vector_learning_rate=8e-3,
+    mixed_precision="no",
+    evaluate_every=1000,
+)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A training with its world, and the folder that it wrote."""
+
+    world: World
+    before: Mapping[str, Tensor]
+    steps: list[Step]
+    trainee: Any
+    folder: Path
+
+    @property
+    def drafting(self) -> dict[str, Any]:
+        return {**self.world.method.serving(self.folder), "controller": "fixed"}
+
+
+@pytest.fixture(scope="module", params=OPTIONS)
+def tuned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
+    name, place = request.param, tmp_path_factory.mktemp(request.param)
+    world = World(place, name, loss="ce", **OPTIONS[name])
+    before = {key: tensor.clone() for key, tensor in lm_of(world.target).state_dict().items()}
+    trainee, folder = world.trainee(), place / "new"
+    epochs = 24 if name == "early_exit" else 70
+    settings = world.method.adapted(LEARNING.model_copy(update={"epochs": epochs}))
+    parts = parts_of(world.target)
+    trainer = Trainer(
+        trainee,
+        world.training,
+        world.held_out,
+        settings,
+        place / "run",
+        lambda best, _: world.method.write(best, parts, folder, {"seed": 7}),
+    )
+    steps = [event for event in trainer.run() if isinstance(event, Step)]
+    return Tuned(world, before, steps, trainee, folder)
+
+
+def lm_of(target: Target) -> Any:
+    assert target.reload is not None
+    return target.reload()
+
+
+def own_lm(trainee: Any) -> Any:
+    return trainee.own.lm if isinstance(trainee, TunedTrainee) else trainee.lm
+
+
+def accepted(llm: LLM, config: Mapping[str, Any]) -> float:
+    """The mean acceptance length; the output is that of plain decoding."""
+    params = SamplingParams(temperature=0, max_tokens=24)
+    prompts = [list(talk.tokens[:6]) for talk in cycles(3, seed=5)]
+    plain = llm.generate(prompts, params)
+    drafted = llm.generate(prompts, params, speculative_config=dict(config))
+    for one, other in zip(plain, drafted, strict=True):
+        assert one.token_ids == other.token_ids
+        assert other.metrics.drafter_failure is None
+    counts = [each.metrics for each in drafted]
+    return 1 + sum(m.num_accepted_tokens for m in counts) / sum(m.num_drafts for m in counts)
+
+
+# What a training brings
+
+
+def test_it_learns_and_drafts_for_the_new_model(tuned: Tuned, tmp_path: Path) -> None:
+    """More of the new model's drafts are accepted than of the same kind for the old one."""
+    losses = [step.losses[0] for step in tuned.steps]
+    assert sum(losses[-20:]) < 0.7 * sum(losses[:20])
+    new = accepted(LLM(str(tuned.folder), dtype="float32"), tuned.drafting)
+    assert new > 1.7
+    parts = parts_of(tuned.world.target)
+    old = tmp_path / "old"
+    tuned.world.method.write(tuned.world.trainee(), parts, old, {})
+    config = {**tuned.world.method.serving(old), "controller": "fixed"}
+    assert accepted(LLM(str(old), dtype="float32"), config) < new - 0.5
+
+
+def test_the_target_stays_as_it_was(tuned: Tuned) -> None:
+    assert_same(lm_of(tuned.world.target).state_dict(), dict(tuned.before))
+    assert not any(weight.requires_grad for weight in tuned.world.target.vocabulary_weights or ())
+    changed = own_lm(tuned.trainee).state_dict()
+    assert any(not torch.equal(changed[name], each) for name, each in tuned.before.items())
+
+
+def test_the_folder_is_a_model(tuned: Tuned) -> None:
+    again = AutoModelForCausalLM.from_pretrained(tuned.folder, dtype=torch.float32)
+    for name, tensor in own_lm(tuned.trainee).state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor.bfloat16().float()), name
+    notes = json.loads((tuned.folder / "config.json").read_text())["foretoken"]
+    assert (notes["target"], notes["seed"]) == ("tiny", 7)
+
+
+def test_the_heads_are_those_of_the_new_model(tuned: Tuned) -> None:
+    if not isinstance(tuned.trainee, TunedTrainee):
+        pytest.skip("it drafts for itself")
+    config = tuned.world.method.serving(tuned.folder)
+    kind = STATE_NETS[config["method"]][0]
+    file = read_state_file(config["model"], kind)
+    assert file.verifier.name_or_path == str(tuned.folder)
+    lm: Any = AutoModelForCausalLM.from_pretrained(tuned.folder, dtype=torch.float32)
+    net: Any = load_net(file, kind, Target(lm)).float()
+    tokens = tuned.world.held_out[0].tokens
+    trained: Any = deepcopy(tuned.trainee).eval()
+    count = trained.max_levels
+    batch = collate([tuned.world.held_out[0]], count)
+    for weight in trained.parameters():
+        weight.data = weight.data.bfloat16().float()  # as in a file
+    with torch.no_grad():
+        hidden = lm.get_decoder()(input_ids=tokens.unsqueeze(0)).last_hidden_state[0]
+        found = [trained.logits(out, k) for k, out in enumerate(trained.outputs(batch, count))]
+        for place in (0, 3, 9):
+            root = int(batch.roots[0, place])
+            expected = net(hidden[root], tokens[root + 1 : root + 1 + count])
+            for level, each in enumerate(found):
+                torch.testing.assert_close(each[0, place], expected[level], atol=1e-3, rtol=1e-3)
+
+
+# How it is trained
+
+
+@pytest.mark.parametrize("method", OPTIONS)
+def test_a_run_that_was_stopped_ends_with_the_same_weights(method: str, tmp_path: Path) -> None:
+    """Dropped layers, drawn heads and drawn blocks are the same, too."""
+    world = World(tmp_path, method, count=8, **OPTIONS[method])
+    whole, stopped = Run(world, tmp_path / "whole"), Run(world, tmp_path / "stopped")
+    whole.whole()
+    interrupted(stopped, [2, 5])
+    stopped.whole()
+    assert_same(weights(stopped.trainee), weights(whole.trainee))
+    assert stopped.made.history == whole.made.history
+
+
+def test_logits_that_are_computed_twice_give_the_same_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainee_module, "_PLACES", 7)
+    target = tiny_target()
+    cache = computed(target, cycles(3), (), tmp_path)
+    batch = collate([cache[number] for number in range(3)], 1)
+    found = []
+    for kind in (DistillTrainee, TargetTrainee):
+        made = kind(tiny_model(head_dim=32), target.vocab_size, LOSSES["kl"])
+        learnt = made(batch, 1)
+        learnt.losses.sum().backward()
+        found.append((learnt, {name: p.grad for name, p in made.named_parameters()}))
+    (kept, expected), (twice, gradients) = found
+    torch.testing.assert_close(twice.losses, kept.losses)
+    assert torch.equal(twice.right, kept.right)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, atol=1e-5, rtol=1e-4)
+
+
+def test_the_heads_learn_first(tmp_path: Path) -> None:
+    world = World(tmp_path, "medusa_2", count=12, heads_first=0.5, **FAST)
+    run = Run(world, tmp_path / "run")
+    trainer = run.trainer()
+    before, events = weights(run.trainee), trainer.run()
+    half = trainer.total_steps // 2
+    seen = 0
+    for event in events:
+        seen += isinstance(event, Step)
+        if seen == half:
+            break
+    found = weights(run.trainee)
+    changed = {name for name, each in found.items() if not torch.equal(each, before[name])}
+    assert changed
+    assert all(name.startswith("net.") for name in changed)
+    list(events)
+    last = weights(run.trainee)
+    assert any(not torch.equal(each, found[name]) for name, each in last.items() if "own" in name)
+
+
+def test_a_batch_of_blockwise_heads_learns_one_of_their_losses(tmp_path: Path) -> None:
+    """Each of them is drawn sometimes: 80 draws miss one of 5 with a chance below 1e-7."""
+    world = World(tmp_path, "blockwise_tuned", count=2)
+    made: Any = world.trainee()
+    for weight in made.net.parameters():
+        weight.data += 0.1 * torch.randn_like(weight)  # new heads are all alike
+    batch = collate([world.training[0]], 4)
+    with torch.no_grad():
+        heads = made.eval()(batch, 4).losses.tolist()
+        states = at_roots(made.own.states(batch.tokens), batch.roots + 1)
+        own = made.own.level(states, 0, batch)[0].item()
+        made.train()
+        drawn = [made(batch, 4).losses.tolist() for _ in range(80)]
+    assert all(rest == [0, 0, 0] for _, *rest in drawn)
+    wanted = [own, *heads]
+    found = {min(range(5), key=lambda n: abs(wanted[n] - each[0])) for each in drawn}
+    assert found == set(range(5))
+    assert all(min(abs(loss - each[0]) for loss in wanted) < 1e-5 for each in drawn)
+
+
+def test_learning_rates(tmp_path: Path) -> None:
+    """Of a whole model they are lower by default; with heads, the target has its own."""
+    general = training_method("pad", {}).adapted(TrainingSettings())
+    assert {name: getattr(general, name) for name in TUNING_RATES} == TUNING_RATES
+    given = training_method("early_exit", {}).adapted(TrainingSettings(learning_rate=0.5))
+    assert given.learning_rate == 0.5
+    made: Any = new_trainee(training_method("medusa_2", {}), tiny_target())
+    muon, adamw, slow = optimizers_of(made, TrainingSettings())
+    groups = [{id(w) for g in each.param_groups for w in g["params"]} for each in (muon, adamw)]
+    (group,) = slow.param_groups
+    assert group["lr"] == 1e-4
+    own = {id(weight) for weight in group["params"]}
+    assert own == {id(weight) for weight in made.own.lm.parameters()}
+    assert not own & (groups[0] | groups[1])
+    assert own | groups[0] | groups[1] == {id(weight) for weight in made.parameters()}
+
+
+# What is said about it
+
+
+def test_perplexity_is_that_of_the_model() -> None:
+    target, talks = tiny_target(), [*cycles(2), *cycles(1, length=9, prompt=0)]
+    logprobs: list[Tensor] = []
+    for talk in talks:
+        tokens = torch.tensor(talk.tokens)
+        with torch.no_grad():
+            found = lm_of(target)(input_ids=tokens.unsqueeze(0)).logits[0].log_softmax(-1)
+        ((first, stop),) = talk.answers
+        places = torch.arange(max(1, first), stop)
+        logprobs.append(found[places - 1, tokens[places]])
+    expected = (-torch.cat(logprobs).mean()).exp().item()
+    assert perplexity(target, talks) == pytest.approx(expected, rel=1e-3)
+
+
+def test_both_perplexities(tuned: Tuned, tmp_path: Path) -> None:
+    lm_of(tuned.world.target).save_pretrained(tmp_path)
+    old = LLM(str(tmp_path), max_model_len=100, dtype="float32")
+    new = served_alike(old, tuned.folder)
+    assert (new.max_model_len, new.dtype, new.runtime) == (100, torch.float32, old.runtime)
+    found = Perplexity.of(old, new, cycles(3, seed=9))
+    assert found.new < found.target / 4  # which had never seen the cycles
+
+
+def test_how_it_is_used() -> None:
+    new = Path("new")
+    assert usage_text({"method": "eagle", "model": "x"}, None) == "--method eagle --draft-model x"
+    assert usage_text({"method": "pad"}, new) == "--model new --method pad"
+    more = {"method": "early_exit", "exit_layer": 1}
+    told = usage_text(more, new)
+    assert (
+        told == """--model new --speculative-config '{"method": "early_exit", "exit_layer": 1}'"""
+    )
+
+
+def test_it_is_told_that_the_model_has_become_worse() -> None:
+    best = Evaluation(1, 1.0, (0.6, 0.6), (1.6, 2.0), best=True)
+    served = Served(1, 2.0, (0.6, 0.6), 0.1, 1.3)
+    assert not advice(1.0, best, served, Perplexity(2.0, 2.1))
+    (told,) = advice(1.0, best, served, Perplexity(2.0, 2.3))
+    assert "perplexity is 2.30, the target's 2.00" in told
+
+
+def test_memory_is_known_beforehand() -> None:
+    """Weights, gradients and moments; and activations, which grow with the batch."""
+    made: Any = new_trainee(training_method("medusa_2", {}), tiny_target())
+    of_own = sum(weight.numel() for weight in made.own.parameters())
+    of_matrices = sum(weight.numel() for weight in made.matrices)
+    total = sum(weight.numel() for weight in made.parameters())
+    sizes = [training_bytes(made, 0, 64, TrainingSettings(batch_tokens=n * 512)) for n in (1, 2, 3)]
+    moments = 2 * total - of_matrices
+    assert of_own < total
+    assert sizes[0].disk == 2 * 4 * (total + moments)
+    batch = sizes[1].memory - sizes[0].memory
+    assert sizes[0].memory - batch == 4 * (2 * total + moments)
+    assert sizes[2].memory - sizes[1].memory == batch
+    # At least the states between the layers are kept.
+    assert batch > 512 * 64 * 4 * 2
+
+
+# Wrong use
+
+
+@pytest.mark.parametrize("method", OPTIONS)
+def test_a_target_that_cannot_be_loaded_again(method: str) -> None:
+    parts = replace(parts_of(tiny_target()), reload=None)
+    with pytest.raises(CompatibilityError, match="not a loaded model") as caught:
+        training_method(method, {}).trainee(parts)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "setting", "message"),
+    [
+        ("early_exit", {"levels": 2}, "levels: all levels of a draft come from the same exit"),
+        ("early_exit", {"decay": 0.5}, "decay: all levels"),
+        ("pad", {"levels": 2}, "levels: .* set num_pads"),
+        ("medusa_2", {"levels": 2}, "levels: .* set num_heads"),
+        ("blockwise_tuned", {"decay": 0.5}, "decay: .* one loss at a time"),
+    ],
+)
+def test_settings_that_they_cannot_follow(method: str, setting: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        training_method(method, {}).adapted(TrainingSettings.model_validate(setting))
+    assert "\n" not in str(caught.value)
+
+
+def test_methods_say_whether_they_change_the_target() -> None:
+    assert {name for name, kind in TRAINING_METHODS.items() if kind.tunes_target} == set(OPTIONS)
