@@ -17,6 +17,8 @@ from foretoken.bench.contestants import BASELINE, OWN, Contestant, Setting
 from foretoken.bench.peers import runner
 from foretoken.bench.worker import serve
 from tests.cli.conftest import save_tiny
+from tests.tiny import tiny_tokenizer
+from tests.tiny_seq2seq import tiny_seq2seq
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 9]]
 
@@ -45,6 +47,17 @@ def test_transformers_gives_our_tokens_for_a_batch(setting: Setting) -> None:
     assert runner(peer, setting).facts()["batches"]
     lookup = runner(Contestant("l", "transformers-lookup"), setting).facts()
     assert (lookup["batches"], "one prompt" in lookup["no_batches"]) == (False, True)
+    assert tokens_of(peer, setting, PROMPTS) == tokens_of(BASELINE, setting, PROMPTS)
+
+
+@pytest.mark.parametrize("family", ["bart", "t5"])
+def test_transformers_gives_our_tokens_for_sources_of_different_lengths(
+    family: str, tmp_path: Path
+) -> None:
+    tiny_seq2seq(family).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    setting = Setting(str(tmp_path), dtype="float32", device="cpu", max_prompt_tokens=64)
+    peer = Contestant("transformers-plain", "transformers-plain")
     assert tokens_of(peer, setting, PROMPTS) == tokens_of(BASELINE, setting, PROMPTS)
 
 

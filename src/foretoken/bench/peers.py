@@ -86,13 +86,17 @@ class TransformersRunner:
         return self._facts
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[dict[str, Any]]:
-        """Tokens; prompts of a batch are padded on the left."""
+        """Tokens; prompts of a batch are padded on the left, sources of an encoder on the right."""
         import torch
         from transformers import GenerationConfig
 
         length = max(map(len, prompts))
-        padded = [[0] * (length - len(ids)) + list(ids) for ids in prompts]
-        masks = [[0] * (length - len(ids)) + [1] * len(ids) for ids in prompts]
+        has_encoder = bool(self._model.config.is_encoder_decoder)
+        padded, masks = [], []
+        for ids in prompts:
+            pad, seen = [0] * (length - len(ids)), [1] * len(ids)
+            padded.append([*ids, *pad] if has_encoder else [*pad, *ids])
+            masks.append([*seen, *pad] if has_encoder else [*pad, *seen])
         assistant = {k: v for k, v in self._options.items() if k == "assistant_model"}
         config = GenerationConfig(  # type: ignore[no-untyped-call]
             do_sample=False,
@@ -110,7 +114,8 @@ class TransformersRunner:
             generation_config=config,
             **assistant,
         )
-        return [{"token_ids": row[length:].tolist()} for row in output]
+        first = 1 if has_encoder else length  # behind the token that a decoder starts with
+        return [{"token_ids": row[first:].tolist()} for row in output]
 
 
 class LlamaCppRunner:
