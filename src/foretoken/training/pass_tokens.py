@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 
 from foretoken.core.config import Config
 from foretoken.drafters.heads.probe import Probe, Seen
-from foretoken.drafters.pass_tokens import MOST_TOKENS, write_pass_tokens
+from foretoken.drafters.pad import MOST_PADDING, block_nodes
+from foretoken.drafters.pass_tokens import write_pass_tokens
 from foretoken.runtime.embedding import ExtendedEmbedding
 from foretoken.training.batches import Batch
 from foretoken.training.blocks import block_levels, pass_with_blocks, some_blocks
@@ -97,7 +98,7 @@ class PassTrainingOptions(Config):
         loss: between what is predicted and the target's distribution.
     """
 
-    num_tokens: Annotated[int, Ge(1), Le(MOST_TOKENS)] = 4
+    num_tokens: Annotated[int, Ge(1), Le(MOST_PADDING)] = 4
     loss: Literal["kl", "rkl", "jsd", "tv", "ce"] = "kl"
 
 
@@ -155,6 +156,11 @@ class PassTraining(TrainingMethod):
         """See `TrainingMethod.write`."""
         assert isinstance(trainee, PassTrainee)
         write_pass_tokens(folder, trainee.rows, len(parts.embedding), parts.verifier, notes)
+
+    def serving(self, folder: Path) -> dict[str, Any]:
+        """See `TrainingMethod.serving`: blocks as long as those that were learnt."""
+        nodes = block_nodes(self._options.num_tokens)
+        return {**super().serving(folder), "num_speculative_tokens": nodes}
 
 
 _RATE = 3e-3
