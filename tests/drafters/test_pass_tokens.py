@@ -235,9 +235,9 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no sizes": (lambda f: change_config(f, config={}), "hidden_size: .*required"),
     "too many": (
         lambda f: change_config(
-            f, config={"hidden_size": 64, "vocab_size": VOCAB_SIZE, "num_tokens": 17}
+            f, config={"hidden_size": 64, "vocab_size": VOCAB_SIZE, "num_tokens": 16}
         ),
-        "num_tokens: .*less than or equal to 16",
+        "num_tokens: .*less than or equal to 15",
     ),
     "fewer than it says": (
         lambda f: change_tensors(f, lambda t: t.update(look_ahead=torch.zeros(3, 64))),

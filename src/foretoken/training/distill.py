@@ -197,7 +197,7 @@ class DraftModelTraining(TrainingMethod):
             ConfigError: the settings ask for something else.
         """
         reason = "a draft model learns all levels of a draft at once: remove it."
-        return settings.decided(reason, levels=1, first_level_share=0.0)
+        return settings.decided(reason, levels=1, first_level_share=0.0, decay=1.0)
 
     def layers(self, num_layers: int) -> tuple[int, ...]:
         """See `TrainingMethod.layers`: a draft model reads tokens only."""

@@ -29,6 +29,7 @@ from foretoken.training.features import dequantize, noisy
 from foretoken.training.head_options import DraftOptions, NoiseOptions
 from foretoken.training.losses import LOSSES, Loss
 from foretoken.training.method import HeadParts, TrainingMethod
+from foretoken.training.settings import TrainingSettings
 from foretoken.training.trainee import Trainee
 
 __all__ = ["EagleTrainee", "EagleTraining", "EagleTrainingOptions", "FusedOptions", "layer_sizes"]
@@ -147,6 +148,14 @@ class EagleTraining(TrainingMethod):
     def draft_vocab_size(self) -> int:
         """See `TrainingMethod.draft_vocab_size`."""
         return self._options.most_draft_tokens
+
+    def adapted(self, settings: TrainingSettings) -> TrainingSettings:
+        """See `TrainingMethod.adapted`.
+
+        Raises:
+            ConfigError: the settings of several levels are given, and there is only one.
+        """
+        return settings.one_level_alone()
 
     def layers(self, num_layers: int) -> tuple[int, ...]:
         """See `TrainingMethod.layers`."""

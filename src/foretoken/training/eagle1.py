@@ -117,8 +117,12 @@ class Eagle1Training(TrainingMethod):
         return self._options.most_draft_tokens
 
     def adapted(self, settings: TrainingSettings) -> TrainingSettings:
-        """See `TrainingMethod.adapted`: one level, unless the user asks for more."""
-        return settings.preferring(levels=1)
+        """See `TrainingMethod.adapted`: one level, unless the user asks for more.
+
+        Raises:
+            ConfigError: the settings of several levels are given, and there is only one.
+        """
+        return settings.preferring(levels=1).one_level_alone()
 
     def layers(self, num_layers: int) -> tuple[int, ...]:
         """See `TrainingMethod.layers`: what enters the final norm."""

@@ -23,6 +23,7 @@ from foretoken.core.config import Config
 from foretoken.drafters.heads.probe import Probe, Seen
 from foretoken.drafters.pad import MOST_PADDING, block_nodes
 from foretoken.drafters.pass_tokens import write_pass_tokens
+from foretoken.errors import ConfigError
 from foretoken.runtime.embedding import ExtendedEmbedding
 from foretoken.training.batches import Batch
 from foretoken.training.blocks import block_levels, pass_with_blocks, some_blocks
@@ -133,7 +134,22 @@ class PassTraining(TrainingMethod):
         reason = "'pass' learns all of its embeddings from the first step on: set num_tokens."
         levels = self._options.num_tokens
         decided = settings.decided(reason, levels=levels, first_level_share=0.0)
+        self._refuse_matrices(settings)
         return decided.preferring(vector_learning_rate=_RATE)
+
+    @staticmethod
+    def _refuse_matrices(settings: TrainingSettings) -> None:
+        """Refuse settings of matrices, as there are none.
+
+        Raises:
+            ConfigError: the user has given one.
+        """
+        for name in ("optimizer", "learning_rate", "weight_decay"):
+            if name in settings.model_fields_set:
+                raise ConfigError(
+                    f"{name}: it is for matrices, and 'pass' learns vectors only: remove it, or "
+                    "set vector_learning_rate."
+                )
 
     def layers(self, num_layers: int) -> tuple[int, ...]:
         """See `TrainingMethod.layers`: the copy of the target computes its states itself."""
