@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from foretoken import LLM, CompatibilityError, ConfigError, SamplingParams
+from foretoken.drafters.heads.probe import look
 from foretoken.drafters.heads.state_file import load_net, read_state_file
 from foretoken.runtime.target import Target
 from foretoken.training import memory
@@ -169,6 +170,21 @@ def test_the_heads_are_those_of_the_new_model(tuned: Tuned) -> None:
             expected = net(hidden[root], tokens[root + 1 : root + 1 + count])
             for level, each in enumerate(found):
                 torch.testing.assert_close(each[0, place], expected[level], atol=1e-3, rtol=1e-3)
+
+
+def test_heads_for_the_new_model_are_refused_by_the_old_one(tuned: Tuned, tmp_path: Path) -> None:
+    """Even under its name: their probe is that of the copy."""
+    if not isinstance(tuned.trainee, TunedTrainee):
+        pytest.skip("it drafts for itself")
+    world = tuned.world
+    seen = look(world.target, world.held_out[0].tokens.tolist())
+    notes = world.method.probed(tuned.trainee, seen)
+    world.method.write(tuned.trainee, parts_of(world.target), tmp_path, notes)
+    config = world.method.serving(tmp_path)
+    LLM(str(tmp_path), speculative_config=config)
+    with pytest.raises(CompatibilityError, match="this is another model"):
+        LLM(lm_of(world.target), speculative_config=config)
+    assert "probe" not in json.loads((tmp_path / "config.json").read_text())["foretoken"]
 
 
 # How it is trained

@@ -89,7 +89,9 @@ class TrainingSettings(Config):
         """
         if self.levels > 1:
             return self
-        return self.decided("it is for several levels: remove it.", first_level_share=0, decay=1)
+        return self.decided(
+            "it is for several levels: remove it.", first_level_share=0.0, decay=1.0
+        )
 
     def decided(self, reason: str, **fields: Any) -> Self:
         """The settings with fields that a method decides by itself.

@@ -179,7 +179,7 @@ class StateTraining(TrainingMethod):
 
     def probed(self, trainee: Trainee, seen: Seen) -> Mapping[str, Any]:
         """See `TrainingMethod.probed`."""
-        return {} if self.tunes_target else Probe.of(seen).note()
+        return Probe.of(seen).note()
 
     def write(
         self, trainee: Trainee, parts: HeadParts, folder: Path, notes: Mapping[str, Any]
