@@ -380,6 +380,18 @@ def test_methods_without_anything_to_learn() -> None:
         LLM(target(), speculative_config={"method": "ngram", "online": {}})
 
 
+@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+def test_the_clock_does_not_decide_the_bits(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where drafts change the bits, learning goes by steps."""
+    if rule == "coupled":
+        monkeypatch.setattr("foretoken.runtime.target.probe", lambda *_, **__: False)
+    config = {**drafting("hydra"), "acceptance": rule}
+    with pytest.raises(ConfigError, match=r"^online: .* clock: set 'every'") as caught:
+        LLM(target(), speculative_config={**config, "online": {}})
+    assert "\n" not in str(caught.value)
+    LLM(target(), speculative_config={**config, "online": {"every": 2}})
+
+
 def test_inside_a_combination() -> None:
     inner = [{**drafting(), "online": {}}, {"method": "ngram"}]
     for drafter in inner:
