@@ -42,7 +42,7 @@ from foretoken.training.draft_lm import (
     target_tokenizer,
     write_lm,
 )
-from foretoken.training.losses import LOSSES, Loss
+from foretoken.training.losses import LOSSES, Loss, LossName
 from foretoken.training.method import HeadParts, OnPolicy, TrainingMethod
 from foretoken.training.settings import TrainingSettings
 from foretoken.training.trainee import Trainee, at_roots
@@ -130,7 +130,7 @@ class DraftModelTrainingOptions(Config):
     num_layers: Annotated[int, Ge(1)] | None = None
     num_heads: Annotated[int, Ge(1)] | None = None
     intermediate_size: Annotated[int, Ge(1)] | None = None
-    loss: Literal["kl", "rkl", "jsd", "tv", "ce"] = "kl"
+    loss: LossName = "kl"
 
     @model_validator(mode="after")
     def _sizes_are_not_given(self) -> Self:

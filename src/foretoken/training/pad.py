@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Ge, Gt, Le
@@ -29,7 +29,7 @@ from foretoken.errors import ConfigError
 from foretoken.training.batches import Batch
 from foretoken.training.blocks import block_levels, pass_with_blocks, some_blocks
 from foretoken.training.draft_lm import target_tokenizer
-from foretoken.training.losses import LOSSES, Loss
+from foretoken.training.losses import LOSSES, Loss, LossName
 from foretoken.training.method import HeadParts
 from foretoken.training.settings import TrainingSettings
 from foretoken.training.trainee import Learnt, Trainee, at_roots
@@ -118,7 +118,7 @@ class PadTrainingOptions(Config):
     pad_token_id: Annotated[int, Ge(0)] | None = None
     num_pads: Annotated[int, Ge(1), Le(MOST_PADDING)] = 4
     draft_weight: Annotated[FiniteFloat, Gt(0)] = 1.0
-    loss: Literal["kl", "rkl", "jsd", "tv", "ce"] = "kl"
+    loss: LossName = "kl"
 
 
 class PadTraining(TuningMethod):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Ge, Le
@@ -28,7 +28,7 @@ from foretoken.runtime.embedding import ExtendedEmbedding
 from foretoken.training.batches import Batch
 from foretoken.training.blocks import block_levels, pass_with_blocks, some_blocks
 from foretoken.training.draft_lm import decoder, embedding, output_layer
-from foretoken.training.losses import LOSSES, Loss
+from foretoken.training.losses import LOSSES, Loss, LossName
 from foretoken.training.method import HeadParts, TrainingMethod
 from foretoken.training.settings import TrainingSettings
 from foretoken.training.trainee import Learnt, Trainee
@@ -100,7 +100,7 @@ class PassTrainingOptions(Config):
     """
 
     num_tokens: Annotated[int, Ge(1), Le(MOST_PADDING)] = 4
-    loss: Literal["kl", "rkl", "jsd", "tv", "ce"] = "kl"
+    loss: LossName = "kl"
 
 
 class PassTraining(TrainingMethod):
