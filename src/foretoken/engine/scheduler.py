@@ -168,6 +168,7 @@ class Scheduler:
         self._show_hidden(request, start, self._target.prefill(request.key, tokens, layers))
         if not self._num_missing(request):
             self._store_prefix(request)
+        self._speculation.prefilled(request)
         request.metrics.prefill_seconds += time.perf_counter() - began
         return len(tokens)
 
