@@ -90,7 +90,7 @@ class Speculation:
         self._failed: set[int] = set()  # keys of requests whose drafter failed
         self._seconds: dict[int, float] = {}  # id of a strategy -> proposing, this step
         self._rows = 0  # requests of this step
-        self._learners: dict[int, Learner] = {}  # that saw the last step, by their id
+        self._learners: dict[int, Learner] = {}  # of the last step, by their id
 
     def assign(self, request: Request, strategy: Strategy) -> None:
         """Use this strategy for the request until it is released."""
@@ -218,16 +218,16 @@ class Speculation:
 
     def observe_prefill(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
         """Show a request's drafter the hidden states of prompt tokens (see `Drafter`)."""
-        drafter = self.strategy(request).drafter
         if not hidden or request.key in self._failed:
             return
+        drafter, learner = self.strategy(request).drafter, self.strategy(request).learner
         try:
             drafter.observe_prefill(request, start, hidden)
         except AssertionError:
             raise
         except Exception as error:
             self._give_up(drafter, request, error)
-        if (learner := self.strategy(request).learner) is not None:
+        if learner is not None:
             learner.observe_prefill(request, start, hidden)
 
     # Learning while serving
@@ -237,6 +237,12 @@ class Speculation:
         if strategy.learner is not None:
             strategy.learner.observe(outcomes)
             self._learners[id(strategy.learner)] = strategy.learner
+
+    def prefilled(self, request: Request) -> None:
+        """A step computed prompt tokens of this request: its drafter may learn behind it."""
+        learner = self.strategy(request).learner
+        if learner is not None and request.key not in self._failed:
+            self._learners[id(learner)] = learner
 
     def learn(self, seconds: float) -> None:
         """Between two steps: let the drafters learn whose requests the last step advanced.
@@ -256,14 +262,16 @@ class Speculation:
 
     def observe_plain(self, outcomes: Sequence[Outcome], times: StepTimes) -> float:
         """Show a step without drafts to the drafters that need all hidden states."""
-        began = time.perf_counter()
         by_key = {outcome.request.key: outcome for outcome in outcomes}
+        seconds = 0.0
         for group in self._groups([outcome.request for outcome in outcomes]):
             own = [by_key[request.key] for request in group.requests]
             if group.strategy.drafter.hidden_layers:
+                began = time.perf_counter()
                 self._show(group.strategy.drafter, own, times)
+                seconds += time.perf_counter() - began
             self._teach(group.strategy, own)
-        return time.perf_counter() - began
+        return seconds
 
     # Inside
 

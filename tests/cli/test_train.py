@@ -22,6 +22,7 @@ from foretoken.training.conversations import ConversationFile
 from foretoken.training.estimate import Speeds
 from foretoken.training.features import bytes_per_token
 from foretoken.training.methods import TRAINING_METHODS
+from foretoken.training.series import DrafterSeries
 from tests.cli.conftest import Run, ascii_tokenizer, error_of, save_tiny
 from tests.cli.terminal import environment
 from tests.tiny import tiny_model
@@ -453,7 +454,7 @@ def test_another_training_in_the_same_folder(
     out = tmp_path / "head"
     arguments = ("train", "eagle", "-m", tiny, "-o", out, *QUICK)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(training_run.TrainingRun, "_train", interrupt)
+        patched.setattr(DrafterSeries, "train", interrupt)
         assert run(*arguments).exit_code == 130
     before = files_in(out)
     result = run(*arguments, *changed)

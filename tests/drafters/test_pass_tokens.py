@@ -134,6 +134,20 @@ def test_they_are_never_accepted(rule: str) -> None:
             assert any(token >= VOCAB_SIZE for step in output.trace for token in step.drafted)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"repetition_penalty": 1.5}, {"presence_penalty": 0.5, "frequency_penalty": 0.5}],
+)
+def test_penalties_do_not_count_them(fields: dict[str, Any]) -> None:
+    """A trace computes p behind them, too; the output stays that of plain decoding."""
+    params = SamplingParams(temperature=0.8, seed=2, max_tokens=24, **fields)
+    llm = tiny_llm(tiny_model(), "pass", "coupled", gamma=15)
+    plain = llm.generate(PROMPTS, params, speculative_config={"method": "none"})
+    drafted = llm.generate(PROMPTS, params, trace=True)
+    assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
+    assert {each.finish_reason for each in drafted} == {"length"}
+
+
 # The drafter
 
 
@@ -221,9 +235,9 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no sizes": (lambda f: change_config(f, config={}), "hidden_size: .*required"),
     "too many": (
         lambda f: change_config(
-            f, config={"hidden_size": 64, "vocab_size": VOCAB_SIZE, "num_tokens": 17}
+            f, config={"hidden_size": 64, "vocab_size": VOCAB_SIZE, "num_tokens": 16}
         ),
-        "num_tokens: .*less than or equal to 16",
+        "num_tokens: .*less than or equal to 15",
     ),
     "fewer than it says": (
         lambda f: change_tensors(f, lambda t: t.update(look_ahead=torch.zeros(3, 64))),

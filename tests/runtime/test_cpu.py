@@ -87,7 +87,7 @@ def test_every_architecture_can_be_quantized(architecture: str) -> None:
 
 def test_a_draft_model_is_quantized_too() -> None:
     model = tiny_model(dtype=torch.bfloat16)
-    config = {"method": "draft_model", "model": model, "num_speculative_tokens": 3}
+    config = {"method": "draft_model", "model": model, "controller": "fixed"}
     llm = LLM(model, quantization="int8", speculative_config=config)
     (output,) = llm.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=20))
     assert output.metrics.acceptance_rate == 1.0

@@ -13,7 +13,7 @@ import torch
 
 from foretoken import LLM, ConfigError, SamplingParams
 from foretoken.drafters.model_set import write_drafters
-from foretoken.errors import TrainingError
+from foretoken.errors import ModelError, TrainingError
 from foretoken.models import load_model
 from foretoken.training import curves, talks
 from foretoken.training import run as training_run
@@ -331,4 +331,11 @@ def test_a_folder_without_draft_models(fault: str, tmp_path: Path) -> None:
     config = {"method": "ensemble", "drafters": str(tmp_path)}
     with pytest.raises(ConfigError, match=f"drafters: .*{expected}") as caught:
         LLM(tiny_model(), speculative_config=config)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_list_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match="cannot be written") as caught:
+        write_drafters(tmp_path / "file", ["drafter-1"])
     assert "\n" not in str(caught.value)

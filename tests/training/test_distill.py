@@ -305,7 +305,7 @@ def test_what_is_not_there_is_refused(parts: HeadParts) -> None:
         made(parts, {"start": "smolm2"})
 
 
-@pytest.mark.parametrize("name", ["levels", "first_level_share"])
+@pytest.mark.parametrize("name", ["levels", "first_level_share", "decay"])
 def test_settings_that_a_draft_model_cannot_follow(name: str) -> None:
     method = training_method("distill", {})
     with pytest.raises(ConfigError, match=f"{name}: a draft model learns all levels"):

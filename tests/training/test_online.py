@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from foretoken import LLM, CompatibilityError, ConfigError, SamplingParams
 from foretoken.drafters.online import OnlineOptions, OnlineReport
+from foretoken.engine.scheduler import Scheduler
 from foretoken.training import pace as pacing
 from foretoken.training.conversations import Conversation
 from foretoken.training.online import OnlineLearner
@@ -378,6 +379,47 @@ def test_options(options: dict[str, Any], message: str) -> None:
 def test_methods_without_anything_to_learn() -> None:
     with pytest.raises(CompatibilityError, match="online: method 'ngram' has nothing"):
         LLM(target(), speculative_config={"method": "ngram", "online": {}})
+
+
+@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+def test_the_clock_does_not_decide_the_bits(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where drafts change the bits, learning goes by steps."""
+    if rule == "coupled":
+        monkeypatch.setattr("foretoken.runtime.target.probe", lambda *_, **__: False)
+    config = {**drafting("hydra"), "acceptance": rule}
+    with pytest.raises(ConfigError, match=r"^online: .* clock: set 'every'") as caught:
+        LLM(target(), speculative_config={**config, "online": {}})
+    assert "\n" not in str(caught.value)
+    LLM(target(), speculative_config={**config, "online": {"every": 2}})
+
+
+def test_a_draft_model_with_embeddings_of_positions() -> None:
+    config = {"method": "draft_model", "model": tiny_model("gpt2"), "online": {}}
+    with pytest.raises(CompatibilityError, match=r"^online: .* embedding for each position") as it:
+        LLM(target(), speculative_config=config)
+    assert "\n" not in str(it.value)
+
+
+@pytest.mark.parametrize("method", ["hydra", "draft_model"])
+def test_steps_that_only_read_prompts_count(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {**drafting(method), "online": ONLINE}
+    llm = LLM(target(), speculative_config=config, max_num_batched_tokens=16)
+    steps: list[None] = []
+    served: list[float] = []
+    step, work = Scheduler.step, OnlineLearner.work
+
+    def counted_step(self: Scheduler) -> None:
+        steps.append(None)
+        step(self)
+
+    def counted_work(self: OnlineLearner, seconds: float) -> None:
+        served.append(seconds)
+        work(self, seconds)
+
+    monkeypatch.setattr(Scheduler, "step", counted_step)
+    monkeypatch.setattr(OnlineLearner, "work", counted_work)
+    llm.generate([[1 + place % 7 for place in range(70)]], SamplingParams(max_tokens=2))
+    assert len(served) == len(steps) > 4
 
 
 def test_inside_a_combination() -> None:

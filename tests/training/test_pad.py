@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from foretoken import LLM, ConfigError, SamplingParams
+from foretoken.config import SpeculativeConfig
+from foretoken.drafters.pad import block_size
 from foretoken.training.batches import collate
 from foretoken.training.methods import training_method
 from foretoken.training.pad import padding_token
@@ -53,14 +55,22 @@ def test_a_step_learns_some_blocks_and_the_text(tmp_path: Path) -> None:
 
 def test_the_token_is_in_the_folder(tmp_path: Path) -> None:
     """`pad` uses it unless it is told another one."""
-    method = training_method("pad", {"pad_token_id": 91})
+    method = training_method("pad", {"pad_token_id": 91, "num_pads": PADS})
     parts = parts_of(tiny_target())
     method.write(method.trainee(parts), parts, tmp_path, {})
     llm = LLM(str(tmp_path), speculative_config={**method.serving(tmp_path), "controller": "fixed"})
-    params = SamplingParams(temperature=0, max_tokens=4)
+    params = SamplingParams(temperature=0, max_tokens=8)
     (output,) = llm.generate([[1, 2, 3]], params, trace=True)
     assert output.trace is not None
-    assert 91 in output.trace.steps[0].drafted
+    assert output.trace.steps[0].drafted == (91,) * PADS
+
+
+@pytest.mark.parametrize(("name", "option"), [("pad", "num_pads"), ("pass", "num_tokens")])
+def test_blocks_are_as_long_as_those_that_were_learnt(name: str, option: str) -> None:
+    for size, nodes in ((1, 3), (4, 24), (15, 255)):
+        served = training_method(name, {option: size}).serving(Path("made"))
+        assert SpeculativeConfig.parse(served).gamma == nodes
+        assert block_size(nodes) == size > block_size(nodes - 1)
 
 
 def test_which_token_it_is() -> None:

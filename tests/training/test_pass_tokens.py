@@ -116,7 +116,11 @@ def test_settings_that_it_cannot_follow_are_refused() -> None:
     adapted = method.adapted(TrainingSettings())
     assert (adapted.levels, adapted.first_level_share) == (3, 0)
     with pytest.raises(ConfigError, match="num_tokens"):
-        training_method("pass", {"num_tokens": 17})
+        training_method("pass", {"num_tokens": 16})
+    for name, value in (("optimizer", "adamw"), ("learning_rate", 0.1), ("weight_decay", 0)):
+        with pytest.raises(ConfigError, match=f"{name}: .* set vector_learning_rate") as caught:
+            method.adapted(TrainingSettings.model_validate({name: value}))
+        assert "\n" not in str(caught.value)
 
 
 def test_the_copy_of_the_target_is_frozen(target: Target) -> None:

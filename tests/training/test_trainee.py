@@ -272,6 +272,18 @@ def test_heads_for_other_architectures(
 # Options
 
 
+@pytest.mark.parametrize("method", ["eagle", "eagle1"])
+def test_one_level_takes_no_settings_of_several(method: str) -> None:
+    made = training_method(method, {})
+    for name in ("first_level_share", "decay"):
+        with pytest.raises(ConfigError, match=rf"^{name}: .* several levels: remove it\.$"):
+            made.adapted(TrainingSettings.model_validate({"levels": 1, name: 0.5}))
+        given = TrainingSettings.model_validate({"levels": 2, name: 0.5})
+        assert made.adapted(given) == given
+    adapted = made.adapted(TrainingSettings(levels=1))
+    assert (adapted.levels, adapted.first_level_share, adapted.decay) == (1, 0, 1)
+
+
 @pytest.mark.parametrize("name", ["levels", "first_level_share"])
 def test_settings_that_a_head_cannot_follow_are_refused(name: str) -> None:
     medusa = training_method("medusa", {"num_heads": 3})

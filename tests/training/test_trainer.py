@@ -20,6 +20,7 @@ from torch import Tensor
 from foretoken import ConfigError
 from foretoken.errors import TrainingError
 from foretoken.training import optimizers
+from foretoken.training.checkpoints import Checkpoints, checkpoints_in
 from foretoken.training.curves import save_curves
 from foretoken.training.methods import TRAINING_METHODS
 from foretoken.training.progress import Evaluation, Step
@@ -334,6 +335,30 @@ def test_a_loss_that_is_not_finite_stops_it(world: World, tmp_path: Path) -> Non
     found = [event for event in events if isinstance(event, Evaluation)]
     assert [each.name for each in tmp_path.iterdir()] == [f"checkpoint-{found[-1].step}"]
     assert all(tensor.isfinite().all() for tensor in weights(trainee).values())
+
+
+@pytest.mark.parametrize("moment", [1, 2])
+def test_the_same_step_is_saved_twice(
+    moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before either of two renames, it leaves a complete checkpoint."""
+    checkpoints = Checkpoints(Accelerator(cpu=True), tmp_path)
+    checkpoints.save(3)
+    left, rename = iter([True] * (moment - 1)), Path.rename
+
+    def killed(self: Path, place: Path) -> Path:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return rename(self, place)
+
+    with monkeypatch.context() as context:
+        context.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save(3)
+    assert len(checkpoints_in(tmp_path)) == 1
+    checkpoints.load()
+    checkpoints.save(3)
+    assert [each.name for each in tmp_path.iterdir()] == ["checkpoint-3"]
 
 
 def test_a_checkpoint_that_cannot_be_written(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from foretoken import LLM, CompatibilityError, ConfigError, SamplingParams
+from foretoken.drafters.heads.probe import look
 from foretoken.drafters.heads.state_file import load_net, read_state_file
 from foretoken.runtime.target import Target
+from foretoken.training import memory
 from foretoken.training import trainee as trainee_module
 from foretoken.training.batches import collate
 from foretoken.training.distill import DistillTrainee
@@ -169,6 +172,21 @@ def test_the_heads_are_those_of_the_new_model(tuned: Tuned) -> None:
                 torch.testing.assert_close(each[0, place], expected[level], atol=1e-3, rtol=1e-3)
 
 
+def test_heads_for_the_new_model_are_refused_by_the_old_one(tuned: Tuned, tmp_path: Path) -> None:
+    """Even under its name: their probe is that of the copy."""
+    if not isinstance(tuned.trainee, TunedTrainee):
+        pytest.skip("it drafts for itself")
+    world = tuned.world
+    seen = look(world.target, world.held_out[0].tokens.tolist())
+    notes = world.method.probed(tuned.trainee, seen)
+    world.method.write(tuned.trainee, parts_of(world.target), tmp_path, notes)
+    config = world.method.serving(tmp_path)
+    LLM(str(tmp_path), speculative_config=config)
+    with pytest.raises(CompatibilityError, match="this is another model"):
+        LLM(lm_of(world.target), speculative_config=config)
+    assert "probe" not in json.loads((tmp_path / "config.json").read_text())["foretoken"]
+
+
 # How it is trained
 
 
@@ -312,15 +330,51 @@ def test_memory_is_known_beforehand() -> None:
     of_own = sum(weight.numel() for weight in made.own.parameters())
     of_matrices = sum(weight.numel() for weight in made.matrices)
     total = sum(weight.numel() for weight in made.parameters())
-    sizes = [training_bytes(made, 0, 64, TrainingSettings(batch_tokens=n * 512)) for n in (1, 2, 3)]
+    sizes = [training_bytes(made, 0, 64, sized(n)) for n in (1, 2, 3)]
     moments = 2 * total - of_matrices
     assert of_own < total
     assert sizes[0].disk == 2 * 4 * (total + moments)
     batch = sizes[1].memory - sizes[0].memory
     assert sizes[0].memory - batch == 4 * (2 * total + moments)
     assert sizes[2].memory - sizes[1].memory == batch
-    # At least the states between the layers are kept.
+    # At least the states between the layers are kept, of the copy as well.
     assert batch > 512 * 64 * 4 * 2
+    heads_only: Any = new_trainee(training_method("medusa_2", {"heads_first": 1.0}), tiny_target())
+    heads_only.at_step = lambda step, total: None
+    of_heads = [training_bytes(heads_only, 0, 64, sized(n)).memory for n in (1, 2)]
+    assert of_heads[1] - of_heads[0] < batch / 2
+
+
+def test_copies_of_weights_do_not_grow_with_the_batch() -> None:
+    """bf16 keeps copies of the matrices: memory is more by these, and activations are smaller."""
+    made: Any = new_trainee(training_method("medusa_2", {}), tiny_target())
+    in_float32 = [training_bytes(made, 0, 64, sized(n)).memory for n in (1, 2)]
+    in_bf16 = [training_bytes(made, 0, 64, sized(n, "bf16")).memory for n in (1, 2)]
+    assert in_bf16[1] - in_bf16[0] < 1.1 * (in_float32[1] - in_float32[0])
+    copies = 2 * sum(weight.numel() for weight in made.parameters() if weight.dim() == 2)
+    constant = [2 * one - two for one, two in (in_float32, in_bf16)]
+    assert 0.5 * copies < constant[1] - constant[0] < 2 * copies
+
+
+def test_what_is_measured_is_where_the_drafter_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the device "meta", which refuses tensors of others."""
+    seen: list[torch.device] = []
+
+    def forward(self: Any, batch: Any, num_levels: int) -> None:
+        tensors = (*batch[:5], *batch.levels)
+        seen.extend(each.device for each in tensors)
+
+    made = new_trainee(training_method("medusa", {}), tiny_target())
+    monkeypatch.setattr(type(made), "forward", forward)
+    monkeypatch.setattr(memory, "optimizers_of", lambda *_: [])
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
+    training_bytes(made.to("meta"), 1, 64, TrainingSettings())
+    assert len(seen) == 2 * 10
+    assert set(seen) == {torch.device("meta")}
+
+
+def sized(count: int, mixed_precision: Literal["no", "bf16"] = "no") -> TrainingSettings:
+    return TrainingSettings(batch_tokens=count * 512, mixed_precision=mixed_precision)
 
 
 # Wrong use

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.core.files import write_whole
-from foretoken.errors import ConfigError
+from foretoken.errors import ConfigError, ModelError, in_one_line
 
 __all__ = ["drafters_in", "write_drafters"]
 
@@ -21,9 +21,16 @@ _CONFIG, _TYPE = "config.json", "foretoken_drafters"
 
 
 def write_drafters(folder: Path, names: Sequence[str]) -> None:
-    """Say which folders of draft models inside this folder belong together."""
+    """Say which folders of draft models inside this folder belong together.
+
+    Raises:
+        ModelError: the folder cannot be written.
+    """
     text = json.dumps({"model_type": _TYPE, "drafters": list(names)}, indent=2) + "\n"
-    write_whole(folder / _CONFIG, lambda to: to.write_text(text))
+    try:
+        write_whole(folder / _CONFIG, lambda to: to.write_text(text, encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{folder} cannot be written: {in_one_line(error)}.") from None
 
 
 def drafters_in(folder: str | Path) -> list[dict[str, Any]]:
@@ -40,7 +47,7 @@ def drafters_in(folder: str | Path) -> list[dict[str, Any]]:
 
 def _names(folder: Path) -> list[str]:
     try:
-        config = json.loads((folder / _CONFIG).read_text())
+        config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
         names = config["drafters"] if config["model_type"] == _TYPE else None
     except (OSError, ValueError, KeyError, TypeError):
         names = None

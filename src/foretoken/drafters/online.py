@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol, Self
+from typing import Annotated, Literal, Protocol, Self, TypeAlias
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import FiniteFloat, model_validator
@@ -22,7 +22,10 @@ from foretoken.core.config import Config, PathText
 from foretoken.decode import Outcome
 from foretoken.request import Request
 
-__all__ = ["Learnable", "Learner", "OnlineOptions", "OnlineReport"]
+__all__ = ["Learnable", "Learner", "LossName", "OnlineOptions", "OnlineReport"]
+
+LossName: TypeAlias = Literal["kl", "rkl", "jsd", "tv", "ce"]
+"""The losses of `training/losses.py`."""
 
 
 class OnlineOptions(Config):
@@ -57,7 +60,7 @@ class OnlineOptions(Config):
     batch_size: Annotated[int, Ge(1)] = 128
     swap_every: Annotated[int, Ge(1)] = 4
     learning_rate: Annotated[FiniteFloat, Gt(0)] = 1e-4
-    loss: Literal["kl", "rkl", "jsd", "tv", "ce"] = "kl"
+    loss: LossName = "kl"
     save: PathText | None = None
     seed: Annotated[int, Ge(0)] = 0
 

@@ -1,10 +1,11 @@
 """`pad`: padding tokens after the text make one target pass propose a block.
 
 Padded self-drafting, as the survey of Xia et al. ("Unlocking Efficiency in Large Language Model
-Inference") calls it. PaSS (Monea et al.) trains the padding; here it is any token of the
-vocabulary. A pass that verifies a draft of length k also computes k padding tokens below the root
-and below every drafted token. Wherever acceptance ends, the logits of the padding there predict the
-tokens after the next one. These predictions are the next draft.
+Inference") calls it. The padding is any token of the vocabulary. `foretoken train pad` trains the
+target to predict behind it; `pass` (PaSS, Monea et al.) trains the padding instead. A pass that
+verifies a draft of length k also computes k padding tokens below the root and below every drafted
+token. Wherever acceptance ends, the logits of the padding there predict the tokens after the next
+one. These predictions are the next draft.
 
 The padding consists of ordinary tree nodes with one-hot q, so the loop needs no special case. A
 padding token may be accepted if it happens to be right, which is correct.
@@ -24,15 +25,19 @@ from foretoken.decode import Outcome, StepTimes
 from foretoken.drafters.base import Drafter, DrafterOptions
 from foretoken.request import Request
 
-__all__ = ["PadDrafter", "PadOptions"]
+__all__ = ["MOST_PADDING", "PadDrafter", "PadOptions", "block_nodes"]
+
+MOST_PADDING = 15
+"""Longest block that is trained: it takes 255 nodes, and a draft has at most 256."""
 
 
 class PadOptions(DrafterOptions):
     """Options of `pad`.
 
     Args:
-        pad_token_id: the padding token. None takes the first of the mask, padding and
-            end-of-sequence tokens that the tokenizer has, or else token 0.
+        pad_token_id: the padding token. None takes the one that the target was trained with, or
+            the first of the mask, padding and end-of-sequence tokens that the tokenizer has, or
+            else token 0.
     """
 
     pad_token_id: Annotated[int, Ge(0)] | None = None
@@ -98,6 +103,11 @@ class PadDrafter(Drafter):
         self._guesses.pop(request.key, None)
 
 
+def block_nodes(size: int) -> int:
+    """The nodes of a draft of so many tokens, with as much padding behind each and the root."""
+    return size + (size + 1) * size
+
+
 def block_size(nodes: int) -> int:
-    """The longest draft length k that fits with its padding: k + (k + 1) * k <= nodes."""
+    """The longest draft length k that fits with its padding: block_nodes(k) <= nodes."""
     return isqrt(nodes + 1) - 1

@@ -37,14 +37,13 @@ from foretoken.drafters.heads.folder import (
     write_folder,
 )
 from foretoken.drafters.heads.probe import check_target
-from foretoken.drafters.pad import PadDrafter
+from foretoken.drafters.pad import MOST_PADDING, PadDrafter
 from foretoken.errors import ModelError
 from foretoken.runtime.target import Target
 
-__all__ = ["MOST_TOKENS", "PassDrafter", "PassOptions", "read_pass_tokens", "write_pass_tokens"]
+__all__ = ["PassDrafter", "PassOptions", "read_pass_tokens", "write_pass_tokens"]
 
 MODEL_TYPE = "foretoken_pass"
-MOST_TOKENS = 16
 _EMBEDDINGS = "look_ahead"
 
 _Size = Annotated[int, Gt(0)]
@@ -83,7 +82,7 @@ class _Sizes:
 
     hidden_size: _Size
     vocab_size: _Size
-    num_tokens: Annotated[_Size, Le(MOST_TOKENS)]
+    num_tokens: Annotated[_Size, Le(MOST_PADDING)]
 
 
 class _Verifier(BaseModel):

@@ -10,7 +10,7 @@ from importlib import import_module
 
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.online import Learner, OnlineOptions
-from foretoken.errors import CompatibilityError
+from foretoken.errors import CompatibilityError, ConfigError
 from foretoken.runtime.target import Target
 
 __all__ = ["learner_for"]
@@ -18,7 +18,9 @@ __all__ = ["learner_for"]
 _MODULE, _CLASS = "foretoken.training.online", "OnlineLearner"
 
 
-def learner_for(method: str, drafter: Drafter, options: OnlineOptions, target: Target) -> Learner:
+def learner_for(
+    method: str, drafter: Drafter, options: OnlineOptions, target: Target, *, same_bits: bool
+) -> Learner:
     """The learner of a drafter.
 
     Args:
@@ -26,16 +28,23 @@ def learner_for(method: str, drafter: Drafter, options: OnlineOptions, target: T
         drafter: what drafts.
         options: how it learns.
         target: the target.
+        same_bits: whether the output has the same bits for any drafts.
 
     Raises:
         CompatibilityError: the drafter has nothing that could learn.
-        ConfigError: an option does not fit.
+        ConfigError: an option does not fit, or the clock would decide the output's bits.
     """
     if drafter.learnable is None:
         raise CompatibilityError(
             f"online: method '{method}' has nothing that learns while it serves: use 'eagle', "
             "'medusa', 'hydra', 'blockwise', 'mlp_speculator', a 'hybrid' with one of these, or "
             "'draft_model' with the target's vocabulary."
+        )
+    if not same_bits and options.every is None:
+        raise ConfigError(
+            "online: with this target or acceptance rule, the output's bits depend on the drafts, "
+            "and learning for a 'share' of the time would make them depend on the clock: set "
+            "'every', or use the rule 'coupled' on a target that is bit-exact."
         )
     made: Learner = getattr(import_module(_MODULE), _CLASS)(drafter.learnable, options, target)
     return made

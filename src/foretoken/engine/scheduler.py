@@ -222,6 +222,7 @@ class Scheduler:
         self._show_hidden(request, start, self._target.prefill(request.key, tokens, layers))
         if not self._num_missing(request):
             self._store_prefix(request)
+        self._speculation.prefilled(request)
         return len(tokens)
 
     def _restore_prefix(self, request: Request, layers: tuple[int, ...]) -> None:

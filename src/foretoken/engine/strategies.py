@@ -109,7 +109,10 @@ class StrategyFactory:
         drafter = self.drafter(config, rule)
         learner = None
         if config.online is not None:
-            learner = learner_for(config.method_name, drafter, config.online, self._target)
+            same_bits = rule.ignores_draft_lengths and self._is_exact(drafter)
+            learner = learner_for(
+                config.method_name, drafter, config.online, self._target, same_bits=same_bits
+            )
         strategy = Strategy(drafter, self._controller(config, drafter, rule), rule, learner)
         self._kv_budget.share()
         self._measure_costs(strategy.controller)
@@ -160,8 +163,7 @@ class StrategyFactory:
         self, config: SpeculativeConfig, drafter: Drafter, rule: AcceptanceRule
     ) -> Controller:
         name = config.controller_under(rule)
-        exact = self._target.exact_trees if drafter.drafts_trees else self._target.bit_exact
-        if config.controller is None and not exact:
+        if config.controller is None and not self._is_exact(drafter):
             name = Fixed.name  # cost_model reads the clock, and draft lengths change bits here
         hybrid = isinstance(drafter, Hybrid)
         kind = controller_class(name, looks_up=drafter.looks_up, hybrid=hybrid)
@@ -171,6 +173,10 @@ class StrategyFactory:
         if isinstance(drafter, Hybrid) and isinstance(controller, HybridModel):
             drafter.chooser = controller
         return controller
+
+    def _is_exact(self, drafter: Drafter) -> bool:
+        """Whether passes over this drafter's drafts have the same bits as plain ones."""
+        return self._target.exact_trees if drafter.drafts_trees else self._target.bit_exact
 
     def _measure_costs(self, controller: Controller) -> None:
         """Time passes, once for all controllers, if this controller chooses by their costs."""

@@ -12,7 +12,7 @@ from foretoken.errors import TrainingError, in_one_line
 
 __all__ = ["Checkpoints", "checkpoints_in"]
 
-_PREFIX = "checkpoint-"
+_PREFIX, _OLD = "checkpoint-", "-old"
 
 
 class Checkpoints:
@@ -51,15 +51,31 @@ class Checkpoints:
             ) from None
         self._accelerator.wait_for_everyone()
         if self._accelerator.is_main_process:
-            earlier = checkpoints_in(self._folder)
-            shutil.rmtree(self._folder / name, ignore_errors=True)
-            beside.rename(self._folder / name)
-            for each in earlier:
-                if each.name != name:
-                    shutil.rmtree(each)
+            _replace(beside, self._folder / name)
+
+
+def _replace(new: Path, place: Path) -> None:
+    """Rename a checkpoint to its place, and delete all others.
+
+    One of the same step is renamed first, so that there is a complete one at any time.
+    """
+    if place.exists():
+        old = place.with_name(f"{place.name}{_OLD}")
+        shutil.rmtree(old, ignore_errors=True)
+        place.rename(old)
+    new.rename(place)
+    for each in checkpoints_in(place.parent):
+        if each != place:
+            shutil.rmtree(each)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Complete checkpoints, the last one at the end."""
     found = folder.glob(f"{_PREFIX}*")
-    return sorted(found, key=lambda path: int(path.name.removeprefix(_PREFIX)))
+    return sorted(found, key=_age)
+
+
+def _age(checkpoint: Path) -> tuple[int, bool]:
+    """Its step, and whether it is in its place: one that was to be replaced is older."""
+    name = checkpoint.name.removeprefix(_PREFIX)
+    return int(name.removesuffix(_OLD)), not name.endswith(_OLD)

@@ -42,7 +42,7 @@ from foretoken.training.draft_lm import (
     target_tokenizer,
     write_lm,
 )
-from foretoken.training.losses import LOSSES, Loss
+from foretoken.training.losses import LOSSES, Loss, LossName
 from foretoken.training.method import HeadParts, OnPolicy, TrainingMethod
 from foretoken.training.settings import TrainingSettings
 from foretoken.training.trainee import Trainee, at_roots
@@ -130,7 +130,7 @@ class DraftModelTrainingOptions(Config):
     num_layers: Annotated[int, Ge(1)] | None = None
     num_heads: Annotated[int, Ge(1)] | None = None
     intermediate_size: Annotated[int, Ge(1)] | None = None
-    loss: Literal["kl", "rkl", "jsd", "tv", "ce"] = "kl"
+    loss: LossName = "kl"
 
     @model_validator(mode="after")
     def _sizes_are_not_given(self) -> Self:
@@ -197,7 +197,7 @@ class DraftModelTraining(TrainingMethod):
             ConfigError: the settings ask for something else.
         """
         reason = "a draft model learns all levels of a draft at once: remove it."
-        return settings.decided(reason, levels=1, first_level_share=0.0)
+        return settings.decided(reason, levels=1, first_level_share=0.0, decay=1.0)
 
     def layers(self, num_layers: int) -> tuple[int, ...]:
         """See `TrainingMethod.layers`: a draft model reads tokens only."""

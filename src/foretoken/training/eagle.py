@@ -29,9 +29,17 @@ from foretoken.training.features import dequantize, noisy
 from foretoken.training.head_options import DraftOptions, NoiseOptions
 from foretoken.training.losses import LOSSES, Loss
 from foretoken.training.method import HeadParts, TrainingMethod
+from foretoken.training.settings import TrainingSettings
 from foretoken.training.trainee import Trainee
 
-__all__ = ["EagleTrainee", "EagleTraining", "EagleTrainingOptions", "FusedOptions", "layer_sizes"]
+__all__ = [
+    "EagleHeadTraining",
+    "EagleTrainee",
+    "EagleTraining",
+    "EagleTrainingOptions",
+    "FusedOptions",
+    "layer_sizes",
+]
 
 
 class EagleTrainee(Trainee):
@@ -54,8 +62,11 @@ class EagleTrainee(Trainee):
         return self.net.fuse(noisy(hidden, self._noise) if self.training else hidden)
 
     def outputs(self, batch: Batch, num_levels: int) -> Iterator[Tensor]:
-        """See `Trainee.outputs`: training-time test."""
-        states = self.fused(batch)
+        """See `Trainee.outputs`."""
+        return self.drafts(self.fused(batch), batch, num_levels)
+
+    def drafts(self, states: Tensor, batch: Batch, num_levels: int) -> Iterator[Tensor]:
+        """Training-time test on the states [B, T, E] of a text's pairs; see `outputs`."""
         positions = torch.arange(states.shape[1], device=states.device).expand(len(states), -1)
         mask = (positions[:1] <= batch.roots.unsqueeze(-1)).unsqueeze(1)  # [B, 1, Q, T]
         earlier: Sequence[KeysValues] = ()
@@ -131,7 +142,30 @@ def layer_sizes(parts: HeadParts, intermediate_size: int | None) -> dict[str, An
     }
 
 
-class EagleTraining(TrainingMethod):
+class EagleHeadTraining(TrainingMethod):
+    """What the methods share that train EAGLE heads of any form."""
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """See `TrainingMethod.draft_vocab_size`."""
+        assert isinstance(self.options, DraftOptions)
+        return self.options.most_draft_tokens
+
+    def probed(self, trainee: Trainee, seen: Seen) -> Mapping[str, Any]:
+        """See `TrainingMethod.probed`."""
+        assert isinstance(trainee, EagleTrainee)
+        return Probe.of(seen, trainee.net).note()
+
+    def write(
+        self, trainee: Trainee, parts: HeadParts, folder: Path, notes: Mapping[str, Any]
+    ) -> None:
+        """See `TrainingMethod.write`."""
+        assert isinstance(trainee, EagleTrainee)
+        net = trainee.net
+        write_checkpoint(folder, net, Description(net.config, parts.verifier, notes))
+
+
+class EagleTraining(EagleHeadTraining):
     """EAGLE-3 heads."""
 
     name: ClassVar[str] = "eagle"
@@ -143,10 +177,13 @@ class EagleTraining(TrainingMethod):
         assert isinstance(self.options, FusedOptions)
         return self.options
 
-    @property
-    def draft_vocab_size(self) -> int:
-        """See `TrainingMethod.draft_vocab_size`."""
-        return self._options.most_draft_tokens
+    def adapted(self, settings: TrainingSettings) -> TrainingSettings:
+        """See `TrainingMethod.adapted`.
+
+        Raises:
+            ConfigError: the settings of several levels are given, and there is only one.
+        """
+        return settings.one_level_alone()
 
     def layers(self, num_layers: int) -> tuple[int, ...]:
         """See `TrainingMethod.layers`."""
@@ -180,16 +217,3 @@ class EagleTraining(TrainingMethod):
             "fc_norm": options.fc_norm,
             "qk_norm": options.qk_norm,
         }
-
-    def probed(self, trainee: Trainee, seen: Seen) -> Mapping[str, Any]:
-        """See `TrainingMethod.probed`."""
-        assert isinstance(trainee, EagleTrainee)
-        return Probe.of(seen, trainee.net).note()
-
-    def write(
-        self, trainee: Trainee, parts: HeadParts, folder: Path, notes: Mapping[str, Any]
-    ) -> None:
-        """See `TrainingMethod.write`."""
-        assert isinstance(trainee, EagleTrainee)
-        net = trainee.net
-        write_checkpoint(folder, net, Description(net.config, parts.verifier, notes))

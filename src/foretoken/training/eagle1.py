@@ -1,4 +1,4 @@
-"""EAGLE-1's training: the next feature, and the next token (Li et al., arXiv 2401.15077, eq. 3-5).
+"""EAGLE-1's training: the next feature and token (Li et al., arXiv 2401.15077, section 4.2).
 
     loss = sum_k decay^k (feature_weight SmoothL1(f, f_k) + token_weight E[loss(p, q_k)])
 
@@ -11,7 +11,6 @@ are. EAGLE-2 drafts other trees with the same head.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -22,19 +21,16 @@ from pydantic import FiniteFloat
 from torch import Tensor
 
 from foretoken.core.config import Config
-from foretoken.drafters.heads.checkpoint import write_checkpoint
-from foretoken.drafters.heads.config_file import Description
 from foretoken.drafters.heads.feature_net import FeatureConfig, FeatureNet
-from foretoken.drafters.heads.probe import Probe, Seen
 from foretoken.errors import CompatibilityError
 from foretoken.training.batches import Batch
-from foretoken.training.eagle import EagleTrainee, layer_sizes
+from foretoken.training.eagle import EagleHeadTraining, EagleTrainee, layer_sizes
 from foretoken.training.features import dequantize
 from foretoken.training.head_options import DraftOptions
 from foretoken.training.losses import LOSSES, Loss
-from foretoken.training.method import HeadParts, TrainingMethod
+from foretoken.training.method import HeadParts
 from foretoken.training.settings import TrainingSettings
-from foretoken.training.trainee import Trainee, at_roots
+from foretoken.training.trainee import Learnt, Trainee, at_roots
 
 __all__ = ["Eagle1Trainee", "Eagle1Training", "Eagle1TrainingOptions"]
 
@@ -52,6 +48,8 @@ class Eagle1Trainee(EagleTrainee):
         feature_weight: of the features' loss.
     """
 
+    keeps_logits = False
+
     def __init__(self, net: FeatureNet, loss: Loss, noise: float, feature_weight: float) -> None:
         super().__init__(net, loss, noise)
         self._feature_weight = feature_weight
@@ -63,20 +61,39 @@ class Eagle1Trainee(EagleTrainee):
 
     def fused(self, batch: Batch) -> Tensor:
         """See `EagleTrainee.fused`: the features, with more noise the shorter a text is."""
-        features = self.features(batch)
+        return self._noisy(self.features(batch), batch)
+
+    def _noisy(self, features: Tensor, batch: Batch) -> Tensor:
         if not self.training:
             return features
         widths = self._noise * _NOISE_LENGTH / batch.lengths
         return features + (torch.rand_like(features) - 0.5) * widths[:, None, None]
 
-    def level(self, outputs: Tensor, level: int, batch: Batch) -> tuple[Tensor, Tensor]:
-        """See `Trainee.level`: the loss of tokens and features."""
-        loss, right = super().level(outputs, level, batch)
-        valid = batch.levels.valid[:, level]
-        places = (batch.roots + 1 + level).clamp(max=batch.hidden.shape[1] - 1)
-        wanted = at_roots(self.features(batch), places)[valid]
-        missed = F.smooth_l1_loss(outputs[valid].float(), wanted, reduction="sum")
-        return loss + self._feature_weight * missed / max(1, wanted.numel()), right
+    def forward(self, batch: Batch, num_levels: int) -> Learnt:
+        """See `Trainee.forward`: the losses of tokens and features."""
+        features = self.features(batch)
+        outputs = list(self.drafts(self._noisy(features, batch), batch, num_levels))
+        found = self.learnt(outputs, batch)
+        if not self._feature_weight:
+            return found
+        missed = [_missed(each, features, level, batch) for level, each in enumerate(outputs)]
+        return found._replace(losses=found.losses + self._feature_weight * torch.stack(missed))
+
+
+def _missed(outputs: Tensor, features: Tensor, level: int, batch: Batch) -> Tensor:
+    """The mean smooth L1 loss of the features [B, Q, E] that one level predicts; a scalar.
+
+    Args:
+        outputs: these.
+        features: [B, T, E] the target's.
+        level: its number.
+        batch: the batch.
+    """
+    valid = batch.levels.valid[:, level]
+    places = (batch.roots + 1 + level).clamp(max=features.shape[1] - 1)
+    wanted = at_roots(features, places)[valid]
+    missed = F.smooth_l1_loss(outputs[valid].float(), wanted, reduction="sum")
+    return missed / max(1, wanted.numel())
 
 
 class Eagle1TrainingOptions(DraftOptions):
@@ -99,7 +116,7 @@ class Eagle1TrainingOptions(DraftOptions):
     intermediate_size: Annotated[int, Ge(1)] | None = None
 
 
-class Eagle1Training(TrainingMethod):
+class Eagle1Training(EagleHeadTraining):
     """EAGLE-1 heads."""
 
     name: ClassVar[str] = "eagle1"
@@ -111,14 +128,13 @@ class Eagle1Training(TrainingMethod):
         assert isinstance(self.options, Eagle1TrainingOptions)
         return self.options
 
-    @property
-    def draft_vocab_size(self) -> int:
-        """See `TrainingMethod.draft_vocab_size`."""
-        return self._options.most_draft_tokens
-
     def adapted(self, settings: TrainingSettings) -> TrainingSettings:
-        """See `TrainingMethod.adapted`: one level, unless the user asks for more."""
-        return settings.preferring(levels=1)
+        """See `TrainingMethod.adapted`: one level, unless the user asks for more.
+
+        Raises:
+            ConfigError: the settings of several levels are given, and there is only one.
+        """
+        return settings.preferring(levels=1).one_level_alone()
 
     def layers(self, num_layers: int) -> tuple[int, ...]:
         """See `TrainingMethod.layers`: what enters the final norm."""
@@ -147,19 +163,6 @@ class Eagle1Training(TrainingMethod):
             options.noise,
             options.feature_weight,
         )
-
-    def probed(self, trainee: Trainee, seen: Seen) -> Mapping[str, Any]:
-        """See `TrainingMethod.probed`."""
-        assert isinstance(trainee, Eagle1Trainee)
-        return Probe.of(seen, trainee.net).note()
-
-    def write(
-        self, trainee: Trainee, parts: HeadParts, folder: Path, notes: Mapping[str, Any]
-    ) -> None:
-        """See `TrainingMethod.write`."""
-        assert isinstance(trainee, Eagle1Trainee)
-        net = trainee.net
-        write_checkpoint(folder, net, Description(net.config, parts.verifier, notes))
 
     def serving(self, folder: Path) -> dict[str, Any]:
         """See `TrainingMethod.serving`: the folder tells the form."""

@@ -37,7 +37,7 @@ from foretoken.errors import CompatibilityError, ConfigError
 from foretoken.runtime.share import decoder_layers
 from foretoken.runtime.target import final_norm
 from foretoken.training.batches import Batch
-from foretoken.training.losses import LOSSES, Loss
+from foretoken.training.losses import LOSSES, Loss, LossName
 from foretoken.training.method import HeadParts
 from foretoken.training.settings import TrainingSettings
 from foretoken.training.trainee import Learnt, Trainee, at_roots
@@ -205,7 +205,7 @@ class EarlyExitTrainingOptions(Config):
     exit_scale: Annotated[FiniteFloat, Gt(0)] = 0.2
     exits: Literal["rotational", "gradual"] = "rotational"
     rotation: Annotated[int, Ge(1)] | None = None
-    loss: Literal["kl", "rkl", "jsd", "tv", "ce"] = "kl"
+    loss: LossName = "kl"
 
     @model_validator(mode="after")
     def _rotation_is_used(self) -> Self:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
-from copy import deepcopy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,13 +110,17 @@ def estimate(
 
 
 def measure_speeds(
-    llm: LLM, trainee: Trainee, layers: Sequence[int], settings: TrainingSettings, rows: int
+    llm: LLM,
+    new_trainee: Callable[[], Trainee],
+    layers: Sequence[int],
+    settings: TrainingSettings,
+    rows: int,
 ) -> Speeds:
     """Run every part for a few seconds.
 
     Args:
         llm: the target.
-        trainee: a drafter like the one to train; it stays as it is.
+        new_trainee: makes a drafter like the one to train; there is one of them at a time.
         layers: whose hidden states it reads.
         settings: of the training.
         rows: sequences that the target writes at a time.
@@ -140,9 +143,9 @@ def measure_speeds(
         features = time.perf_counter() - began
         cache = FeatureCache(Path(folder) / "features")
         data = TrainingSet(cache, length)
-        one = every = _training_speed(deepcopy(trainee), data, settings, 0.0)
+        one = every = _training_speed(new_trainee(), data, settings, 0.0)
         if settings.first_level_share:
-            one = _training_speed(deepcopy(trainee), data, settings, 1.0)
+            one = _training_speed(new_trainee(), data, settings, 1.0)
     written, kept = sum(map(len, texts)), sum(len(each.tokens) for each in sample)
     return Speeds(written / writing, kept / features, one, every)
 

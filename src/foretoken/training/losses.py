@@ -23,7 +23,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["LOSSES", "REST", "Loss", "Teacher"]
+from foretoken.drafters.online import LossName
+
+__all__ = ["LOSSES", "REST", "Loss", "LossName", "Teacher"]
 
 REST = 1e-3
 """For rkl: p of all tokens together that the target is not known to write."""

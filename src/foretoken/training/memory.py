@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from foretoken.training.batches import collate
@@ -23,8 +25,9 @@ class TrainingBytes(NamedTuple):
     """What a training takes besides the target and the features.
 
     Args:
-        memory: weights, gradients, the optimizers' states, and what a batch keeps for gradients.
-            What is computed and freed within a step comes on top.
+        memory: weights, gradients, the optimizers' states, and what a batch keeps for gradients,
+            copies of weights in lower precision included. What is computed and freed within a step
+            comes on top.
         disk: of two checkpoints: the one before is deleted when the next one is complete.
     """
 
@@ -38,7 +41,7 @@ def training_bytes(
     """What a training takes.
 
     Args:
-        trainee: the drafter; it stays as it is.
+        trainee: the drafter; its weights stay as they are.
         num_layers: layers whose hidden states it reads.
         hidden_size: of the target.
         settings: of the training.
@@ -50,21 +53,31 @@ def training_bytes(
         for group in each.param_groups
         for weight in group["params"]
     )
+    trainee.at_step(1, 1)  # in the last step, nothing is left out any more
     size = min(_SAMPLE, settings.max_length)
-    kept = _activation_bytes(trainee, num_layers, hidden_size, settings, size)
-    batch = settings.batch_tokens * kept // size
-    return TrainingBytes(4 * (2 * weights + moments) + batch, 2 * 4 * (weights + moments))
+    sizes = size // 2, size
+    half, whole = (_kept_bytes(trainee, num_layers, hidden_size, settings, each) for each in sizes)
+    batch = settings.batch_tokens * (whole - half) // (sizes[1] - sizes[0])
+    copies = max(0, half - (whole - half) * sizes[0] // (sizes[1] - sizes[0]))
+    states = 4 * (2 * weights + moments)
+    return TrainingBytes(states + copies + batch, 2 * 4 * (weights + moments))
 
 
-def _activation_bytes(
+def _kept_bytes(
     trainee: nn.Module, num_layers: int, hidden_size: int, settings: TrainingSettings, size: int
 ) -> int:
-    """Bytes of the tensors that a step keeps for the gradients of so many tokens."""
+    """Bytes of the tensors that a step keeps for the gradients of so many tokens.
+
+    With mixed precision there are copies of weights among them, which do not grow with the tokens.
+    """
     hidden, scales = quantize(torch.zeros(size, num_layers, hidden_size))
     tokens = torch.zeros(size, dtype=torch.long)
     top = tokens.unsqueeze(-1).expand(-1, TOP_K)
     sample = Features(tokens, [(0, size)], hidden, scales, top, top.float())
-    own = {weight.untyped_storage().data_ptr() for weight in trainee.parameters()}
+    own = {
+        each.untyped_storage().data_ptr()
+        for each in itertools.chain(trainee.parameters(), trainee.buffers())
+    }
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -76,10 +89,12 @@ def _activation_bytes(
     device = next(trainee.parameters()).device
     dtype = torch.bfloat16 if settings.mixed_precision == "bf16" else torch.float16
     enabled = settings.mixed_precision != "no"
-    batch = collate([sample], settings.levels)
+    batch = send_to_device(collate([sample], max(1, settings.levels)), device)
     with (
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
         torch.autocast(device.type, dtype, enabled=enabled),
     ):
+        torch.manual_seed(settings.seed)  # both sizes draw the same
         trainee(batch, settings.levels)
     return sum(kept.values())

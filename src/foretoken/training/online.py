@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from transformers import PreTrainedModel
 
 from foretoken.decode import Outcome
 from foretoken.drafters.heads.eagle_net import EagleNet
@@ -33,7 +34,7 @@ from foretoken.drafters.heads.feature_net import FeatureNet
 from foretoken.drafters.heads.state_net import StateNet
 from foretoken.drafters.learnable import LearnableHead, LearnableModel
 from foretoken.drafters.online import Learnable, OnlineOptions, OnlineReport
-from foretoken.errors import ConfigError, TrainingError, in_one_line
+from foretoken.errors import CompatibilityError, ConfigError, TrainingError, in_one_line
 from foretoken.request import Request
 from foretoken.runtime.target import Target
 from foretoken.training.distill import DistillTrainee
@@ -55,6 +56,9 @@ _LEVELS = 4
 
 _MAX_GRAD_NORM = 1.0
 
+_MORE_POSITIONS = 2
+"""Rows of an embedding of positions beside those of the context: OPT has two."""
+
 
 class OnlineLearner:
     """See `drafters.online.Learner`.
@@ -66,7 +70,8 @@ class OnlineLearner:
 
     Raises:
         ConfigError: the folder to save to cannot be written.
-        CompatibilityError: a draft model's logits are not its output layer's.
+        CompatibilityError: a draft model's logits are not its output layer's, or it has an
+            embedding for each position.
     """
 
     def __init__(self, learnable: Learnable, options: OnlineOptions, target: Target) -> None:
@@ -261,8 +266,25 @@ def _trainee(net: nn.Module, options: OnlineOptions, target: Target) -> Trainee:
     else:
         lm: Any = net
         checked(lm, "online: this draft model")
+        _refuse_positions(lm)
         trainee = DistillTrainee(lm, target.vocab_size, loss)
     return trainee.to(target.device).train(mode=False)
+
+
+def _refuse_positions(lm: PreTrainedModel) -> None:
+    """Refuse a draft model for which text that is cut off at the front is another text.
+
+    Raises:
+        CompatibilityError: it has an embedding for each position.
+    """
+    most = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
+    sizes = [each.num_embeddings for each in lm.modules() if isinstance(each, nn.Embedding)]
+    if most is not None and any(0 <= size - most <= _MORE_POSITIONS for size in sizes):
+        raise CompatibilityError(
+            "online: this draft model has an embedding for each position, and what it learns from "
+            "are windows of text, whose positions begin at 0: use a draft model with rotary "
+            "positions."
+        )
 
 
 def _optimizers(trainee: Trainee, options: OnlineOptions) -> list[Optimizer]:

@@ -14,7 +14,8 @@ computes the text and many blocks behind it: every block sees the text in front 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Ge, Gt, Le
@@ -23,11 +24,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken.core.config import Config
+from foretoken.drafters.pad import MOST_PADDING, block_nodes
 from foretoken.errors import ConfigError
 from foretoken.training.batches import Batch
 from foretoken.training.blocks import block_levels, pass_with_blocks, some_blocks
 from foretoken.training.draft_lm import target_tokenizer
-from foretoken.training.losses import LOSSES, Loss
+from foretoken.training.losses import LOSSES, Loss, LossName
 from foretoken.training.method import HeadParts
 from foretoken.training.settings import TrainingSettings
 from foretoken.training.trainee import Learnt, Trainee, at_roots
@@ -114,9 +116,9 @@ class PadTrainingOptions(Config):
     """
 
     pad_token_id: Annotated[int, Ge(0)] | None = None
-    num_pads: Annotated[int, Ge(1), Le(16)] = 4
+    num_pads: Annotated[int, Ge(1), Le(MOST_PADDING)] = 4
     draft_weight: Annotated[FiniteFloat, Gt(0)] = 1.0
-    loss: Literal["kl", "rkl", "jsd", "tv", "ce"] = "kl"
+    loss: LossName = "kl"
 
 
 class PadTraining(TuningMethod):
@@ -162,6 +164,11 @@ class PadTraining(TuningMethod):
         loss = LOSSES[options.loss]
         lm = copy_of_target(parts)
         return PadTrainee(lm, vocab_size, loss, pad, options.num_pads, options.draft_weight)
+
+    def serving(self, folder: Path) -> dict[str, Any]:
+        """See `TrainingMethod.serving`: blocks as long as those that were learnt."""
+        nodes = block_nodes(self._options.num_pads)
+        return {**super().serving(folder), "num_speculative_tokens": nodes}
 
     def notes(self, trainee: TargetTrainee) -> dict[str, Any]:
         """See `TuningMethod.notes`: what `pad` pads with."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Ge, Le
@@ -21,12 +21,14 @@ from transformers import PreTrainedModel
 
 from foretoken.core.config import Config
 from foretoken.drafters.heads.probe import Probe, Seen
-from foretoken.drafters.pass_tokens import MOST_TOKENS, write_pass_tokens
+from foretoken.drafters.pad import MOST_PADDING, block_nodes
+from foretoken.drafters.pass_tokens import write_pass_tokens
+from foretoken.errors import ConfigError
 from foretoken.runtime.embedding import ExtendedEmbedding
 from foretoken.training.batches import Batch
 from foretoken.training.blocks import block_levels, pass_with_blocks, some_blocks
 from foretoken.training.draft_lm import decoder, embedding, output_layer
-from foretoken.training.losses import LOSSES, Loss
+from foretoken.training.losses import LOSSES, Loss, LossName
 from foretoken.training.method import HeadParts, TrainingMethod
 from foretoken.training.settings import TrainingSettings
 from foretoken.training.trainee import Learnt, Trainee
@@ -97,8 +99,8 @@ class PassTrainingOptions(Config):
         loss: between what is predicted and the target's distribution.
     """
 
-    num_tokens: Annotated[int, Ge(1), Le(MOST_TOKENS)] = 4
-    loss: Literal["kl", "rkl", "jsd", "tv", "ce"] = "kl"
+    num_tokens: Annotated[int, Ge(1), Le(MOST_PADDING)] = 4
+    loss: LossName = "kl"
 
 
 class PassTraining(TrainingMethod):
@@ -132,7 +134,22 @@ class PassTraining(TrainingMethod):
         reason = "'pass' learns all of its embeddings from the first step on: set num_tokens."
         levels = self._options.num_tokens
         decided = settings.decided(reason, levels=levels, first_level_share=0.0)
+        self._refuse_matrices(settings)
         return decided.preferring(vector_learning_rate=_RATE)
+
+    @staticmethod
+    def _refuse_matrices(settings: TrainingSettings) -> None:
+        """Refuse settings of matrices, as there are none.
+
+        Raises:
+            ConfigError: the user has given one.
+        """
+        for name in ("optimizer", "learning_rate", "weight_decay"):
+            if name in settings.model_fields_set:
+                raise ConfigError(
+                    f"{name}: it is for matrices, and 'pass' learns vectors only: remove it, or "
+                    "set vector_learning_rate."
+                )
 
     def layers(self, num_layers: int) -> tuple[int, ...]:
         """See `TrainingMethod.layers`: the copy of the target computes its states itself."""
@@ -155,6 +172,11 @@ class PassTraining(TrainingMethod):
         """See `TrainingMethod.write`."""
         assert isinstance(trainee, PassTrainee)
         write_pass_tokens(folder, trainee.rows, len(parts.embedding), parts.verifier, notes)
+
+    def serving(self, folder: Path) -> dict[str, Any]:
+        """See `TrainingMethod.serving`: blocks as long as those that were learnt."""
+        nodes = block_nodes(self._options.num_tokens)
+        return {**super().serving(folder), "num_speculative_tokens": nodes}
 
 
 _RATE = 3e-3

@@ -137,8 +137,11 @@ class TrainingRun:
             raise ConfigError("an estimate is for one process: ask without `accelerate launch`.")
         target, plan = self._llm.engine.target, self._method.on_policy
         vocab_size = min(self._method.draft_vocab_size, target.vocab_size)
-        trainee = self._drafters(torch.arange(vocab_size)).trainee()
-        speeds = measure_speeds(self._llm, trainee, self._layers, self._settings, _ROWS)
+        new_trainee = self._drafters(torch.arange(vocab_size)).trainee
+        needed = training_bytes(
+            new_trainee(), len(self._layers), target.hidden_size, self._settings
+        )
+        speeds = measure_speeds(self._llm, new_trainee, self._layers, self._settings, _ROWS)
         answers = self._data.tokens + self._data.held_out_tokens
         there = sum(
             each.num_answer_tokens
@@ -152,7 +155,7 @@ class TrainingRun:
             len(self._layers),
             target.hidden_size,
             self._settings,
-            training_bytes(trainee, len(self._layers), target.hidden_size, self._settings),
+            needed,
             on_policy_share=plan.share if plan else 0.0,
             num_drafters=self._method.num_drafters,
         )

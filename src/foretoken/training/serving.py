@@ -70,7 +70,7 @@ def measure(
         drafted.append(chain.metrics)
     passed = [sum(_accepted_at(m, i) for m in drafted) for i in range(_LENGTH)]
     drafts = sum(m.num_drafts for m in drafted)
-    levels = max(1, sum(m.num_draft_tokens for m in drafted))
+    levels = max(1, sum(m.num_draft_tokens for m in drafted) / nodes_per_token)
     plain_pass = sum(m.verify_seconds for m in plain_metrics) / max(
         1, sum(m.target_passes for m in plain_metrics)
     )

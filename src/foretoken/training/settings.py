@@ -81,6 +81,18 @@ class TrainingSettings(Config):
         left = {name: value for name, value in fields.items() if name not in self.model_fields_set}
         return self.model_copy(update=left)
 
+    def one_level_alone(self) -> Self:
+        """The settings, without those for more than one level if there is only one.
+
+        Raises:
+            ConfigError: the user has given one of them.
+        """
+        if self.levels > 1:
+            return self
+        return self.decided(
+            "it is for several levels: remove it.", first_level_share=0.0, decay=1.0
+        )
+
     def decided(self, reason: str, **fields: Any) -> Self:
         """The settings with fields that a method decides by itself.
 

@@ -25,7 +25,7 @@ from foretoken.drafters.heads.medusa import MedusaNet
 from foretoken.drafters.heads.mlp_speculator import MlpSpeculatorNet
 from foretoken.drafters.heads.probe import Probe, Seen
 from foretoken.drafters.heads.state_file import write_state_file
-from foretoken.drafters.heads.state_net import StateNet
+from foretoken.drafters.heads.state_net import StateNet, normed
 from foretoken.errors import CompatibilityError
 from foretoken.training.batches import Batch
 from foretoken.training.features import dequantize, noisy
@@ -71,15 +71,8 @@ class StateTrainee(Trainee):
         if self.training:
             hidden = noisy(hidden, self._noise)
         with torch.no_grad():
-            last = self._normed(hidden.squeeze(2))  # of the only layer
+            last = normed(self._norm[0], hidden.squeeze(2))  # of the only layer
         return head_outputs(self.net, last, batch, num_levels)
-
-    def _normed(self, hidden: Tensor) -> Tensor:
-        """[..., E] after the target's final norm, in float32; computed in the norm's own dtype."""
-        norm = self._norm[0]
-        own = next((weight.dtype for weight in norm.parameters()), hidden.dtype)
-        normed: Tensor = norm(hidden.to(own))
-        return normed.float()
 
     def logits(self, outputs: Tensor, level: int) -> Tensor:
         """See `Trainee.logits`."""
@@ -179,7 +172,7 @@ class StateTraining(TrainingMethod):
 
     def probed(self, trainee: Trainee, seen: Seen) -> Mapping[str, Any]:
         """See `TrainingMethod.probed`."""
-        return {} if self.tunes_target else Probe.of(seen).note()
+        return Probe.of(seen).note()
 
     def write(
         self, trainee: Trainee, parts: HeadParts, folder: Path, notes: Mapping[str, Any]

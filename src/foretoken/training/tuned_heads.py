@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from foretoken.core.config import Config
 from foretoken.drafters.heads.blockwise import BlockwiseNet
 from foretoken.drafters.heads.medusa import MedusaNet
+from foretoken.drafters.heads.probe import Probe, Seen
 from foretoken.drafters.heads.state_file import write_state_file
 from foretoken.drafters.heads.state_net import StateNet
 from foretoken.training.batches import Batch
@@ -191,12 +192,20 @@ class _TunedTraining(StateTraining):
         others = options.model_dump(include={"draft_weight", "heads_first"})
         return self.Kind(net, own, loss, options.target_learning_rate, **others)
 
+    def probed(self, trainee: Trainee, seen: Seen) -> Mapping[str, Any]:
+        """See `TrainingMethod.probed`: the heads are for the copy, as it is now."""
+        assert isinstance(trainee, TunedTrainee)
+        own = trainee.own
+        logits = own.logits(own.states(seen.tokens.unsqueeze(0))[0], 0)
+        return Probe.of(replace(seen, follows=logits.argmax(-1))).note()
+
     def write(
         self, trainee: Trainee, parts: HeadParts, folder: Path, notes: Mapping[str, Any]
     ) -> None:
         """See `TrainingMethod.write`: a Hugging Face folder with that of the heads in it."""
         assert isinstance(trainee, TunedTrainee)
-        write_lm(trainee.own.lm, parts.name, folder, notes)
+        of_lm = {name: note for name, note in notes.items() if name != "probe"}
+        write_lm(trainee.own.lm, parts.name, folder, of_lm)
         verifier = replace(parts.verifier, name_or_path=str(folder))
         write_state_file(folder / HEADS, trainee.net, verifier, notes)
 

@@ -36,10 +36,11 @@ TEXT = torch.randint(0, VOCAB_SIZE, (40,), generator=torch.Generator().manual_se
 LAYERS = (0, 1, 2)
 
 
-def recorded(folder: Path, share: float | None = None) -> Path:
+def recorded(folder: Path, share: float | None = None, config: Any = None) -> Path:
     """A random head with a record of its target, which it predicts by chance."""
     model = tiny_model()
-    seen, net = look(Target(model), TEXT, LAYERS), tiny_net(tiny_config(), model)
+    net = tiny_net(config or tiny_config(), model)
+    seen = look(Target(model), TEXT, net.config.aux_layers)
     found = Probe.of(seen, net)
     save_head(folder, net, **Probe(found.tokens, found.follows, share or found.accepted).note())
     return folder
@@ -145,11 +146,21 @@ def test_wrong_layers_are_told(
     assert "\n" not in str(warning.message)
 
 
+@pytest.mark.parametrize("config", [tiny_config(), feature_config()], ids=["EAGLE-3", "EAGLE-1"])
 def test_what_predicts_far_less_than_it_did_is_told(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = recorded(tmp_path, 0.6, config)
+    pretend(monkeypatch, (), 0)
+    with pytest.warns(RuntimeWarning, match="its weights may be damaged"):
+        load(folder)
+
+
+def test_nobody_chooses_the_layers_of_eagle_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = recorded(tmp_path, 0.6)
-    pretend(monkeypatch, (), 0)
+    folder = recorded(tmp_path, 0.6, feature_config())
+    pretend(monkeypatch, (0,), 0.6)
     with pytest.warns(RuntimeWarning, match="its weights may be damaged"):
         load(folder)
 

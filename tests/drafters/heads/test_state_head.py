@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from foretoken import LLM, CompatibilityError, SamplingParams
 from foretoken.core.tree import TokenTree
+from foretoken.drafters.heads import state_head
 from foretoken.drafters.heads.state_file import load_net, read_state_file
 from foretoken.drafters.heads.state_head import KEPT, StateHead
 from foretoken.drafters.heads.state_net import StateConfig
@@ -413,3 +414,20 @@ def test_an_untrained_head_predicts_numbers(method: str) -> None:
     net.initialise()
     net.copy_rows(weights[1])
     assert net(torch.randn(2, 64), torch.randint(0, VOCAB_SIZE, (2, K))).isfinite().all()
+
+
+def test_a_head_that_cannot_be_packed_leaves_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_model()
+    config = state_config("medusa")
+    head = StateHead(state_net("medusa", config, model), Target(model))
+    before = head._net
+
+    def full(*_: Any) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr(state_head, "_pack", full)
+    with pytest.raises(MemoryError):
+        head.use(state_net("medusa", config, model))
+    assert head._net is before

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foretoken.drafters.heads.eagle_net import EagleConfig, EagleLayer, EagleNet
-from foretoken.drafters.heads.state_net import linear
+from foretoken.drafters.heads.state_net import linear, normed
 
 __all__ = ["FeatureConfig", "FeatureNet"]
 
@@ -81,10 +81,7 @@ class FeatureNet(EagleNet):
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """The features [..., E] of the hidden states [..., 1, E] before the final norm."""
-        norm = self.final_norm
-        own = next((weight.dtype for weight in norm.parameters()), hidden.dtype)
-        features: Tensor = norm(hidden.squeeze(-2).to(own))
-        return features.float()
+        return normed(self.final_norm, hidden.squeeze(-2))
 
     def joined(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         """See `EagleNet.joined`: the attention reads the residual stream as it is."""

@@ -238,25 +238,35 @@ def check_head(
     if probe is not None:
         _compare(folder, described.verifier, probe, seen)
     share, least = accepted(net, seen, layers), _least(probe)
-    if share >= least or isinstance(net, FeatureNet):
-        return  # of EAGLE-1, nobody chooses the layers
-    everything = _seen(target, tokens, range(last + 1))
-    assert everything is not None
-    best, found = _better(net, everything, layers, last)
-    found_better = found - share >= GAIN
-    if not found_better and probe is None:
+    if share >= least:
+        return
+    reason = _other_layers(net, target, tokens, share)
+    if reason is None and probe is None:
         return  # it may be a bad head
-    reason = (
-        f"with the layers {list(best)} it would predict {found:.0%}: set "
-        f"eagle_aux_hidden_state_layer_ids in its {CONFIG}"
-        if found_better
-        else "no other layers are better: its weights may be damaged"
-    )
     warnings.warn(
         f"{folder}: with the hidden states of the layers {list(layers)}, this head predicts "
-        f"{share:.0%} of the tokens of a short text; {reason}.",
+        f"{share:.0%} of the tokens of a short text; {reason or 'its weights may be damaged'}.",
         RuntimeWarning,
         stacklevel=2,
+    )
+
+
+def _other_layers(net: EagleNet, target: Target, tokens: Sequence[int], share: float) -> str | None:
+    """What to do if a head predicts much more with other layers; None if it does not.
+
+    Of EAGLE-1, nobody chooses the layers.
+    """
+    last = target.network.num_layers
+    if isinstance(net, FeatureNet):
+        return None
+    everything = _seen(target, tokens, range(last + 1))
+    assert everything is not None
+    best, found = _better(net, everything, net.config.aux_layers, last)
+    if found - share < GAIN:
+        return None
+    return (
+        f"with the layers {list(best)} it would predict {found:.0%}: set "
+        f"eagle_aux_hidden_state_layer_ids in its {CONFIG}"
     )
 
 

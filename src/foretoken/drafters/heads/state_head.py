@@ -94,8 +94,9 @@ class StateHead:
 
     def use(self, net: StateNet) -> None:
         """Draft with this head, of the same sizes. It is changed: its linear layers are packed."""
-        self._net = net.to(self._device, self._dtype)
-        self._least_rows = _pack(self._net, self._dtype, self._device)
+        packed = net.to(self._device, self._dtype)
+        least_rows = _pack(packed, self._dtype, self._device)  # it may raise
+        self._net, self._least_rows = packed, least_rows
 
     def room(self, request: Request) -> int:
         """See `Scorer.room`; 0 without the hidden state of the token before the root."""

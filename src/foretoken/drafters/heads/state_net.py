@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from annotated_types import Gt
 from torch import Tensor, nn
 
-__all__ = ["FrozenLinear", "Size", "StateConfig", "StateNet", "linear"]
+__all__ = ["FrozenLinear", "Size", "StateConfig", "StateNet", "linear", "normed"]
 
 Size = Annotated[int, Gt(0)]
 
@@ -73,6 +73,13 @@ def linear(inputs: int, outputs: int, *, bias: bool = False) -> nn.Linear:
     skip_init: Any = nn.utils.skip_init
     layer: nn.Linear = skip_init(nn.Linear, inputs, outputs, bias=bias)
     return layer
+
+
+def normed(norm: nn.Module, hidden: Tensor) -> Tensor:
+    """[..., E] hidden states after the target's final norm, in float32; computed in its dtype."""
+    own = next((weight.dtype for weight in norm.parameters()), hidden.dtype)
+    found: Tensor = norm(hidden.to(own))
+    return found.float()
 
 
 class StateNet(nn.Module, ABC):
