@@ -215,7 +215,7 @@ def test_a_drafter_of_one_request() -> None:
         first, second = llm.generate(PROMPTS[:2], GREEDY, speculative_config=[config, None])
         assert first.metrics.acceptance_rate == 1
         assert second.metrics.num_drafts == 0
-    assert llm.engine.strategies.drafters() == [drafter]
+    assert [each.drafter for each in llm.engine.strategies.kept()] == [drafter]
 
 
 def test_a_drafter_inside_another() -> None:

@@ -133,7 +133,7 @@ def test_nothing_stays_behind(requests: int, monkeypatch: pytest.MonkeyPatch) ->
     assert not llm.engine._speculation._failed
     drafters: list[Drafter] = [
         llm.engine._speculation.default.drafter,
-        *llm.engine.strategies.drafters(),
+        *(each.drafter for each in llm.engine.strategies.kept()),
     ]
     assert len(drafters) == 1 + len(METHODS)
     assert not [state for drafter in drafters for state in states_of(drafter, set())]

@@ -198,7 +198,10 @@ def test_the_estimate_runs_every_part(
         "train", "eagle", "-m", tiny, "-o", tmp_path / "head", "--dry-run", "--json", *QUICK
     )
     assert result.exit_code == 0, result.stderr
-    assert all(value > 0 for value in json.loads(result.stdout).values())
+    found = json.loads(result.stdout)
+    needed = found.pop("training_bytes")
+    assert needed.keys() == {"memory", "disk"}
+    assert all(value > 0 for value in (*found.values(), *needed.values()))
 
 
 def test_too_small_a_disk(

@@ -315,7 +315,8 @@ def test_a_draft_model_of_a_request_gets_as_much(
     prompts = [prompt_of(20), prompt_of(20, start=4)]
     outputs = llm.generate(prompts, GREEDY, speculative_config=config_of("draft_model", small))
     assert bits(outputs) == plain(model, prompts)
-    (drafter,) = llm.engine.strategies.drafters()
+    (strategy,) = llm.engine.strategies.kept()
+    drafter = strategy.drafter
     scorer: Any = vars(drafter)["_scorer"]
     assert scorer._model._slab.limit == llm.engine.target._slab.limit == 2 * KEY_BLOCK
 

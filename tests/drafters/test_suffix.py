@@ -314,7 +314,8 @@ def test_drafters_of_single_requests_forget_as_well() -> None:
     llm = tiny_llm(tiny_model())
     config = {"method": "suffix"}
     llm.generate([[1, 2, 3]], SamplingParams(seed=1, max_tokens=8), speculative_config=config)
-    (drafter,) = llm.engine.strategies.drafters()
+    (strategy,) = llm.engine.strategies.kept()
+    drafter = strategy.drafter
     assert isinstance(drafter, SuffixDrafter)
     assert len(drafter._earlier) == 1
     llm.reset_drafter_memory()

@@ -61,6 +61,7 @@ def assert_empty(llm: LLM) -> None:
     assert not engine._speculation._assigned
     assert not engine._speculation._failed
     assert not engine.has_unfinished_requests()
-    for owner in (engine._speculation.default.drafter, *engine.strategies.drafters()):
+    for strategy in (engine._speculation.default, *engine.strategies.kept()):
+        owner = strategy.drafter
         for name, value in vars(owner).items():
             assert not (isinstance(value, dict) and value), (owner, name)

@@ -33,7 +33,7 @@ __all__ = ["EXAMPLES", "train"]
 EXAMPLES = examples(
     "foretoken train eagle --model smollm2-135m --out my-head",
     "foretoken train eagle --out my-head --data prompts.jsonl --tokens 300000",
-    "foretoken train eagle --out my-head --dry-run  # hours and disk, measured here",
+    "foretoken train eagle --out my-head --dry-run  # hours, disk and memory, measured here",
     "foretoken generate 'Why is the sky blue?' --method eagle --draft-model my-head",
 )
 
@@ -108,7 +108,11 @@ def train(
     ] = None,
     dry_run: Annotated[
         bool,
-        in_panel("Training", "Only say how many hours and how much disk it takes.", "--dry-run"),
+        in_panel(
+            "Training",
+            "Only say how many hours and how much disk and memory it takes.",
+            "--dry-run",
+        ),
     ] = False,
     json_output: Annotated[bool, in_panel("Output", "Print one JSON object.", "--json")] = False,
 ) -> None:

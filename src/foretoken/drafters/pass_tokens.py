@@ -19,7 +19,6 @@ from typing import Annotated, Any
 
 import torch
 from annotated_types import Gt, Le
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from foretoken.drafters.base import DrafterOptions
@@ -36,6 +35,7 @@ from foretoken.drafters.heads.folder import (
     validated,
     write_folder,
 )
+from foretoken.drafters.heads.notes import noted, notes_of
 from foretoken.drafters.heads.probe import check_target
 from foretoken.drafters.pad import MOST_PADDING, PadDrafter
 from foretoken.errors import ModelError
@@ -85,20 +85,6 @@ class _Sizes:
     num_tokens: Annotated[_Size, Le(MOST_PADDING)]
 
 
-class _Verifier(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-    name_or_path: str
-    architectures: tuple[str, ...] = ()
-
-
-class _Notes(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-    verifier: _Verifier
-    verifier_layers: _Size | None = None
-
-
 def read_pass_tokens(path: str | Path, target: Target) -> Tensor:
     """The look-ahead embeddings [L, E] of a folder.
 
@@ -114,13 +100,11 @@ def read_pass_tokens(path: str | Path, target: Target) -> Tensor:
             "`foretoken train pass` has written?"
         )
     sizes = validated(_Sizes, fields.get("config"), folder / CONFIG)
-    notes = validated(_Notes, fields.get("foretoken"), folder / CONFIG)
-    named = notes.verifier
-    verifier = Verifier(named.name_or_path, named.architectures, notes.verifier_layers)
+    verifier, notes = noted(fields, folder / CONFIG)
     check_layers(folder, verifier, target.network.num_layers)
     found = (target.vocab_size, target.hidden_size)
     check_sizes(folder, verifier, (sizes.vocab_size, sizes.hidden_size), found)
-    check_target(folder, verifier, notes.model_extra or {}, target)
+    check_target(folder, verifier, notes, target)
     tensors = read_tensors(folder / WEIGHTS)
     wanted = {_EMBEDDINGS: torch.empty(sizes.num_tokens, sizes.hidden_size)}
     check_tensors(folder / WEIGHTS, tensors, wanted, "look-ahead embeddings")
@@ -142,10 +126,9 @@ def write_pass_tokens(
     Raises:
         ModelError: the folder cannot be written.
     """
-    named = {"name_or_path": verifier.name_or_path, "architectures": list(verifier.architectures)}
     fields = {
         "model_type": MODEL_TYPE,
         "config": asdict(_Sizes(rows.shape[1], vocab_size, len(rows))),
-        "foretoken": {**notes, "verifier": named, "verifier_layers": verifier.num_layers},
+        **notes_of(verifier, notes),
     }
     write_folder(folder, {_EMBEDDINGS: rows.detach().contiguous()}, fields)

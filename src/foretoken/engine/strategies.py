@@ -99,10 +99,6 @@ class StrategyFactory:
         """The requests' strategies that are kept."""
         return [strategy for _, strategy in self._built]
 
-    def drafters(self) -> list[Drafter]:
-        """Their drafters."""
-        return [strategy.drafter for strategy in self.kept()]
-
     def build(self, config: SpeculativeConfig) -> Strategy:
         """Build a strategy. If the configuration names no rule, it has the `LLM`'s."""
         rule = config.rule if config.names_rule else self.config.rule

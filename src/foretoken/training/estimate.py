@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -105,7 +105,7 @@ def estimate(
         (tokens + own_tokens) / speeds.features / 3600,
         num_drafters * settings.epochs * tokens * per_token / 3600,
         round(tokens * bytes_per_token(num_layers, hidden_size)),
-        needed._replace(disk=num_drafters * needed.disk),
+        replace(needed, disk=num_drafters * needed.disk),
     )
 
 

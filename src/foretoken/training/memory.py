@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from accelerate.utils import send_to_device
@@ -21,7 +21,8 @@ _SAMPLE = 128
 """Tokens of the conversation on which activations are counted, at most."""
 
 
-class TrainingBytes(NamedTuple):
+@dataclass(frozen=True)
+class TrainingBytes:
     """What a training takes besides the target and the features.
 
     Args:

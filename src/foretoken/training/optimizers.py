@@ -16,11 +16,11 @@ __all__ = ["optimizers_of", "schedules"]
 
 
 def optimizers_of(trainee: Trainee, settings: TrainingSettings) -> list[Optimizer]:
-    """One for the matrices, one for everything else, and one for `Trainee.slow`."""
+    """One for the matrices, one for everything else, and one for `Trainee.own_rate`."""
     matrices = trainee.matrices
     chosen = {id(each) for each in matrices}
-    slow = trainee.slow
-    chosen.update(id(each) for each in (slow.weights if slow else ()))
+    own = trainee.own_rate
+    chosen.update(id(each) for each in (own.weights if own else ()))
     vectors = [p for p in trainee.parameters() if p.requires_grad and id(p) not in chosen]
     rate, decay = settings.learning_rate, settings.weight_decay
     optimizers: list[Optimizer] = []
@@ -33,9 +33,9 @@ def optimizers_of(trainee: Trainee, settings: TrainingSettings) -> list[Optimize
     if vectors:
         vector_rate = settings.vector_learning_rate
         optimizers.append(AdamW(vectors, lr=vector_rate, weight_decay=0, betas=(0.9, 0.95)))
-    if slow:
+    if own:
         optimizers.append(
-            AdamW(slow.weights, lr=slow.learning_rate, weight_decay=0, betas=(0.9, 0.95))
+            AdamW(own.weights, lr=own.learning_rate, weight_decay=0, betas=(0.9, 0.95))
         )
     return optimizers
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from foretoken.training.batches import Batch
 from foretoken.training.losses import Loss, Teacher
 
-__all__ = ["Learnt", "Slow", "Trainee", "at_roots"]
+__all__ = ["Learnt", "OwnRate", "Trainee", "at_roots"]
 
 _PLACES = 512
 """Places whose logits are in memory at a time, where they are computed again for the gradients."""
@@ -38,7 +38,7 @@ class Learnt(NamedTuple):
     counts: Tensor
 
 
-class Slow(NamedTuple):
+class OwnRate(NamedTuple):
     """Weights that learn at a rate of their own: those of a target that is trained, too.
 
     Args:
@@ -93,12 +93,15 @@ class Trainee(nn.Module, ABC):
         ]
 
     @property
-    def slow(self) -> Slow | None:
+    def own_rate(self) -> OwnRate | None:
         """The weights that learn at a rate of their own; they are not in `matrices`."""
         return None
 
     def at_step(self, step: int, total: int) -> None:
-        """Told in front of every step: its number, from 0, of how many. The default needs none."""
+        """Called before each step with its number, from 0, and the total.
+
+        It does nothing by default.
+        """
 
     @abstractmethod
     def outputs(self, batch: Batch, num_levels: int) -> Iterator[Tensor]:

@@ -41,7 +41,7 @@ from foretoken.training.losses import LOSSES, Loss
 from foretoken.training.method import HeadParts
 from foretoken.training.settings import TrainingSettings
 from foretoken.training.state_heads import HeadOptions, StateTraining, head_outputs
-from foretoken.training.trainee import Learnt, Slow, Trainee, at_roots
+from foretoken.training.trainee import Learnt, OwnRate, Trainee, at_roots
 from foretoken.training.tuned import TargetTrainee, copy_of_target
 
 __all__ = ["HEADS", "TunedBlockwiseTraining", "TunedMedusaTraining", "TunedTrainee"]
@@ -74,9 +74,9 @@ class TunedTrainee(Trainee):
         return [weight for weight in self.net.parameters() if weight.dim() == 2]
 
     @property
-    def slow(self) -> Slow:
-        """See `Trainee.slow`: the copy."""
-        return Slow(list(self.own.parameters()), self._learning_rate)
+    def own_rate(self) -> OwnRate:
+        """See `Trainee.own_rate`: the copy."""
+        return OwnRate(list(self.own.parameters()), self._learning_rate)
 
     @abstractmethod
     def weights(self, num_heads: int) -> Sequence[float]:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from foretoken.drafters.heads.folder import (
@@ -38,7 +37,8 @@ from foretoken.drafters.heads.folder import (
     vocabulary_weights,
     write_folder,
 )
-from foretoken.drafters.heads.state_net import Size, StateConfig, StateNet
+from foretoken.drafters.heads.notes import noted, notes_of
+from foretoken.drafters.heads.state_net import StateConfig, StateNet
 from foretoken.errors import CompatibilityError, ModelError
 from foretoken.runtime.target import Target
 
@@ -91,20 +91,6 @@ Raises:
 """
 
 
-class _Verifier(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-    name_or_path: str
-    architectures: tuple[str, ...] = ()
-
-
-class _Notes(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-    verifier: _Verifier
-    verifier_layers: Size | None = None
-
-
 def read_state_file(
     path: str | Path, kind: type[StateNet], layouts: tuple[Layout, ...] = ()
 ) -> StateFile:
@@ -140,13 +126,11 @@ def _read_own(folder: Path, fields: Mapping[str, Any], kind: type[StateNet]) -> 
     config = validated(kind.Config, fields.get("config"), path)
     if (fault := config.fault()) is not None:
         raise ModelError(f"{path}: {fault}.")
-    notes = validated(_Notes, fields.get("foretoken"), path)
+    verifier, notes = noted(fields, path)
     tensors = read_tensors(folder / WEIGHTS)
     sizes = (config.draft_vocab_size, config.vocab_size)
     tokens = draft_tokens(folder / WEIGHTS, tensors.pop("d2t", None), *sizes)
-    named = notes.verifier
-    verifier = Verifier(named.name_or_path, named.architectures, notes.verifier_layers)
-    return StateFile(folder / WEIGHTS, config, verifier, tensors, tokens, notes.model_extra or {})
+    return StateFile(folder / WEIGHTS, config, verifier, tensors, tokens, notes)
 
 
 def write_state_file(
@@ -163,12 +147,11 @@ def write_state_file(
     Raises:
         ModelError: the folder cannot be written.
     """
-    named = {"name_or_path": verifier.name_or_path, "architectures": list(verifier.architectures)}
     fields = {
         "model_type": MODEL_TYPE,
         "method": net.METHOD,
         "config": asdict(net.config),
-        "foretoken": {**notes, "verifier": named, "verifier_layers": verifier.num_layers},
+        **notes_of(verifier, notes),
     }
     write_folder(folder, net.state_dict(), fields)
 
