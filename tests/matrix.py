@@ -19,14 +19,16 @@ from foretoken.drafters.text.ngrams import NgramTables, count_ngrams
 from tests.heads import tiny_head
 from tests.tiny import tiny_model, tiny_tokenizer
 
-SPECULATIVE = [name for name in METHODS if name != "none"]
+NEED_SOURCES = [name for name, spec in METHODS.items() if spec.needs_source]
+"""Methods for encoder-decoders alone."""
+SPECULATIVE = [name for name in METHODS if name != "none" and name not in NEED_SOURCES]
 LOSSLESS = [name for name, rule in RULES.items() if rule.lossless]
 BRANCHING = ("ensemble", "lookahead", "pad", "pass", "recycle")
 """Methods whose drafts are trees whatever their options."""
 ON_CHAINS = [name for name in SPECULATIVE if name not in BRANCHING]
 """Methods whose bits invariant 7 promises; for the others it promises the tokens."""
-ON_SOURCES = [name for name in SPECULATIVE if not METHODS[name].takes_head]
-"""Methods for encoder-decoders: those that need no trained head."""
+ON_SOURCES = [*(name for name in SPECULATIVE if not METHODS[name].takes_head), *NEED_SOURCES]
+"""Methods for encoder-decoders: those that need no trained head, and those made for them."""
 
 
 def tiny_texts() -> list[list[int]]:

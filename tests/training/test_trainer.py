@@ -77,7 +77,11 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize(
     "method",
-    [name for name, kind in TRAINING_METHODS.items() if name != "pass" and not kind.tunes_target],
+    [
+        name
+        for name, kind in TRAINING_METHODS.items()
+        if name != "pass" and not (kind.tunes_target or kind.for_sources)
+    ],
 )
 def test_every_method_learns(method: str, precision: Any, tmp_path: Path) -> None:
     """What always follows from the last token, whatever the target thinks of it.
@@ -384,14 +388,34 @@ def test_half_precision_needs_a_gpu(world: World, tmp_path: Path) -> None:
         Run(world, tmp_path, SHORT.model_copy(update={"mixed_precision": "fp16"})).trainer()
 
 
+def learning_rates(settings: TrainingSettings, total: int) -> list[float]:
+    """The learning rate of every step, relative to its highest value."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    (schedule,) = optimizers.schedules([optimizer], total, settings)
+    rates = []
+    for _ in range(total):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
 def test_the_learning_rate() -> None:
-    rates = [optimizers._rate(step, total=100, warmup=0.1) for step in range(100)]
+    rates = learning_rates(TrainingSettings(warmup=0.1), 100)
     assert rates[0] == pytest.approx(0.1)
     assert rates[:9] == sorted(rates[:9])
     assert rates[9:] == sorted(rates[9:], reverse=True)
     assert max(rates) > 0.97
     assert rates[-1] < 0.001
-    assert optimizers._rate(0, total=1, warmup=0.0) == 1
+    assert learning_rates(TrainingSettings(warmup=0.0), 1) == [1]
+
+
+def test_the_learning_rate_falls_as_one_over_the_root() -> None:
+    settings = TrainingSettings(schedule="inverse_sqrt", warmup_steps=10)
+    rates = learning_rates(settings, 90)
+    assert rates[:10] == pytest.approx([step / 10 for step in range(1, 11)])
+    assert rates[39] == pytest.approx(0.5)
+    assert rates[89] == pytest.approx(1 / 3)
 
 
 # Curves

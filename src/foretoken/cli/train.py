@@ -33,6 +33,7 @@ __all__ = ["EXAMPLES", "train"]
 EXAMPLES = examples(
     "foretoken train eagle --model smollm2-135m --out my-head",
     "foretoken train eagle --out my-head --data prompts.jsonl --tokens 300000",
+    "foretoken train spec_drafter --model my-bart --data pairs.tsv --out my-drafter --size 0.01",
     "foretoken train eagle --out my-head --dry-run  # hours, disk and memory, measured here",
     "foretoken generate 'Why is the sky blue?' --method eagle --draft-model my-head",
 )
@@ -47,9 +48,28 @@ class DataOptions:
         in_panel(
             "Data",
             "Files of prompts or conversations (JSONL), which the model answers, or of text; "
-            "'self': the model writes by itself.",
+            "'self': the model writes by itself. For an encoder-decoder: sources, or pairs.",
             metavar="self|FILE",
             show_default="self",
+        ),
+    ] = None
+    source: Annotated[
+        Path | None,
+        in_panel(
+            "Data",
+            "Sources for an encoder-decoder, one a line, with the outputs in --target.",
+            metavar="FILE",
+            show_default=False,
+        ),
+    ] = None
+    target_: Annotated[
+        Path | None,
+        in_panel(
+            "Data",
+            "The outputs of --source, one a line.",
+            "--target",
+            metavar="FILE",
+            show_default=False,
         ),
     ] = None
     tokens: Annotated[int, in_panel("Data", "Tokens of answers to learn.", min=1)] = 1_000_000
@@ -74,11 +94,17 @@ class DataOptions:
         files = tuple(Path(name) for name in given if name != "self")
         if files and "self" in given:
             raise UsageError("--data: give 'self' or files, not both")
-        for name, paths in (("--data", files), ("--unseen", self.unseen or ())):
+        parallel = [path for path in (self.source, self.target_) if path is not None]
+        if len(parallel) == 1 or (parallel and self.data):
+            raise UsageError("--source and --target: give both, without --data")
+        given_paths = (("--data", files), ("--unseen", self.unseen or ()), ("--source", parallel))
+        for name, paths in given_paths:
             for path in paths:
                 if not path.is_file():
                     raise UsageError(f"{name}: there is no file {path}")
-        return DataSettings(files, self.tokens, self.held_out_tokens, tuple(self.unseen or ()))
+        return DataSettings(
+            files, self.tokens, self.held_out_tokens, tuple(self.unseen or ()), tuple(parallel)
+        )
 
 
 @flat
@@ -106,6 +132,14 @@ def train(
             show_default=False,
         ),
     ] = None,
+    size: Annotated[
+        float | None,
+        in_panel(
+            "Training",
+            "Of spec_drafter: scales its steps, and below 0.25 its widths; as --set size=S.",
+            show_default=False,
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         in_panel(
@@ -121,7 +155,8 @@ def train(
     Run it again to continue where it stopped. Ctrl-C saves the state.
     """
     _check_installed()
-    run = _opened(method, out, learnt, target, set_ or [], quiet=json_output)
+    given = [*(set_ or []), *([] if size is None else [f"size={size}"])]
+    run = _opened(method, out, learnt, target, given, quiet=json_output)
     if dry_run or (run.num_processes == 1 and not run.has_begun):
         expected = run.estimate()
         errors().print(plain(_expectation(expected)), soft_wrap=True)

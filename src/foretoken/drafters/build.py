@@ -8,6 +8,7 @@ from typing import Any
 
 from foretoken.core.acceptance.coupled import Coupled
 from foretoken.drafters.base import Drafter
+from foretoken.drafters.block import BlockDrafter
 from foretoken.drafters.cascade import Cascade
 from foretoken.drafters.copy import CopyDrafter
 from foretoken.drafters.corpus_ngram import CorpusNgramDrafter, load_corpus
@@ -26,6 +27,7 @@ from foretoken.drafters.resize import resized
 from foretoken.drafters.rest import RestDrafter, load_datastore
 from foretoken.drafters.scorer import Scorer
 from foretoken.drafters.spec import DrafterParts
+from foretoken.drafters.spec_drafter import load_spec_drafter
 from foretoken.drafters.tree_options import shape_of
 from foretoken.drafters.vocabulary import Vocabularies
 from foretoken.errors import CompatibilityError, ConfigError
@@ -41,6 +43,7 @@ __all__ = [
     "build_pass",
     "build_rest",
     "build_several",
+    "build_spec_drafter",
     "pad_token_id",
     "state_head_builder",
     "with_model",
@@ -159,6 +162,14 @@ def build_parallel(parts: DrafterParts) -> Drafter:
     layers = checkpoint.description.config.aux_layers
     shape = shape_of(parts.options)
     return ParallelDrafter(head, layers, parts.options, shape, coupled=parts.coupled)
+
+
+def build_spec_drafter(parts: DrafterParts) -> Drafter:
+    """An encoder-decoder of its own that fills a block of masks."""
+    scorer, rows = load_spec_drafter(parts.model, parts.target)
+    parts.share_memory(rows)
+    shape = shape_of(parts.options)
+    return BlockDrafter(scorer, parts.options, shape, coupled=parts.coupled)
 
 
 def build_pass(parts: DrafterParts) -> Drafter:

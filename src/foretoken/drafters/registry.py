@@ -24,6 +24,7 @@ from foretoken.drafters.build import (
     build_pass,
     build_rest,
     build_several,
+    build_spec_drafter,
     pad_token_id,
     state_head_builder,
     with_model,
@@ -63,6 +64,7 @@ from foretoken.drafters.self_draft import (
     skip_layers,
 )
 from foretoken.drafters.spec import DrafterSpec
+from foretoken.drafters.spec_drafter import SpecDrafterOptions
 from foretoken.drafters.suffix import SuffixDrafter, SuffixOptions
 from foretoken.errors import ConfigError
 
@@ -129,6 +131,14 @@ METHODS: dict[str, DrafterSpec] = {
         3,
         takes_head=True,
         summary="a trained recurrent MLP over the drafted tokens (MLP speculator)",
+    ),
+    "spec_drafter": DrafterSpec(
+        SpecDrafterOptions,
+        build_spec_drafter,
+        25,
+        takes_head=True,
+        needs_source=True,
+        summary="a trained encoder-decoder that fills a block of masks (SpecDec)",
     ),
     "cascade": DrafterSpec(
         CascadeOptions,

@@ -23,6 +23,7 @@ from foretoken.config import SpeculativeConfig
 from foretoken.core.grammar import Grammars
 from foretoken.core.params import SamplingParams
 from foretoken.core.rules import DecodingRules
+from foretoken.core.source import Source
 from foretoken.drafters.heads.shipped import shipped_config
 from foretoken.drafters.online import OnlineReport
 from foretoken.engine.jobs import Job
@@ -248,6 +249,10 @@ class LLMEngine:
     ) -> list[Request]:
         """Check a prompt and make one request per output, without queueing them."""
         return self._maker.make(prompt, self.tokenizer, params, trace=trace)
+
+    def read(self, prompt: Prompt) -> tuple[Source | None, Sequence[int]]:
+        """See `RequestMaker.read`."""
+        return self._maker.read(prompt, self.tokenizer)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """See `LLM.encode`."""

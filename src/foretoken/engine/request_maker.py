@@ -66,7 +66,7 @@ class RequestMaker:
         """
         if params.stop_strings and tokenizer is None:
             raise ConfigError("stop: stop strings need a tokenizer, and this model has none.")
-        source, ids = self._read(prompt, tokenizer)
+        source, ids = self.read(prompt, tokenizer)
         state_bytes = self._target.state_bytes(source)
         check_prompt(ids, self._target, state_bytes)
         return [
@@ -92,13 +92,17 @@ class RequestMaker:
         Raises:
             PromptError: the prompt is malformed.
         """
-        source, ids = self._read(prompt, tokenizer)
+        source, ids = self.read(prompt, tokenizer)
         return ids if source is None else source.tokens
 
-    def _read(
+    def read(
         self, prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None
     ) -> tuple[Source | None, Sequence[int]]:
-        """The source, if the model reads one, and the prompt that it continues."""
+        """The source, if the model reads one, and the prompt that it continues.
+
+        Raises:
+            PromptError: the prompt is malformed, or the encoder cannot read its source.
+        """
         if self._reader is None:
             return None, token_ids(prompt, tokenizer)
         return self._reader.read(prompt)

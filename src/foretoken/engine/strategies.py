@@ -139,6 +139,11 @@ class StrategyFactory:
     # Inside
 
     def _drafter(self, config: SpeculativeConfig, target: Target, coupled: bool) -> Drafter:
+        if config.drafter_spec.needs_source and not target.reads_source:
+            raise CompatibilityError(
+                f"method '{config.method_name}' drafts for encoder-decoders, and this model is "
+                "decoder-only."
+            )
         parts = DrafterParts(
             options=config.options,
             coupled=coupled,

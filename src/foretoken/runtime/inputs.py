@@ -22,7 +22,7 @@ from torch import Tensor
 from foretoken.core.tree import TokenTree
 from foretoken.runtime.attention import padded_rows
 
-__all__ = ["PassInputs", "RowNodes", "tree_nodes"]
+__all__ = ["PassInputs", "RowNodes", "masked_nodes", "tree_nodes"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,21 @@ def tree_nodes(tree: TokenTree, num_computed: int, length: int) -> RowNodes:
         [length + depth for depth in tree.depths[num_computed:]],
         [length + prefix for prefix, _ in visibility],
         [[length + node for node in tail] for _, tail in visibility],
+    )
+
+
+def masked_nodes(tokens: Sequence[int], mask_token: int, num_masks: int, length: int) -> RowNodes:
+    """Tokens behind `length` committed ones, and a block of masks behind them.
+
+    A token sees what precedes it, and itself. Every mask sees all tokens and all masks.
+    """
+    first_mask = length + len(tokens)
+    stop = first_mask + num_masks
+    return RowNodes(
+        length,
+        (*tokens, *[mask_token] * num_masks),
+        range(length, stop),
+        [*range(length + 1, first_mask + 1), *[stop] * num_masks],
     )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foretoken.core.tree import TokenTree, chain
 from foretoken.runtime.choose import slab_for
-from foretoken.runtime.inputs import PassInputs, RowNodes, tree_nodes
+from foretoken.runtime.inputs import PassInputs, RowNodes, masked_nodes, tree_nodes
 from foretoken.runtime.network import (
     LOGITS,
     GrowingNetwork,
@@ -96,7 +96,8 @@ class Passes(SourceRows):
             for start in range(0, len(tokens), PREFILL_CHUNK):
                 chunk = tokens[start : start + PREFILL_CHUNK]
                 own = None if states is None else [states[start : start + len(chunk)]]
-                (output,) = self._forward([key], [chain(chunk)], [0], need, own)
+                nodes = [tree_nodes(chain(chunk), 0, self.cached(key))]
+                (output,) = self._forward([key], nodes, need, own)
                 for layer, hidden in output.hidden.items():
                     chunks[layer].append(hidden)
                 self.commit(key, range(len(chunk)))
@@ -135,10 +136,42 @@ class Passes(SourceRows):
             SlabFull: there is no room for the nodes. Nothing was written.
         """
         computed = num_computed or [0] * len(trees)
-        outputs = self._forward(keys, trees, computed, need, states)
+        outputs = self._forward(keys, self._tree_nodes(keys, trees, computed), need, states)
         if self.device.type == "cuda":  # so that callers can time the pass
             torch.cuda.synchronize(self.device)
         return outputs
+
+    @torch.inference_mode()
+    def fill(
+        self,
+        keys: Sequence[int],
+        pending: Sequence[Sequence[int]],
+        num_masks: Sequence[int],
+        mask_token: int,
+    ) -> list[Tensor]:
+        """One pass over the pending tokens of each row and a block of masks behind them.
+
+        Every mask sees the committed tokens, the pending ones, and all masks of its row. The KV of
+        pending tokens is written as by `verify`, that of the masks must not be committed.
+
+        Args:
+            keys: the rows, in any order.
+            pending: per row, the tokens behind the committed ones.
+            num_masks: per row, its masks, at least 1.
+            mask_token: their token id.
+
+        Returns:
+            Per row, the logits [num_masks, V] of its masks, valid until the next pass.
+
+        Raises:
+            SlabFull: there is no room for them. Nothing was written.
+        """
+        nodes = [
+            masked_nodes(tokens, mask_token, count, self.cached(key))
+            for key, tokens, count in zip(keys, pending, num_masks, strict=True)
+        ]
+        outputs = self._forward(keys, nodes, Need(last=max(num_masks)), None)
+        return [out.scores[-count:] for out, count in zip(outputs, num_masks, strict=True)]
 
     @torch.inference_mode()
     def grow(
@@ -172,7 +205,8 @@ class Passes(SourceRows):
             return None
         trees = [chain(tokens) for tokens in pending]
         behind = [limit.scored for limit in limits]
-        inputs = self._inputs(keys, trees, [0] * len(keys), states, behind)
+        nodes = self._tree_nodes(keys, trees, [0] * len(keys))
+        inputs = self._inputs(keys, nodes, states, behind)
         order = self._order(keys)
         ordered = [limits[index] for index in order]
         grown = self.network.grow(inputs, self._slab, plan, ordered, token_ids)
@@ -180,16 +214,24 @@ class Passes(SourceRows):
         by_key = {keys[index]: tree for index, tree in zip(order, grown, strict=True)}
         return [by_key[key] for key in keys]
 
+    def _tree_nodes(
+        self, keys: Sequence[int], trees: Sequence[TokenTree], num_computed: Sequence[int]
+    ) -> list[RowNodes]:
+        """Per row, the nodes of its tree behind its committed tokens."""
+        return [
+            tree_nodes(tree, skipped, self.cached(key))
+            for key, tree, skipped in zip(keys, trees, num_computed, strict=True)
+        ]
+
     def _forward(
         self,
         keys: Sequence[int],
-        trees: Sequence[TokenTree],
-        num_computed: Sequence[int],
+        nodes: Sequence[RowNodes],
         need: Need,
         states: Sequence[Tensor] | None,
     ) -> list[PassOutput]:
         """Run one pass; return the output of each row's nodes."""
-        inputs = self._inputs(keys, trees, num_computed, states, [0] * len(keys))
+        inputs = self._inputs(keys, nodes, states, [0] * len(keys))
         self.num_passes += 1
         output = self.network.forward(inputs, self._slab, need)
         counts = [len(row) for row in inputs.rows]
@@ -200,36 +242,29 @@ class Passes(SourceRows):
     def _inputs(
         self,
         keys: Sequence[int],
-        trees: Sequence[TokenTree],
-        num_computed: Sequence[int],
+        nodes: Sequence[RowNodes],
         states: Sequence[Tensor] | None,
         behind: Sequence[int],
     ) -> PassInputs:
         """Prepare a pass, with room in the slab for as many more nodes per row as `behind` says.
 
         A pass covers adjacent rows, so that the slab need not copy any. Rows in between that have
-        no tree take part as padding, unless the network leaves padding out. KV of padding is never
+        no nodes take part as padding, unless the network leaves padding out. KV of padding is never
         committed.
         """
         lengths = self._slab.lengths
-        work = {
-            self._row(key): (tree, skipped)
-            for key, tree, skipped in zip(keys, trees, num_computed, strict=True)
-        }
-        rows = range(min(work), max(work) + 1)
-        nodes = [
-            tree_nodes(*work[row], lengths[row]) if row in work else RowNodes(lengths[row])
-            for row in rows
-        ]
-        starts, counts = [row.start for row in nodes], [len(row) for row in nodes]
+        work = {self._row(key): row for key, row in zip(keys, nodes, strict=True)}
+        indices = range(min(work), max(work) + 1)
+        rows = [work.get(index) or RowNodes(lengths[index]) for index in indices]
+        starts, counts = [row.start for row in rows], [len(row) for row in rows]
         num_nodes = max(counts)
         if len(rows) == 1:
             num_nodes = max(num_nodes, self.network.least_nodes)
-        added = [len(tree) + more for tree, more in zip(trees, behind, strict=True)]
-        end = max(self.cached(key) + count for key, count in zip(keys, added, strict=True))
-        span = self._slab.begin(rows.start, starts, counts, max(num_nodes, end - max(starts)))
+        ends = [row.start + len(row) + more for row, more in zip(nodes, behind, strict=True)]
+        least = max(num_nodes, max(ends) - max(starts))
+        span = self._slab.begin(indices.start, starts, counts, least)
         ordered = None if states is None else _joined([states[i] for i in self._order(keys)])
-        return PassInputs(nodes, rows.start, num_nodes, span, self.dtype, self.device, ordered)
+        return PassInputs(rows, indices.start, num_nodes, span, self.dtype, self.device, ordered)
 
     def _order(self, keys: Sequence[int]) -> list[int]:
         """Indices of these keys in the order of the slab's rows."""

@@ -70,6 +70,8 @@ class Batch(NamedTuple):
         lengths: [B] pairs of each conversation.
         roots: [B, Q] the pairs from which drafts start, ascending; padded with 0.
         levels: what is to be learnt.
+        sources: [B, S] what an encoder-decoder read, padded with 0; S is 0 for other models.
+        source_lengths: [B].
     """
 
     hidden: Tensor
@@ -78,6 +80,8 @@ class Batch(NamedTuple):
     lengths: Tensor
     roots: Tensor
     levels: Levels
+    sources: Tensor = torch.zeros(0, 0, dtype=torch.long)
+    source_lengths: Tensor = torch.zeros(0, dtype=torch.long)
 
     @property
     def next_tokens(self) -> Tensor:
@@ -144,10 +148,11 @@ class TrainingSet(Examples):
             for number, parts in enumerate(self._answers)
             if any(max(first, FIRST_LEARNT) < min(stop, sizes[number]) for first, stop in parts)
         ]
-        self.sizes = [sizes[number] for number in self._numbers]
+        self._kept = [sizes[number] for number in self._numbers]
+        self.sizes = [max(sizes[number], len(cache.source(number))) for number in self._numbers]
 
     def __getitem__(self, index: int) -> Features:
-        each, size = self._cache[self._numbers[index]], self.sizes[index]
+        each, size = self._cache[self._numbers[index]], self._kept[index]
         return Features(
             each.tokens[:size],
             self._parts(index),
@@ -155,11 +160,12 @@ class TrainingSet(Examples):
             each.scales[:size],
             each.top_tokens[:size],
             each.top_logprobs[:size],
+            each.source,
         )
 
     def _parts(self, index: int) -> list[tuple[int, int]]:
         """[start, stop) of each part to learn of a conversation."""
-        size = self.sizes[index]
+        size = self._kept[index]
         parts = self._answers[self._numbers[index]]
         return [(first, min(stop, size)) for first, stop in parts if first < size]
 
@@ -241,15 +247,29 @@ class BatchSampler(Sampler[list[int]]):
         return batches
 
 
-def collate(conversations: Sequence[Features], num_levels: int) -> Batch:
-    """One batch of these conversations, to learn `num_levels` levels of drafting."""
-    made = [_pairs(each, num_levels) for each in conversations]
-    *others, levels = zip(*made, strict=True)
-    hidden, scales, tokens, lengths, roots = (
-        pad_sequence(list(each), batch_first=True) for each in others
+def collate(conversations: Sequence[Features], num_levels: int, first: int = FIRST_LEARNT) -> Batch:
+    """One batch of these conversations, to learn `num_levels` levels of drafting.
+
+    Args:
+        conversations: [B].
+        num_levels: L.
+        first: see `Trainee.first_learnt`. The roots of the batch are so many tokens in front of
+            the first ones that their drafts guess.
+    """
+    made = [_pairs(each, num_levels, first) for each in conversations]
+    hidden, scales, tokens, lengths, roots, levels, sources, source_lengths = (
+        list(each) for each in zip(*made, strict=True)
     )
-    padded = [_padded_roots(each) for each in zip(*levels, strict=True)]
-    return Batch(hidden, scales, tokens, lengths.flatten(), roots, Levels(*padded))
+    return Batch(
+        pad_sequence(hidden, batch_first=True),
+        pad_sequence(scales, batch_first=True),
+        pad_sequence(tokens, batch_first=True),
+        torch.cat(lengths),
+        pad_sequence(roots, batch_first=True),
+        Levels(*(_padded_roots(each) for each in zip(*levels, strict=True))),
+        pad_sequence(sources, batch_first=True),
+        torch.cat(source_lengths),
+    )
 
 
 def _padded_roots(tensors: Sequence[Tensor]) -> Tensor:
@@ -259,15 +279,15 @@ def _padded_roots(tensors: Sequence[Tensor]) -> Tensor:
     )
 
 
-def _pairs(each: Features, num_levels: int) -> Batch:
+def _pairs(each: Features, num_levels: int, first_learnt: int) -> Batch:
     """One conversation, without the axis of conversations."""
     size = len(each.tokens)
     learnt = torch.zeros(size + num_levels, dtype=torch.bool)
     for first, stop in each.answers:
         learnt[first:stop] = True
-    roots = learnt[FIRST_LEARNT:size].nonzero().flatten()
+    roots = learnt[first_learnt:size].nonzero().flatten()
     level = torch.arange(num_levels)[:, None]
-    ahead = roots + FIRST_LEARNT + level  # [L, Q] positions of the labels
+    ahead = roots + first_learnt + level  # [L, Q] positions of the labels
     at = ahead.clamp(max=size - 1)
     levels = Levels(
         inputs=each.tokens[at - 1],
@@ -283,4 +303,6 @@ def _pairs(each: Features, num_levels: int) -> Batch:
         lengths=torch.tensor([size - 1]),
         roots=roots,
         levels=levels,
+        sources=each.source,
+        source_lengths=torch.tensor([len(each.source)]),
     )

@@ -17,6 +17,7 @@ TRAINABLE = (
     "early_exit",
     "pad",
     "pass",
+    "spec_drafter",
     "medusa_2",
     "blockwise_tuned",
 )

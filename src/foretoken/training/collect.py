@@ -20,7 +20,7 @@ from foretoken.training.prompt_data import FileData
 from foretoken.training.self_data import SelfTalk
 from foretoken.training.talks import Answerer, Talk
 
-__all__ = ["Chooser", "FileSource", "SelfSource", "Source", "collect"]
+__all__ = ["Chooser", "FileSource", "SelfSource", "Source", "collect", "share_of"]
 
 _HELD_OUT_SEEDS = 500_000_000
 _MOST_IDLE = 50
@@ -75,13 +75,13 @@ class FileSource:
 
     def write(self, after: int | None, *, held_out: bool) -> Iterator[list[Conversation]]:
         """See `Source.write`: until the files end."""
-        texts = _share(self._data.texts, held_out=held_out)
+        texts = share_of(self._data.texts, held_out=held_out)
         yield [text for text in texts if after is None or text.seed > after]
         if self._data.answered and not held_out:
-            answered = _share(self._data.answered, held_out=False)
+            answered = share_of(self._data.answered, held_out=False)
             yield [each for each in answered if after is None or each.seed > after]
             return
-        talks = _share(self._data.talks, held_out=held_out)
+        talks = share_of(self._data.talks, held_out=held_out)
         left = [talk for talk in talks if after is None or talk.seed > after]
         for start in range(0, len(left), self._batch):
             part = left[start : start + self._batch]
@@ -92,7 +92,8 @@ class FileSource:
 _Entry = TypeVar("_Entry")
 
 
-def _share(entries: Sequence[_Entry], *, held_out: bool) -> Iterator[_Entry]:
+def share_of(entries: Sequence[_Entry], *, held_out: bool) -> Iterator[_Entry]:
+    """Those entries of the user's own data that are held out, or those that are learnt."""
     every = min(_HELD_OUT_EVERY, len(entries))
     for number, entry in enumerate(entries):
         if (number % every == every - 1) == held_out:
@@ -141,9 +142,10 @@ class Chooser:
                 self.total += each.num_answer_tokens
 
 
-def _prompt(conversation: Conversation) -> tuple[int, ...]:
-    """What is in front of the first answer; all of a text without any."""
-    return conversation.tokens[: conversation.answers[0][0]] or conversation.tokens
+def _prompt(conversation: Conversation) -> tuple[tuple[int, ...], ...]:
+    """The source, and what is in front of the first answer; all of a text without any."""
+    opening = conversation.tokens[: conversation.answers[0][0]] or conversation.tokens
+    return conversation.source, opening
 
 
 def collect(source: Source, path: Path, chooser: Chooser, *, held_out: bool) -> Iterator[int]:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from foretoken.errors import DataError
 
@@ -26,12 +27,14 @@ class Conversation:
         answers: [start, stop) of each part to learn: what the target wrote.
         seed: what it was generated from; negative if it was not generated.
         temperature: of the answers; 0 is greedy.
+        source: what an encoder-decoder read; `tokens` are then its decoder's. Empty for others.
     """
 
     tokens: tuple[int, ...]
     answers: tuple[tuple[int, int], ...]
     seed: int = -1
     temperature: float = 0.0
+    source: tuple[int, ...] = ()
 
     @property
     def num_answer_tokens(self) -> int:
@@ -51,7 +54,7 @@ class ConversationFile:
 
     def append(self, conversations: Iterable[Conversation]) -> None:
         """Add these at the end, and see that they reach the disk."""
-        lines = "".join(json.dumps(asdict(each)) + "\n" for each in conversations)
+        lines = "".join(json.dumps(_fields(each)) + "\n" for each in conversations)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(lines)
             file.flush()
@@ -82,6 +85,11 @@ class ConversationFile:
                 file.truncate(whole)
 
 
+def _fields(conversation: Conversation) -> dict[str, Any]:
+    fields = asdict(conversation)
+    return fields if conversation.source else {k: v for k, v in fields.items() if k != "source"}
+
+
 def _conversation(line: str, where: str) -> Conversation:
     try:
         fields = json.loads(line)
@@ -90,6 +98,7 @@ def _conversation(line: str, where: str) -> Conversation:
             tuple((int(start), int(stop)) for start, stop in fields["answers"]),
             int(fields["seed"]),
             float(fields["temperature"]),
+            tuple(fields.get("source", ())),
         )
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(f"{where}: not a conversation of this program: {error}.") from None

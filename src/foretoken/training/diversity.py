@@ -86,8 +86,12 @@ class Unseen:
 
 
 def _prompts(conversation: Conversation) -> Iterator[Sequence[int]]:
-    """What is in front of each answer; all of a text that begins with what is to be learnt."""
+    """What is in front of each answer; all of a text that begins with what is to be learnt.
+
+    The source of an encoder-decoder is in front of everything.
+    """
     start = 0
+    yield conversation.source
     if conversation.answers[0][0] == 0:
         yield conversation.tokens
         return

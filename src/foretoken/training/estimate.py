@@ -98,12 +98,15 @@ def estimate(
     """
     tokens = _PROMPT_SHARE * answer_tokens
     own_tokens = on_policy_share * settings.epochs * tokens
+    learnt_tokens = settings.epochs * tokens
+    if settings.max_steps is not None:
+        learnt_tokens = settings.max_steps * settings.accumulation * settings.batch_tokens
     first = settings.first_level_share
     per_token = first / speeds.one_level + (1 - first) / speeds.all_levels
     return Estimate(
         (_PROMPT_SHARE * tokens_to_write + own_tokens) / speeds.writing / 3600,
         (tokens + own_tokens) / speeds.features / 3600,
-        num_drafters * settings.epochs * tokens * per_token / 3600,
+        num_drafters * learnt_tokens * per_token / 3600,
         round(tokens * bytes_per_token(num_layers, hidden_size)),
         replace(needed, disk=num_drafters * needed.disk),
     )
@@ -135,7 +138,12 @@ def measure_speeds(
     length = min(settings.max_length, 256, llm.max_model_len - 1)
     text = [token for each in texts for token in each]
     pieces = [tuple(text[i : i + length]) for i in range(0, len(text), length)]
-    sample = [Conversation(piece, ((0, len(piece)),)) for piece in pieces if len(piece) > 4]
+    sources = pieces if llm.engine.target.reads_source else [()] * len(pieces)
+    sample = [
+        Conversation(piece, ((0, len(piece)),), source=source)
+        for piece, source in zip(pieces, sources, strict=True)
+        if len(piece) > 4
+    ]
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         for _ in compute_features(llm.engine.target, sample, layers, Path(folder) / "features"):
@@ -156,6 +164,8 @@ def _training_speed(
     """Tokens per second of a step after a first one."""
     changed = {
         "epochs": 2,
+        "max_steps": None,
+        "average": 1,
         "evaluate_every": 1_000_000,
         "accumulation": 1,
         "first_level_share": first_level_share,

@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd, prod
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.core.files import write_whole
+from foretoken.core.source import Source
 from foretoken.core.tree import chain
 from foretoken.errors import DataError
 from foretoken.runtime.network import Need, PassOutput
@@ -68,6 +69,7 @@ class Features:
         scales: [n, A, G] their scales.
         top_tokens: [n, K] the most probable tokens after each token, the best first.
         top_logprobs: [n, K] their log-probabilities at temperature 1.
+        source: [s] what an encoder-decoder read; empty for other models.
     """
 
     tokens: Tensor
@@ -76,6 +78,7 @@ class Features:
     scales: Tensor
     top_tokens: Tensor
     top_logprobs: Tensor
+    source: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
 
 
 def _groups(hidden_size: int) -> int:
@@ -167,7 +170,13 @@ class FeatureCache:
             scales=read.get("scales", torch.zeros(*none, _groups(size), dtype=torch.float16)),
             top_tokens=read["top_tokens"].long(),
             top_logprobs=read["top_logprobs"].float(),
+            source=torch.tensor(self.source(number), dtype=torch.long),
         )
+
+    def source(self, number: int) -> Sequence[int]:
+        """What an encoder-decoder read in a conversation; empty for other models."""
+        sources: Sequence[Sequence[int]] | None = self.index.get("sources")
+        return () if sources is None else sources[number]
 
     def counts(self, vocab_size: int) -> NDArray[np.int64]:
         """[V] how often the target wrote each token."""
@@ -204,12 +213,14 @@ def compute_features(
     Raises:
         DataError: the disk is full. What was there before is gone.
     """
-    index = {
+    index: dict[str, Any] = {
         "layers": list(layers),
         "hidden_size": target.hidden_size,
         "lengths": [len(each.tokens) for each in conversations],
         "answers": [each.answers for each in conversations],
     }
+    if any(each.source for each in conversations):
+        index["sources"] = [each.source for each in conversations]
     text = json.dumps(index)
     if _is_complete(folder, text):
         return
@@ -218,7 +229,7 @@ def compute_features(
     for each in conversations:
         stop = at + len(each.tokens)
         arrays["tokens"][at:stop] = each.tokens
-        for name, tensor in _features(target, each.tokens, layers).items():
+        for name, tensor in _features(target, each, layers).items():
             arrays[name][at:stop] = tensor.numpy()
         at = stop
         yield at
@@ -260,17 +271,31 @@ def _allocated(path: Path, kind: str, shape: tuple[int, ...]) -> np.memmap[Any, 
     return np.memmap(path, dtype=kind, mode="r+", shape=shape)
 
 
-def _features(target: Target, tokens: Sequence[int], layers: Sequence[int]) -> dict[str, Tensor]:
-    """File name -> what is kept of these n tokens."""
+def _features(
+    target: Target, conversation: Conversation, layers: Sequence[int]
+) -> dict[str, Tensor]:
+    """File name -> what is kept of the n tokens of a conversation."""
     need = Need(hidden=tuple(sorted(layers)))
-    parts = [_kept(output, layers) for output in passes(target, tokens, need)]
+    outputs = passes(target, conversation.tokens, need, conversation.source)
+    parts = [_kept(output, layers) for output in outputs]
     return {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
 
 
-def passes(target: Target, tokens: Sequence[int], need: Need) -> Iterator[PassOutput]:
-    """The outputs of a target's passes over a text, chunk by chunk."""
+def passes(
+    target: Target, tokens: Sequence[int], need: Need, source: Sequence[int] = ()
+) -> Iterator[PassOutput]:
+    """The outputs of a target's passes over a text, chunk by chunk.
+
+    Args:
+        target: the target.
+        tokens: of the text; of an encoder-decoder, the decoder's.
+        need: what the outputs are to have.
+        source: what an encoder-decoder reads; without it, a short source of its own.
+    """
     target.add(INTERNAL_KEY)
     try:
+        if source:
+            target.encode(INTERNAL_KEY, Source(tuple(source)))
         for start in range(0, len(tokens), _CHUNK):
             chunk = chain(tokens[start : start + _CHUNK])
             (output,) = target.verify([INTERNAL_KEY], [chunk], need=need)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from accelerate.utils import send_to_device
-from torch import Tensor, nn
+from torch import Tensor
 
 from foretoken.training.batches import collate
 from foretoken.training.features import TOP_K, Features, quantize
@@ -65,7 +65,7 @@ def training_bytes(
 
 
 def _kept_bytes(
-    trainee: nn.Module, num_layers: int, hidden_size: int, settings: TrainingSettings, size: int
+    trainee: Trainee, num_layers: int, hidden_size: int, settings: TrainingSettings, size: int
 ) -> int:
     """Bytes of the tensors that a step keeps for the gradients of so many tokens.
 
@@ -74,7 +74,7 @@ def _kept_bytes(
     hidden, scales = quantize(torch.zeros(size, num_layers, hidden_size))
     tokens = torch.zeros(size, dtype=torch.long)
     top = tokens.unsqueeze(-1).expand(-1, TOP_K)
-    sample = Features(tokens, [(0, size)], hidden, scales, top, top.float())
+    sample = Features(tokens, [(0, size)], hidden, scales, top, top.float(), tokens)
     own = {
         each.untyped_storage().data_ptr()
         for each in itertools.chain(trainee.parameters(), trainee.buffers())
@@ -90,7 +90,8 @@ def _kept_bytes(
     device = next(trainee.parameters()).device
     dtype = torch.bfloat16 if settings.mixed_precision == "bf16" else torch.float16
     enabled = settings.mixed_precision != "no"
-    batch = send_to_device(collate([sample], max(1, settings.levels)), device)
+    levels = max(1, settings.levels)
+    batch = send_to_device(collate([sample], levels, trainee.first_learnt), device)
     with (
         torch.random.fork_rng([device] if device.type == "cuda" else []),
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),

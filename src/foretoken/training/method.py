@@ -77,6 +77,8 @@ class TrainingMethod(ABC):
     Options: ClassVar[type[Config]]
     tunes_target: ClassVar[bool] = False
     """Whether it writes a target of its own, for which the drafts are."""
+    for_sources: ClassVar[bool | None] = False
+    """Whether it trains for encoder-decoders, or for decoder-only models; None for both."""
 
     def __init__(self, options: Config | None = None) -> None:
         self.options = self.Options() if options is None else options
@@ -128,6 +130,16 @@ class TrainingMethod(ABC):
     def learns_given_answers(self) -> bool:
         """Whether the answers in the user's files are learnt instead of the target's."""
         return False
+
+    @property
+    def served_tokens(self) -> int:
+        """Tokens of the drafts with which the result is measured."""
+        return 4
+
+    @property
+    def beam_width(self) -> int:
+        """Width of the search by which an encoder-decoder writes what is learnt; 1 is greedy."""
+        return 1
 
     @abstractmethod
     def layers(self, num_layers: int) -> tuple[int, ...]:

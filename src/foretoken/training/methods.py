@@ -16,6 +16,7 @@ from foretoken.training.method import TrainingMethod
 from foretoken.training.pad import PadTraining
 from foretoken.training.parallel import ParallelTraining
 from foretoken.training.pass_tokens import PassTraining
+from foretoken.training.spec_drafter import SpecDrafterTraining
 from foretoken.training.state_heads import (
     BlockwiseTraining,
     HydraTraining,
@@ -41,6 +42,7 @@ TRAINING_METHODS: dict[str, type[TrainingMethod]] = {
         EarlyExitTraining,
         PadTraining,
         PassTraining,
+        SpecDrafterTraining,
         TunedMedusaTraining,
         TunedBlockwiseTraining,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch.optim import AdamW, Muon, Optimizer
@@ -29,30 +29,42 @@ def optimizers_of(trainee: Trainee, settings: TrainingSettings) -> list[Optimize
             Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
         )
     elif matrices:
-        optimizers.append(AdamW(matrices, lr=rate, weight_decay=decay, betas=(0.9, 0.95)))
+        optimizers.append(AdamW(matrices, lr=rate, weight_decay=decay, betas=settings.betas))
     if vectors:
         vector_rate = settings.vector_learning_rate
-        optimizers.append(AdamW(vectors, lr=vector_rate, weight_decay=0, betas=(0.9, 0.95)))
+        optimizers.append(AdamW(vectors, lr=vector_rate, weight_decay=0, betas=settings.betas))
     if own:
         optimizers.append(
-            AdamW(own.weights, lr=own.learning_rate, weight_decay=0, betas=(0.9, 0.95))
+            AdamW(own.weights, lr=own.learning_rate, weight_decay=0, betas=settings.betas)
         )
     return optimizers
 
 
-def schedules(optimizers: Sequence[Optimizer], total: int, warmup: float) -> list[LambdaLR]:
-    """The learning rates of each optimizer: they rise linearly, and fall as a cosine.
+def schedules(
+    optimizers: Sequence[Optimizer], total: int, settings: TrainingSettings
+) -> list[LambdaLR]:
+    """The learning rates of each optimizer: they rise linearly, and fall as the settings say.
 
     Args:
         optimizers: with their highest learning rates.
         total: number of steps of the whole training.
-        warmup: share of the steps in which they rise.
+        settings: of the training.
     """
-    rate = partial(_rate, total=total, warmup=warmup)
+    rising = max(1.0, settings.rising_steps(total))
+    falls = {"cosine": partial(_cosine, total=total), "inverse_sqrt": partial(_root, rising=rising)}
+    rate = partial(_rate, rising=rising, fall=falls[settings.schedule])
     return [LambdaLR(each, rate) for each in optimizers]
 
 
-def _rate(step: int, total: int, warmup: float) -> float:
+def _rate(step: int, rising: float, fall: Callable[[int], float]) -> float:
     """The learning rate of a step, relative to its highest value."""
-    rising = min(1.0, (step + 1) / max(1.0, warmup * total))
-    return rising * 0.5 * (1 + math.cos(math.pi * min(1.0, step / total)))
+    return min(1.0, (step + 1) / rising) * fall(step)
+
+
+def _cosine(step: int, total: int) -> float:
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, step / total)))
+
+
+def _root(step: int, rising: float) -> float:
+    """1 while the rate rises, then one over the square root (Vaswani et al., 2017)."""
+    return math.sqrt(rising / max(rising, step + 1))

@@ -70,6 +70,8 @@ class Progress:
     """Of the steps since the last evaluation."""
     history: list[Evaluation] = field(default_factory=list)
     finished: bool = False
+    averaged: bool = False
+    """Whether the last weights were averaged."""
 
     def state_dict(self) -> dict[str, Any]:
         """What is saved."""

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from foretoken.core.params import SamplingParams
 from foretoken.drafters.heads.folder import vocabulary_weights
-from foretoken.errors import ConfigError, DataError
-from foretoken.llm import LLM
+from foretoken.errors import CompatibilityError, ConfigError, DataError
+from foretoken.llm import LLM, Prompt
 from foretoken.training.collect import Chooser, FileSource, SelfSource, Source, collect
 from foretoken.training.conversations import Conversation, ConversationFile, opening
 from foretoken.training.diversity import Unseen, diversity, texts_in
@@ -26,6 +27,7 @@ from foretoken.training.folder import TrainingFolder
 from foretoken.training.memory import training_bytes
 from foretoken.training.method import HeadParts, TrainingMethod
 from foretoken.training.new_target import Perplexity, served_alike
+from foretoken.training.pairs import PairData, PairSource
 from foretoken.training.processes import processes
 from foretoken.training.prompt_data import FileData
 from foretoken.training.report import Reporter, TrainingReport, advice, usage_text
@@ -55,7 +57,8 @@ class TrainingRun:
 
     Raises:
         ConfigError: the folder has another training.
-        CompatibilityError: the target has no chat template, and there is no data.
+        CompatibilityError: the target has no chat template, and there is no data; or the method is
+            for another kind of target.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class TrainingRun:
         folder: Path,
         reporter: Reporter,
     ) -> None:
+        _check_kind(method, llm)
         self._llm, self._name, self._method = llm, name, method
         self._data, self._settings, self._reporter = data, method.adapted(settings), reporter
         self._folder = TrainingFolder(folder)
@@ -78,6 +82,10 @@ class TrainingRun:
 
     def _made_source(self) -> Source:
         given = self._method.learns_given_answers
+        if self._llm.engine.target.reads_source:
+            return self._pairs(given)
+        if self._data.parallel:
+            raise ConfigError("--source and --target are for encoder-decoders: give --data.")
         if not self._data.files:
             if given:
                 raise ConfigError("answers: 'fixed' learns those in your files: give --data FILE.")
@@ -87,6 +95,23 @@ class TrainingRun:
         if found.too_long:
             self._reporter.say(f"{found.too_long} prompts are too long, and are left out.")
         return FileSource(self._llm, found, _ROWS)
+
+    def _pairs(self, given: bool) -> PairSource:
+        """The sources of an encoder-decoder, which it answers."""
+        if not (self._data.files or self._data.parallel):
+            raise ConfigError(
+                "an encoder-decoder cannot write sources by itself: give --data FILE, or --source."
+            )
+        found = PairData(self._llm, self._data)
+        if found.left_out:
+            self._reporter.say(f"{found.left_out} sources are left out. {found.reason}")
+        beam: dict[str, Any] = {"beam_width": self._method.beam_width}
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=self._settings.max_length,
+            **(beam if self._method.beam_width > 1 else {}),
+        )
+        return PairSource(self._llm, found, _ROWS, params, given_answers=given)
 
     @property
     def has_begun(self) -> bool:
@@ -112,8 +137,10 @@ class TrainingRun:
     def _wanted(self) -> dict[str, Any]:
         """What the folder is to hold, for `settings.json`."""
         data, target = asdict(self._data), self._llm.engine.target
-        for name in ("files", "unseen"):
+        for name in ("files", "unseen", "parallel"):
             data[name] = [str(file) for file in data[name]]
+        if not data["parallel"]:
+            del data["parallel"]
         return {
             "method": self._method.name,
             "options": self._method.options.model_dump(mode="json"),
@@ -295,6 +322,31 @@ class TrainingRun:
 
     def _serve(self, llm: LLM, held_out: Sequence[Conversation]) -> Served:
         prompted = [each for each in held_out if each.answers[0][0]] or held_out
-        prompts = [opening(each.tokens, each.answers) for each in prompted[:_SERVED_PROMPTS]]
-        config, nodes = self._method.serving(self._folder.out), self._method.nodes_per_token
-        return measure(llm, config, prompts, nodes)
+        prompts = [_prompt(each) for each in prompted[:_SERVED_PROMPTS]]
+        method = self._method
+        config = method.serving(self._folder.out)
+        return measure(llm, config, prompts, method.served_tokens, method.nodes_per_token)
+
+
+def _check_kind(method: TrainingMethod, llm: LLM) -> None:
+    """Refuse a method that is for another kind of target.
+
+    Raises:
+        CompatibilityError: it is.
+    """
+    reads = llm.engine.target.reads_source
+    if method.for_sources is None or method.for_sources == reads:
+        return
+    kinds = ("decoder-only models", "encoder-decoders")
+    raise CompatibilityError(
+        f"'{method.name}' is trained for {kinds[not reads]}, and this target is one of the "
+        f"{kinds[reads]}."
+    )
+
+
+def _prompt(conversation: Conversation) -> Prompt:
+    """What the target continues, as `LLM.generate` takes it."""
+    start = list(opening(conversation.tokens, conversation.answers))
+    if not conversation.source:
+        return start
+    return {"encoder_prompt": list(conversation.source), "decoder_prompt": start}

@@ -9,13 +9,12 @@ from typing import Any
 
 from foretoken.core.params import SamplingParams
 from foretoken.errors import TrainingError
-from foretoken.llm import LLM
+from foretoken.llm import LLM, Prompt
 from foretoken.outputs import Metrics
 
 __all__ = ["Served", "measure"]
 
 _TOKENS = 96
-_LENGTH = 4
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Served:
 
     Args:
         prompts: number.
-        mean_length: mean acceptance length of chains of four.
+        mean_length: mean acceptance length of chains of as many tokens as were asked for.
         by_position: how often each of their positions was accepted, given those before.
         draft_share: time of drafting a level, as a share of a plain pass.
         speed_up: median over the prompts: tokens per second with the default controller, over
@@ -39,26 +38,31 @@ class Served:
 
 
 def measure(
-    llm: LLM, config: Mapping[str, Any], prompts: Sequence[Sequence[int]], nodes_per_token: int = 1
+    llm: LLM,
+    config: Mapping[str, Any],
+    prompts: Sequence[Prompt],
+    length: int,
+    nodes_per_token: int = 1,
 ) -> Served:
     """Measure a drafter, in turn with plain decoding.
 
     Args:
         llm: the target without speculation.
         config: of the drafter.
-        prompts: token ids of held-out prompts.
+        prompts: held-out prompts.
+        length: tokens of a chain.
         nodes_per_token: nodes of a draft for each token of its chain.
 
     Raises:
         TrainingError: the drafter failed, or an output differs.
     """
-    fixed = {**config, "num_speculative_tokens": _LENGTH * nodes_per_token, "controller": "fixed"}
+    fixed = {**config, "num_speculative_tokens": length * nodes_per_token, "controller": "fixed"}
     ratios, plain_metrics, drafted = [], [], []
     for number, prompt in enumerate([prompts[0], *prompts]):
         params = SamplingParams(temperature=0, max_tokens=_TOKENS)
-        (plain,) = llm.generate([list(prompt)], params)
-        (chain,) = llm.generate([list(prompt)], params, speculative_config=fixed)
-        (default,) = llm.generate([list(prompt)], params, speculative_config=config)
+        (plain,) = llm.generate([prompt], params)
+        (chain,) = llm.generate([prompt], params, speculative_config=fixed)
+        (default,) = llm.generate([prompt], params, speculative_config=config)
         if failure := chain.metrics.drafter_failure or default.metrics.drafter_failure:
             raise TrainingError(f"the trained drafter cannot draft: {failure}")
         if llm.engine.target.bit_exact and not plain.token_ids == chain.token_ids:
@@ -68,7 +72,7 @@ def measure(
         ratios.append(_decoding(default.metrics) / _decoding(plain.metrics))
         plain_metrics.append(plain.metrics)
         drafted.append(chain.metrics)
-    passed = [sum(_accepted_at(m, i) for m in drafted) for i in range(_LENGTH)]
+    passed = [sum(_accepted_at(m, i) for m in drafted) for i in range(length)]
     drafts = sum(m.num_drafts for m in drafted)
     levels = max(1, sum(m.num_draft_tokens for m in drafted) / nodes_per_token)
     plain_pass = sum(m.verify_seconds for m in plain_metrics) / max(

@@ -110,6 +110,7 @@ class StateTraining(TrainingMethod):
     """What the methods share."""
 
     Options: ClassVar[type[Config]] = StateTrainingOptions
+    for_sources: ClassVar[bool | None] = None
     Net: ClassVar[type[StateNet]]
 
     @property

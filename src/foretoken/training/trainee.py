@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from foretoken.training.batches import Batch
+from foretoken.training.batches import FIRST_LEARNT, Batch
 from foretoken.training.losses import Loss, Teacher
 
 __all__ = ["Learnt", "OwnRate", "Trainee", "at_roots"]
@@ -70,6 +70,12 @@ class Trainee(nn.Module, ABC):
 
     keeps_logits: ClassVar[bool] = True
     """Whether logits are kept for the gradients. Else they are computed twice, in parts."""
+
+    first_learnt: ClassVar[int] = FIRST_LEARNT
+    """Index of the first token of a text that a draft can guess."""
+
+    evaluated_levels: ClassVar[int] = 5
+    """Levels whose acceptance is measured, if the drafter has as many; training may have fewer."""
 
     uses_all_weights: ClassVar[bool] = True
     """Whether every weight gets a gradient in every step."""

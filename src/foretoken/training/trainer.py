@@ -11,7 +11,6 @@ The text may change on the way (`rounds.py`).
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -22,11 +21,13 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import DistributedDataParallelKwargs, set_seed
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from foretoken.engine.turns import Uninterrupted
 from foretoken.errors import ConfigError, TrainingError
 from foretoken.training.acceptance import Acceptance
+from foretoken.training.averaging import Averages
 from foretoken.training.batches import Batch, BatchSampler, Examples, collate
 from foretoken.training.checkpoints import Checkpoints
 from foretoken.training.optimizers import optimizers_of, schedules
@@ -36,9 +37,6 @@ from foretoken.training.settings import TrainingSettings
 from foretoken.training.trainee import Learnt, Trainee
 
 __all__ = ["Trainer"]
-
-_EVALUATED_LEVELS = 5
-"""Levels whose acceptance is measured, if the drafter has as many; training may have fewer."""
 
 
 class Trainer:
@@ -88,19 +86,23 @@ class Trainer:
         )
         self._training = Current(training)
         self._batches = self._accelerator.prepare(
-            _loader(self._training, self._sampler, max(1, settings.levels))
+            _loader(self._training, self._sampler, settings.levels, trainee.first_learnt)
         )
         in_order = BatchSampler(held_out.sizes, settings.batch_tokens)
-        self._levels = min(_EVALUATED_LEVELS, trainee.max_levels or _EVALUATED_LEVELS)
-        self._held_out = self._accelerator.prepare(_loader(held_out, in_order, self._levels))
+        most = trainee.evaluated_levels
+        self._levels = min(most, trainee.max_levels or most)
+        self._held_out = self._accelerator.prepare(
+            _loader(held_out, in_order, self._levels, trainee.first_learnt)
+        )
         self.total_steps = self._steps()
         self._trainee = self._accelerator.prepare(trainee)
         made = optimizers_of(trainee, settings)
         self._optimizers = [self._accelerator.prepare(each) for each in made]
-        self._schedules = schedules(made, self.total_steps, settings.warmup)
+        self._schedules = schedules(made, self.total_steps, settings)
         self._progress = Progress()
         self._accelerator.register_for_checkpointing(self._progress, *self._schedules)
         self._checkpoints = Checkpoints(self._accelerator, folder)
+        self._averages = Averages(folder / "weights", settings.average)
 
     @property
     def history(self) -> Sequence[Evaluation]:
@@ -121,8 +123,7 @@ class Trainer:
 
     def _steps(self) -> int:
         self._check_batches()
-        per_epoch = math.ceil(len(self._batches) / self._settings.accumulation)
-        return max(1, round(per_epoch * self._settings.epochs))
+        return self._settings.steps(len(self._batches))
 
     # The loop
 
@@ -135,6 +136,7 @@ class Trainer:
         self._checkpoints.load()
         try:
             yield from self._steps_and_evaluations()
+            yield from self._averaged()
         except (KeyboardInterrupt, GeneratorExit):
             if self._accelerator.num_processes == 1:  # several may be at different steps
                 with Uninterrupted():
@@ -196,8 +198,26 @@ class Trainer:
             return
         with Uninterrupted():
             found = self._evaluate()
+            if settings.average > 1 and self._accelerator.is_main_process:
+                self._averages.keep(progress.step, self._weights())
             out_of_patience = 0 < settings.patience <= progress.since_best
             progress.finished = last or out_of_patience
+            self._checkpoints.save(progress.step)
+        yield found
+
+    def _weights(self) -> dict[str, Tensor]:
+        return dict(self._accelerator.unwrap_model(self._trainee).named_parameters())
+
+    def _averaged(self) -> Iterator[Evaluation]:
+        """Evaluate the mean of the last weights, once, if the settings ask for it."""
+        progress = self._progress
+        if self._settings.average == 1 or progress.averaged:
+            return
+        with Uninterrupted():
+            self._accelerator.wait_for_everyone()
+            self._averages.load_into(self._weights())
+            found = self._evaluate()
+            progress.averaged = True
             self._checkpoints.save(progress.step)
         yield found
 
@@ -270,7 +290,8 @@ class Trainer:
         losses, progress.losses = progress.losses, []
         found = Evaluation(
             progress.step,
-            sum(losses) / max(1, len(losses)),
+            # The mean of the last weights has the loss of the steps that led to them.
+            sum(losses) / len(losses) if losses else progress.history[-1].loss,
             tuple(counts.by_position()),
             tuple(counts.mean_length(level) for level in levels),
             best=False,
@@ -295,11 +316,13 @@ class Trainer:
         return counts
 
 
-def _loader(data: Examples, sampler: BatchSampler, num_levels: int) -> DataLoader[Batch]:
+def _loader(
+    data: Examples, sampler: BatchSampler, num_levels: int, first_learnt: int
+) -> DataLoader[Batch]:
     return DataLoader(
         data,  # type: ignore[arg-type]
         batch_sampler=sampler,
-        collate_fn=partial(collate, num_levels=num_levels),
+        collate_fn=partial(collate, num_levels=num_levels, first=first_learnt),
         # Loaders draw a number whenever they begin: not from the generator that noise comes from,
         # or a run that was resumed would get other noise.
         generator=torch.Generator(),

@@ -178,6 +178,7 @@ class _TunedTraining(StateTraining):
     Options: ClassVar[type[Config]] = TunedOptions
     Kind: ClassVar[type[TunedTrainee]]
     tunes_target: ClassVar[bool] = True
+    for_sources: ClassVar[bool | None] = False
 
     def layers(self, num_layers: int) -> tuple[int, ...]:
         """See `TrainingMethod.layers`: the copy computes its hidden states itself."""

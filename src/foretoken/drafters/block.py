@@ -1,0 +1,135 @@
+"""Drafting models that compute all levels of a draft in one pass: `parallel`, `spec_drafter`.
+
+The logits depend on the depth alone, not on the tokens drafted before. So all nodes of a level of a
+tree have the same children, and the q of each is exact: the model's distribution for this depth.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from foretoken.control import Budget
+from foretoken.core.tree import TokenTree
+from foretoken.drafters.draft_model import OwnModel
+from foretoken.drafters.model_drafter import ModelDrafter
+from foretoken.drafters.product_tree import product_tree
+from foretoken.request import Request
+from foretoken.runtime.network import GrownTree, GrowthLimit, GrowthPlan, PassOutput
+
+__all__ = ["BlockDrafter", "BlockScorer"]
+
+
+class BlockScorer(OwnModel):
+    """A model with KV rows of its own whose first pass computes all levels (see `Scorer`).
+
+    Attributes:
+        most_depths: most levels of a draft.
+    """
+
+    most_depths: int
+    _vocabulary: Tensor
+
+    def prepare_blocks(self, most_depths: int, vocabulary: Tensor) -> None:
+        """Say how deep drafts can be, and which tokens [Vd] the logits stand for."""
+        self.most_depths, self._vocabulary = most_depths, vocabulary
+        self._depths: dict[int, int] = {}  # request key -> levels of its draft
+        # Request key -> number of nodes before the root, and [K, Vd] the logits of all levels.
+        self._levels: dict[int, tuple[int, Tensor]] = {}
+
+    def expect(self, depths: Mapping[int, int]) -> None:
+        """Say how many levels the next draft of each request has, at least 1."""
+        self._depths.update(depths)
+
+    @abstractmethod
+    def block(self, keys: Sequence[int], pending: Sequence[Sequence[int]]) -> list[Tensor]:
+        """One pass over pending tokens.
+
+        Args:
+            keys: [B] request keys.
+            pending: [B] what `Scorer.pending` has returned.
+
+        Returns:
+            [B] the logits [K, Vd] of the levels that `expect` has announced, or of more.
+        """
+
+    def _compute(self, keys: Sequence[int], pending: Sequence[Sequence[int]]) -> None:
+        blocks = self.block(keys, pending)
+        for key, tokens, logits in zip(keys, pending, blocks, strict=True):
+            self._levels[key] = len(tokens) - 1, logits
+
+    def verify(
+        self, keys: Sequence[int], trees: Sequence[TokenTree], num_computed: Sequence[int]
+    ) -> list[PassOutput]:
+        """See `Scorer.verify`: a pass of the model for the first level, nothing for the others."""
+        new = zip(keys, trees, num_computed, strict=True)
+        first = {key: tree.tokens for key, tree, done in new if not done}
+        if first:
+            self._compute(list(first), list(first.values()))
+        computed = zip(keys, trees, num_computed, strict=True)
+        return [PassOutput(self._logits_of_level(*each)) for each in computed]
+
+    def _logits_of_level(self, key: int, tree: TokenTree, num_computed: int) -> Tensor:
+        """[n, Vd] of the new nodes, which have one depth; of the root alone in the first level."""
+        before_root, logits = self._levels[key]
+        if not num_computed:
+            return logits[:1]
+        depth = tree.depths[num_computed] - before_root
+        return logits[depth : depth + 1].expand(len(tree) - num_computed, -1)
+
+    def grow(
+        self,
+        keys: Sequence[int],
+        pending: Sequence[Sequence[int]],
+        plan: GrowthPlan,
+        limits: Sequence[GrowthLimit],
+    ) -> list[GrownTree] | None:
+        """See `GrowingScorer`."""
+        self._compute(keys, pending)
+        return [
+            product_tree(self._levels[key][1], self._vocabulary, plan, limit)
+            for key, limit in zip(keys, limits, strict=True)
+        ]
+
+    def finish_draft(self, request: Request, num_tokens: int) -> None:
+        """See `OwnModel.finish_draft`."""
+        super().finish_draft(request, num_tokens)
+        self._levels.pop(request.key, None)
+
+    def release(self, request: Request) -> None:
+        """See `OwnModel.release`."""
+        super().release(request)
+        for kept in (self._depths, self._levels):
+            kept.pop(request.key, None)
+
+
+class BlockDrafter(ModelDrafter):
+    """Chains and trees from a model that drafts all levels at once; no deeper than it can.
+
+    Args:
+        scorer, options, shape, coupled: see `ModelDrafter`.
+    """
+
+    _scorer: BlockScorer
+
+    def level_sizes(self, limit: int) -> Sequence[int] | None:
+        """See `Drafter.level_sizes`."""
+        sizes = super().level_sizes(limit)
+        return None if sizes is None else sizes[: self._scorer.most_depths]
+
+    def _limits(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> dict[int, Budget]:
+        """See `ModelDrafter._limits`; the model has to know the depth of a draft beforehand."""
+        found = {
+            key: replace(budget, depth=self._depth(budget))
+            for key, budget in super()._limits(batch, budgets).items()
+        }
+        self._scorer.expect({key: budget.depth for key, budget in found.items()})
+        return found
+
+    def _depth(self, budget: Budget) -> int:
+        """Levels of a draft: all of its nodes, their ancestors included, lie within them."""
+        levels = len(self._shape.level_sizes(budget.nodes))
+        return min(budget.depth, levels, self._scorer.most_depths)

@@ -1,0 +1,147 @@
+"""`spec_drafter`: an encoder-decoder of its own fills a block of masks (SpecDec, arXiv 2203.16487).
+
+Xia et al., "Speculative Decoding: Exploiting Speculative Execution for Accelerating Seq2seq
+Generation". The Spec-Drafter reads the source itself. Behind the text so far it puts k [MASK]
+tokens, each at its own position, so that every drafted token has an attention query of its own
+(equation 5). One pass predicts all of them at once (equation 6). The paper's decoder recomputes the
+text in every pass. Ours attends to the text causally, so its KV is kept, and a pass computes the
+new tokens and the masks; the masks see the text and one another, as in the paper.
+
+`foretoken train spec_drafter` writes the folder: a Hugging Face model with one token more than the
+target, the mask. Its `config.json` says how many masks it was trained with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Gt
+from torch import Tensor
+
+from foretoken import models
+from foretoken.drafters.block import BlockScorer
+from foretoken.drafters.heads.folder import (
+    CONFIG,
+    Verifier,
+    existing_folder,
+    read_json,
+    validated,
+)
+from foretoken.drafters.heads.probe import check_target
+from foretoken.drafters.tree_options import TreeOptions
+from foretoken.errors import CompatibilityError, ModelError
+from foretoken.models.support import check_supported, context_length
+from foretoken.request import Request
+from foretoken.runtime.choose import network_for
+from foretoken.runtime.passes import Passes
+from foretoken.runtime.target import Target
+
+__all__ = ["MaskScorer", "SpecDrafterNotes", "SpecDrafterOptions", "load_spec_drafter"]
+
+NOTES = "spec_drafter"
+"""Where `SpecDrafterNotes` are among the notes on the training in `config.json`."""
+
+
+class SpecDrafterOptions(TreeOptions):
+    """Options of `spec_drafter`: those of trees."""
+
+
+@dataclass(frozen=True)
+class SpecDrafterNotes:
+    """What a folder says about its drafter.
+
+    Args:
+        num_masks: k, the masks of a block in training.
+        mask_token_id: their token.
+        vocab_size: V, of the target.
+    """
+
+    num_masks: Annotated[int, Gt(0)]
+    mask_token_id: Annotated[int, Gt(0)]
+    vocab_size: Annotated[int, Gt(0)]
+
+    def note(self) -> dict[str, Any]:
+        """What `config.json` holds, among the notes on the training."""
+        return {NOTES: asdict(self)}
+
+
+class MaskScorer(BlockScorer):
+    """A model whose passes fill blocks of masks (see `BlockScorer`).
+
+    Args:
+        model: the Spec-Drafter.
+        notes: its sizes.
+    """
+
+    def __init__(self, model: Passes, notes: SpecDrafterNotes) -> None:
+        super().__init__(model)
+        self._notes = notes
+        vocabulary = torch.arange(notes.vocab_size, device=model.device)
+        self.prepare_blocks(notes.num_masks, vocabulary)
+        self._masks: dict[int, int] = {}  # request key -> masks of its next block
+
+    def admit(self, requests: Sequence[Request], num_nodes: int) -> Sequence[Request]:
+        """See `OwnModel.admit`; masks take positions, whatever the size of the draft."""
+        return super().admit(requests, self.most_depths)
+
+    def pending(self, request: Request) -> list[int]:
+        """See `OwnModel.pending`."""
+        self._masks[request.key] = min(self.most_depths, self.room(request))
+        return super().pending(request)
+
+    def block(self, keys: Sequence[int], pending: Sequence[Sequence[int]]) -> list[Tensor]:
+        """See `BlockScorer.block`: always as many masks as in training, if they fit."""
+        masks = [self._masks[key] for key in keys]
+        found = self._model.fill(keys, pending, masks, self._notes.mask_token_id)
+        return [logits[:, : self._notes.vocab_size] for logits in found]
+
+    def release(self, request: Request) -> None:
+        """See `BlockScorer.release`."""
+        super().release(request)
+        self._masks.pop(request.key, None)
+
+
+def load_spec_drafter(path: str | Path, target: Target) -> tuple[MaskScorer, Passes]:
+    """The drafter of a folder for a target, and its KV rows.
+
+    Raises:
+        ModelError: the folder does not exist, is damaged, or holds another model.
+        CompatibilityError: the drafter reads or writes other tokens, or is for another target.
+    """
+    folder = existing_folder(path)
+    written = read_json(folder / CONFIG).get("foretoken")
+    given: Mapping[str, Any] = written if isinstance(written, dict) else {}
+    if NOTES not in given:
+        raise ModelError(
+            f"{folder / CONFIG} does not describe a Spec-Drafter: is this a folder that `foretoken "
+            "train spec_drafter` has written?"
+        )
+    notes = validated(SpecDrafterNotes, given[NOTES], folder / CONFIG)
+    model: Any = models.load_model(folder, target.dtype, target.device)
+    check_supported(model, length := context_length(model.config, None))
+    if model.get_output_embeddings().out_features <= notes.mask_token_id:
+        raise ModelError(f"{folder / CONFIG}: the drafter has no token {notes.mask_token_id}.")
+    network = network_for(model, target.quantization, target.runtime)
+    passes = Passes(network, length, target.dtype, target.device)
+    _check_tokens(folder, passes, notes, target)
+    check_target(folder, Verifier(str(given.get("target", "another model"))), given, target)
+    return MaskScorer(passes, notes), passes
+
+
+def _check_tokens(folder: Path, model: Passes, notes: SpecDrafterNotes, target: Target) -> None:
+    """Refuse a drafter that cannot read or write what the target does."""
+    own, theirs = model.source_network, target.source_network
+    assert theirs is not None, "the strategy has checked this"
+    if own is None:
+        raise ModelError(f"{folder}: this is no encoder-decoder.")
+    if theirs.num_bins is not None:
+        raise CompatibilityError("method 'spec_drafter' reads text, and the target reads audio.")
+    if notes.vocab_size != target.vocab_size or own.source_vocab_size < theirs.source_vocab_size:
+        raise CompatibilityError(
+            f"{folder}: this drafter was trained for a target with {notes.vocab_size} tokens, and "
+            f"this one has {target.vocab_size}: train one for this model."
+        )

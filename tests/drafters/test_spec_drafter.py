@@ -1,0 +1,210 @@
+"""`spec_drafter`: a pass is the model's own over a block of masks; drafts change no output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from foretoken import LLM, CompatibilityError, ForetokenError, ModelError, SamplingParams
+from foretoken.core.acceptance import RULES
+from foretoken.core.tree import chain
+from foretoken.drafters.heads.probe import Probe, look
+from foretoken.drafters.spec_drafter import SpecDrafterNotes, load_spec_drafter
+from foretoken.runtime.choose import network_for
+from foretoken.runtime.passes import Passes
+from foretoken.runtime.target import Target
+from tests.drafters.heads.folders import change_inside, truncate
+from tests.matrix import takes_any_tree
+from tests.spec_drafters import random_spec_drafter, save_spec_drafter, spec_drafter_of
+from tests.tiny import tiny_model
+from tests.tiny_seq2seq import CONTEXT, VOCAB_SIZE, reference_logits, tiny_seq2seq, tiny_source
+
+MASKS, MASK = 5, VOCAB_SIZE
+TEXT = [2, 20, 21, 22, 23, 24, 25, 26]
+CLASSES = ("bart", "mbart", "marian", "m2m_100", "pegasus")
+GREEDY = SamplingParams(temperature=0, max_tokens=9, logprobs=1)
+SOURCES = [list(tiny_source(length=length, seed=length).tokens) for length in (9, 30)]
+
+
+def own_logits(model: Any, tokens: list[int], count: int) -> Tensor:
+    """[count, V + 1] of the model's own forward pass over tokens and masks."""
+    size = len(tokens) + count
+    sees = torch.ones(size, size, dtype=torch.bool).tril()
+    sees[len(tokens) :] = True
+    inputs = tiny_source().inputs(model.device, model.dtype)
+    mask = torch.zeros(1, 1, size, size).masked_fill(~sees, -torch.inf)
+    ids = torch.tensor([[*tokens, *[MASK] * count]])
+    logits: Tensor = model(**inputs, decoder_input_ids=ids, decoder_attention_mask=mask).logits[
+        0, len(tokens) :
+    ]
+    return logits
+
+
+def passes_of(model: PreTrainedModel) -> Passes:
+    """With a row 0 that has read the tiny source."""
+    found = Passes(network_for(model), CONTEXT, torch.float32, torch.device("cpu"))
+    found.add(0)
+    found.encode(0, tiny_source())
+    return found
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@torch.inference_mode()
+def test_a_block_is_the_models_own_pass(name: str) -> None:
+    """Over committed tokens, too: the KV of masks is gone when the next block is filled."""
+    model, _ = spec_drafter_of(name)
+    passes = passes_of(model)
+    for start, stop, count in ((0, 3, MASKS), (3, 4, 2), (4, 8, MASKS)):
+        (found,) = passes.fill([0], [TEXT[start:stop]], [count], MASK)
+        expected = own_logits(model, TEXT[:stop], count)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+        passes.commit(0, range(stop - start))
+    torch.testing.assert_close(
+        passes.verify([0], [chain([30])])[0].scores,
+        reference_logits(model, tiny_source(), [*TEXT, 30])[-1:],
+        rtol=0,
+        atol=1e-4,
+    )
+
+
+@torch.inference_mode()
+def test_masks_see_one_another() -> None:
+    model, _ = spec_drafter_of()
+    passes = passes_of(model)
+    (few,) = passes.fill([0], [TEXT], [2], MASK)
+    few = few.clone()
+    (many,) = passes.fill([0], [TEXT], [MASKS], MASK)
+    assert not torch.allclose(few, many[:2], atol=1e-2)
+    assert not torch.allclose(many[0], many[1], atol=1e-2)  # each at its own position
+
+
+@torch.inference_mode()
+def test_rows_of_different_lengths() -> None:
+    model, _ = spec_drafter_of()
+    passes = passes_of(model)
+    alone = [passes.fill([0], [TEXT[:n]], [m], MASK)[0].clone() for n, m in ((8, 5), (3, 2))]
+    passes.add(1)
+    passes.encode(1, tiny_source())
+    both = passes.fill([1, 0], [TEXT[:3], TEXT], [2, 5], MASK)
+    for found, expected in zip(both, reversed(alone), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+# In the engine
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(tiny_seq2seq("bart", eos_bias=2.0))
+
+
+def config(**fields: Any) -> dict[str, Any]:
+    model = random_spec_drafter("bart", MASKS)
+    return {"method": "spec_drafter", "model": model, "controller": "fixed", **fields}
+
+
+def outputs_of(llm: LLM, params: SamplingParams = GREEDY, **fields: Any) -> Any:
+    return llm.generate(SOURCES, params, speculative_config=config(**fields) if fields else None)
+
+
+@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.lossless])
+def test_greedy_output_is_that_of_plain_decoding(llm: LLM, rule: str) -> None:
+    outputs = outputs_of(llm, acceptance=rule)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in outputs_of(llm)]
+    assert all(output.metrics.drafter_failure is None for output in outputs)
+    assert all(output.metrics.num_draft_tokens for output in outputs)
+
+
+@pytest.mark.parametrize("fields", [{"tree": [3, 2]}, {"tree": "dynamic", "expansion": "top_k"}])
+def test_trees(llm: LLM, fields: dict[str, Any]) -> None:
+    for rule in ("coupled", *filter(takes_any_tree, RULES)):
+        outputs = outputs_of(llm, acceptance=rule, **fields)
+        assert all(output.metrics.drafter_failure is None for output in outputs)
+        if RULES[rule].lossless:
+            assert [o.token_ids for o in outputs] == [o.token_ids for o in outputs_of(llm)]
+
+
+def test_no_draft_is_longer_than_a_block(llm: LLM) -> None:
+    outputs = outputs_of(llm, num_speculative_tokens=30)
+    drafted = [step.drafted for output in outputs for step in output.trace.steps]
+    assert max(map(len, drafted)) == MASKS
+
+
+def test_sampled_drafts_come_from_the_blocks_distribution(llm: LLM) -> None:
+    """With a temperature, levels are drawn one by one, from the same block."""
+    params = SamplingParams(temperature=0.9, seed=5, max_tokens=9, logprobs=1)
+    outputs = outputs_of(llm, params, acceptance="coupled")
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in outputs_of(llm, params)]
+    assert all(output.metrics.num_draft_tokens for output in outputs)
+
+
+def test_the_end_of_the_context() -> None:
+    """The drafter has positions for its masks behind the longest text; other ones get fewer."""
+    model = tiny_seq2seq("bart", max_position_embeddings=40)
+    (plain,) = LLM(model).generate([SOURCES[0]], SamplingParams(temperature=0, ignore_eos=True))
+    llm = LLM(model, speculative_config=config())
+    (output,) = llm.generate([SOURCES[0]], SamplingParams(temperature=0, ignore_eos=True))
+    assert output.token_ids == plain.token_ids
+    assert output.metrics.drafter_failure is None
+
+
+# Bad input
+
+
+def test_a_decoder_only_target_is_refused() -> None:
+    with pytest.raises(CompatibilityError, match="'spec_drafter' drafts for encoder-decoders"):
+        LLM(tiny_model(), speculative_config=config())
+
+
+def test_another_vocabulary_is_refused() -> None:
+    with pytest.raises(CompatibilityError, match="a target with 96 tokens, and this one has 90"):
+        LLM(tiny_seq2seq("bart", vocab_size=90), speculative_config=config())
+
+
+def test_another_target_is_refused(tmp_path: Path) -> None:
+    target, other = (Target(tiny_seq2seq("bart", seed=seed)) for seed in (0, 1))
+    probe = Probe.of(look(target, TEXT)).note()
+    save_spec_drafter(tmp_path, *spec_drafter_of(), **probe)
+    load_spec_drafter(tmp_path, target)
+    with pytest.raises(CompatibilityError, match="was trained for tiny, and this is another"):
+        load_spec_drafter(tmp_path, other)
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "another model": (
+        lambda f: tiny_seq2seq("bart").save_pretrained(f),
+        "does not describe a Spec-Drafter",
+    ),
+    "truncated": (truncate, "truncated or damaged"),
+    "no masks": (
+        lambda f: change_inside(f, "foretoken", spec_drafter={"num_masks": 0}),
+        "config.json",
+    ),
+    "no such mask": (
+        lambda f: change_inside(
+            f, "foretoken", spec_drafter=SpecDrafterNotes(5, 97, 96).note()["spec_drafter"]
+        ),
+        "has no token 97",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_damaged_folder(fault: str, tmp_path: Path) -> None:
+    save_spec_drafter(tmp_path, *spec_drafter_of())
+    change, message = FAULTS[fault]
+    change(tmp_path)
+    with pytest.raises(ForetokenError, match=message) as caught:
+        load_spec_drafter(tmp_path, Target(tiny_seq2seq("bart")))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="there is no folder"):
+        load_spec_drafter(tmp_path / "none", Target(tiny_seq2seq("bart")))

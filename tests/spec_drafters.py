@@ -1,0 +1,46 @@
+"""Tiny Spec-Drafters with random weights, for the encoder-decoders of `tiny_seq2seq`."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from foretoken.drafters.spec_drafter import SpecDrafterNotes
+from foretoken.training.draft_lm import write_lm
+from foretoken.training.masked_lm import new_masked_lm
+from tests.tiny_seq2seq import VOCAB_SIZE, seq2seq_config
+
+
+def spec_drafter_of(
+    name: str = "bart", num_masks: int = 5, shape: str = "small", seed: int = 0
+) -> tuple[PreTrainedModel, SpecDrafterNotes]:
+    """A Spec-Drafter with random weights for one of `SEQ2SEQ`."""
+    torch.manual_seed(seed)
+    lm = new_masked_lm(seq2seq_config(name), VOCAB_SIZE, num_masks, shape)
+    for parameter in lm.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    lm.train(False)
+    return lm, SpecDrafterNotes(num_masks, VOCAB_SIZE, VOCAB_SIZE)
+
+
+def save_spec_drafter(
+    folder: Path, lm: PreTrainedModel, notes: SpecDrafterNotes, **more: Any
+) -> None:
+    """Write it as one that was trained for a model called "tiny", which is no folder."""
+    write_lm(lm, "tiny", folder, {**notes.note(), **more})
+
+
+@cache
+def random_spec_drafter(name: str = "bart", num_masks: int = 5) -> str:
+    """A folder with random weights, until the tests are over."""
+    folder = Path(tempfile.mkdtemp(prefix="foretoken-tests-"))
+    atexit.register(shutil.rmtree, folder)
+    save_spec_drafter(folder, *spec_drafter_of(name, num_masks))
+    return str(folder)

@@ -1,0 +1,373 @@
+"""Training of Spec-Drafters: what is learnt is what is served, and glancing does as it says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foretoken import ConfigError
+from foretoken.core.source import Source
+from foretoken.drafters.spec_drafter import load_spec_drafter
+from foretoken.errors import CompatibilityError
+from foretoken.runtime.choose import network_for
+from foretoken.runtime.passes import Passes
+from foretoken.runtime.target import Target
+from foretoken.training import spec_drafter
+from foretoken.training.averaging import Averages
+from foretoken.training.batches import Batch, TrainingSet, collate
+from foretoken.training.conversations import Conversation
+from foretoken.training.features import Features
+from foretoken.training.masked_lm import copy_encoder, new_masked_lm
+from foretoken.training.methods import training_method
+from foretoken.training.progress import Evaluation, Step
+from foretoken.training.settings import TrainingSettings
+from foretoken.training.spec_drafter import (
+    SpecDrafterTrainee,
+    SpecDrafterTrainingOptions,
+    some_of,
+    some_prefixes,
+)
+from foretoken.training.trainer import Trainer
+from tests.spec_drafters import spec_drafter_of
+from tests.tiny_seq2seq import CONTEXT, TEXT, VOCAB_SIZE, tiny_seq2seq, tiny_source
+from tests.training.world import computed, parts_of
+
+MASKS = 5
+OUTPUTS = [[2, 20, 21, 22, 23, 24, 25, 26], [2, 30, 31], [2, 40, 41, 42, 43, 44]]
+SOURCES = [list(tiny_source(length=length, seed=length).tokens) for length in (9, 4, 12)]
+
+
+def trainee_of(name: str = "bart", **options: Any) -> SpecDrafterTrainee:
+    lm, notes = spec_drafter_of(name, MASKS)
+    return SpecDrafterTrainee(lm, notes, SpecDrafterTrainingOptions(num_masks=MASKS, **options))
+
+
+def features(tokens: Sequence[int], source: Sequence[int]) -> Features:
+    size = len(tokens)
+    return Features(
+        torch.tensor(tokens),
+        [(1, size)],
+        torch.zeros(size, 0, 32, dtype=torch.int8),
+        torch.zeros(size, 0, 1, dtype=torch.float16),
+        torch.tensor(tokens)[:, None].expand(-1, 16),
+        torch.zeros(size, 16),
+        torch.tensor(source),
+    )
+
+
+def batch_of(num_levels: int = 1) -> Batch:
+    pairs = [features(*each) for each in zip(OUTPUTS, SOURCES, strict=True)]
+    return collate(pairs, num_levels, SpecDrafterTrainee.first_learnt)
+
+
+def served(trainee: SpecDrafterTrainee, source: Sequence[int], prefix: Sequence[int]) -> Tensor:
+    """[k, V] of a pass of the network that serves it."""
+    passes = Passes(network_for(trainee.lm), CONTEXT, torch.float32, torch.device("cpu"))
+    passes.add(0)
+    passes.encode(0, Source(tuple(source)))
+    return passes.fill([0], [prefix], [MASKS], VOCAB_SIZE)[0][:, :VOCAB_SIZE]
+
+
+# What is learnt
+
+
+@pytest.mark.parametrize("name", TEXT)
+@torch.inference_mode()
+def test_it_learns_what_is_served(name: str) -> None:
+    """All prefixes of texts of different lengths: BART's drafter stands in for one of T5."""
+    trainee = trainee_of(name).eval()
+    batch = batch_of(MASKS)
+    levels = list(trainee.outputs(batch, MASKS))
+    for row, place in ((0, 0), (0, 6), (1, 1), (2, 3)):
+        prefix = OUTPUTS[row][: place + 1]
+        found = torch.stack([trainee.logits(each[row, place], 0) for each in levels])
+        expected = served(trainee, SOURCES[row], prefix)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_evaluations_are_about_every_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spec_drafter, "_PLACES", 60)  # several passes
+    trainee = trainee_of().eval()
+    learnt = trainee(batch := batch_of(3), 3)
+    for row, (tokens, source) in enumerate(zip(OUTPUTS, SOURCES, strict=True)):
+        for place in range(len(tokens) - 1):
+            guesses = served(trainee, source, tokens[: place + 1]).argmax(-1).tolist()
+            labels = tokens[place + 1 : place + 4]
+            right = [guess == label for guess, label in zip(guesses, labels, strict=False)]
+            assert learnt.right[row, : len(right), place].tolist() == right
+            assert batch.levels.valid[row, :, place].sum() == len(labels)
+    assert learnt.counts.tolist() == [7 + 2 + 5, 6 + 1 + 4, 5 + 0 + 3]
+
+
+def test_the_loss_is_that_of_all_masks_inside_the_text() -> None:
+    """Without glancing and smoothing: the mean cross-entropy behind the prefixes drawn."""
+    trainee = trainee_of(glancing=(0.0, 0.0), label_smoothing=0.0, dropout=0.0)
+    trainee.lm.config.dropout = 0.0
+    for module in trainee.lm.modules():
+        if hasattr(module, "dropout") and isinstance(module.dropout, float):
+            module.dropout = 0.0
+    batch = batch_of()
+    torch.manual_seed(4)
+    prefixes = some_prefixes(batch)
+    torch.manual_seed(4)
+    learnt = trainee.train()(batch, 1)
+    losses, first = [], []
+    for tokens, source, size in zip(OUTPUTS, SOURCES, prefixes.tolist(), strict=True):
+        labels = torch.tensor(tokens[size : size + MASKS])
+        with torch.inference_mode():
+            logits = served(trainee, source, tokens[:size])[: len(labels)]
+        losses.append(F.cross_entropy(logits, labels, reduction="none"))
+        first.append(bool(logits[0].argmax() == labels[0]))
+    torch.testing.assert_close(learnt.losses[0], torch.cat(losses).mean(), rtol=0, atol=1e-4)
+    assert learnt.right[:, 0, 0].tolist() == first
+    assert learnt.counts.tolist() == [len(OUTPUTS)]
+
+
+def test_prefixes_are_uniform() -> None:
+    """1,000 draws of each of up to seven lengths: six standard deviations are 0.066 or less."""
+    torch.manual_seed(0)
+    batch = batch_of()
+    drawn = torch.stack([some_prefixes(batch) for _ in range(1000)])
+    for row, tokens in enumerate(OUTPUTS):
+        shares = torch.bincount(drawn[:, row], minlength=8)[1 : len(tokens)] / 1000
+        most = 6 * (0.25 / 1000) ** 0.5
+        assert (shares - 1 / (len(tokens) - 1)).abs().max() < most
+        assert float(shares.sum()) == pytest.approx(1)
+
+
+# Glancing
+
+
+def test_so_many_places_are_chosen() -> None:
+    torch.manual_seed(0)
+    places = torch.rand(50, 8) < 0.6
+    counts = (places.sum(-1) * torch.rand(50)).long()
+    chosen = some_of(places, counts)
+    assert torch.equal(chosen.sum(-1), counts)
+    assert not (chosen & ~places).any()
+    assert not torch.equal(chosen, some_of(places, counts))
+
+
+def test_labels_are_shown_and_not_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as a share of the wrong ones; they leave the loss."""
+    trainee = trainee_of(glancing=(0.5, 0.3))
+    passes: list[Tensor] = []
+    filled = trainee._filled
+
+    def watched(blocks: Any, *source: Tensor) -> Tensor:
+        passes.append(blocks.tokens)
+        return filled(blocks, *source)
+
+    monkeypatch.setattr(trainee, "_filled", watched)
+    seen: list[Tensor] = []
+    loss = F.cross_entropy
+    monkeypatch.setattr(
+        F,
+        "cross_entropy",
+        lambda x, y, **_: (seen.append(y), loss(x, y))[1],  # type: ignore[func-returns-value]
+    )
+    trainee.train()(batch := batch_of(), 1)
+    first, second = passes
+    shown = first != second
+    assert (first[shown] == VOCAB_SIZE).all()
+    places = shown.nonzero()
+    for row, column in places.tolist():
+        assert second[row, column] == batch.tokens[row, column]
+    prefixes = (first != VOCAB_SIZE).sum(-1).tolist()
+    left = [len(tokens) - size for tokens, size in zip(OUTPUTS, prefixes, strict=True)]
+    learnable = sum(min(MASKS, count) for count in left)
+    assert 0 < len(places) <= learnable / 2
+    assert len(seen[0]) == learnable - len(places)
+
+
+def test_fewer_and_fewer_are_shown() -> None:
+    trainee = trainee_of()
+    shares = []
+    for step in (0, 50, 99):
+        trainee.at_step(step, 100)
+        shares.append(trainee.shown)
+    assert shares == pytest.approx([0.5, 0.4, 0.302])
+
+
+# Training
+
+
+class Pairs:
+    """A tiny target, and pairs whose output is the source with every token plus one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.target = Target(tiny_seq2seq("bart"))
+        self.method = training_method(
+            "spec_drafter", {"num_masks": 3, "shape": "small", "dropout": 0.0}
+        )
+        generator = torch.Generator().manual_seed(0)
+        made = []
+        for number in range(20):
+            source = torch.randint(5, 25, (6,), generator=generator).tolist()
+            tokens = (2, *(token + 1 for token in source), 2)
+            answers = ((1, len(tokens)),)
+            made.append(Conversation(tokens, answers, number, source=tuple(source)))
+        self.training, self.held_out = (
+            TrainingSet(computed(self.target, part, (), folder / name), 64)
+            for name, part in (("train", made[:16]), ("held_out", made[16:]))
+        )
+
+    def trainer(self, folder: Path, saved: list[Any] | None = None, **fields: Any) -> Trainer:
+        settings = TrainingSettings(
+            **{
+                "max_steps": 24,
+                "evaluate_every": 8,
+                "accumulation": 1,
+                "batch_tokens": 64,
+                "warmup_steps": 4,
+                "average": 2,
+                "mixed_precision": "no",
+                "learning_rate": 5e-3,
+                "vector_learning_rate": 5e-3,
+                **fields,
+            }
+        )
+        torch.manual_seed(0)
+        trainee = self.method.trainee(parts_of(self.target))
+        kept = [] if saved is None else saved
+        return Trainer(
+            trainee,
+            self.training,
+            self.held_out,
+            self.method.adapted(settings),
+            folder,
+            lambda each, found: kept.append((found, weights(each))),
+        )
+
+
+def weights(trainee: Any) -> dict[str, Tensor]:
+    return {name: weight.detach().clone() for name, weight in trainee.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
+    return Pairs(tmp_path_factory.mktemp("pairs"))
+
+
+def test_it_learns_and_ends_alike_after_an_interruption(pairs: Pairs, tmp_path: Path) -> None:
+    whole = pairs.trainer(tmp_path / "whole")
+    events = list(whole.run())
+    losses = [event.losses[0] for event in events if isinstance(event, Step)]
+    assert sum(losses[-6:]) < 0.9 * sum(losses[:6])
+    running = pairs.trainer(tmp_path / "stopped").run()
+    while not (isinstance(event := next(running), Step) and event.step == 11):
+        pass
+    running.close()
+    again = pairs.trainer(tmp_path / "stopped")
+    list(again.run())
+    expected, found = weights(whole._trainee), weights(again._trainee)
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
+    assert again.history == whole.history
+    assert list(pairs.trainer(tmp_path / "whole").run()) == []  # it is finished
+
+
+def test_the_last_weights_are_averaged(pairs: Pairs, tmp_path: Path) -> None:
+    at: dict[int, dict[str, Tensor]] = {}
+    trainer = pairs.trainer(tmp_path)
+    for event in trainer.run():
+        if isinstance(event, Evaluation):
+            at[len(at)] = weights(trainer._trainee)
+    *_, before, last, mean = at.values()
+    for name, each in mean.items():
+        torch.testing.assert_close(each, (before[name] + last[name]) / 2)
+    assert [each.step for each in trainer.history] == [8, 16, 24, 24]
+
+
+def test_averages(tmp_path: Path) -> None:
+    averages = Averages(tmp_path / "weights", 2)
+    for step, value in ((5, 100.0), (20, 1.0), (100, 4.0)):
+        averages.keep(step, {"weight": torch.full((3,), value)})
+    assert torch.equal(averages.mean()["weight"], torch.full((3,), 2.5))
+    averages.load_into(into := {"weight": torch.zeros(3)})
+    assert torch.equal(into["weight"], torch.full((3,), 2.5))
+
+
+def test_what_is_written_can_draft(pairs: Pairs, tmp_path: Path) -> None:
+    parts = parts_of(pairs.target)
+    trainee = pairs.method.trainee(parts)
+    pairs.method.write(trainee, parts, tmp_path, {"seed": 0})
+    scorer, passes = load_spec_drafter(tmp_path, pairs.target)
+    assert scorer.most_depths == 3
+    assert passes.max_model_len == CONTEXT + 3
+
+
+# Networks and settings
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers"), [("full", (4, 2)), ("balanced", (3, 4)), ("small", (2, 2))]
+)
+def test_shapes(shape: str, layers: tuple[int, int]) -> None:
+    target = tiny_seq2seq("bart").config
+    for halved in (False, True):
+        config: Any = new_masked_lm(target, VOCAB_SIZE, MASKS, shape, halved=halved).config
+        assert (config.encoder_layers, config.decoder_layers) == layers
+        assert config.d_model == (16 if halved else 32)
+
+
+@pytest.mark.parametrize("name", ["bart", "m2m_100", "pegasus"])
+def test_it_starts_from_the_targets_encoder(name: str) -> None:
+    """Its first layers; there is a row for the mask, and there are positions for masks."""
+    target = tiny_seq2seq(name)
+    lm = new_masked_lm(target.config, VOCAB_SIZE, MASKS, "full")
+    before = {key: each.clone() for key, each in lm.state_dict().items()}
+    copy_encoder(target, lm)
+    given, own = target.state_dict(), lm.state_dict()
+    embedding = "model.shared.weight"
+    assert torch.equal(own[embedding][:-1], given[embedding])
+    assert torch.equal(own[embedding][-1], before[embedding][-1])
+    for layer in range(4):
+        key = f"model.encoder.layers.{layer}.fc1.weight"
+        assert torch.equal(own[key], given[key] if layer < 2 else before[key])
+    key = "model.decoder.layers.0.fc1.weight"
+    assert torch.equal(own[key], before[key])
+
+
+def test_starting_from_t5_is_refused() -> None:
+    target = tiny_seq2seq("t5")
+    lm = new_masked_lm(target.config, VOCAB_SIZE, MASKS, "small")
+    with pytest.raises(CompatibilityError, match="from_target: a drafter of T5"):
+        copy_encoder(target, lm)
+
+
+def test_the_published_values_and_their_size() -> None:
+    found = training_method("spec_drafter", {}).adapted(TrainingSettings())
+    assert (found.max_steps, found.warmup_steps, found.accumulation) == (300_000, 10_000, 4)
+    assert (found.learning_rate, found.betas, found.average) == (5e-4, (0.9, 0.999), 10)
+    assert (found.schedule, found.max_grad_norm, found.weight_decay) == ("inverse_sqrt", 5.0, 0.01)
+    small = training_method("spec_drafter", {"size": 0.01})
+    found = small.adapted(TrainingSettings(learning_rate=1e-3))
+    assert (found.max_steps, found.warmup_steps, found.learning_rate) == (3000, 100, 1e-3)
+    found = small.adapted(TrainingSettings(epochs=2, warmup=0.1))
+    assert (found.max_steps, found.warmup_steps, found.steps(10)) == (None, None, 6)
+
+
+def test_options_that_contradict() -> None:
+    with pytest.raises(ConfigError, match="max_steps: takes the place of epochs"):
+        TrainingSettings(max_steps=5, epochs=2)
+    with pytest.raises(ConfigError, match="warmup_steps: takes the place of warmup"):
+        TrainingSettings(warmup_steps=5, warmup=0.1)
+    with pytest.raises(ConfigError, match="from_target: needs the target's widths"):
+        training_method("spec_drafter", {"from_target": True, "size": 0.1})
+    with pytest.raises(ConfigError, match="levels: a block of masks is learnt at once"):
+        training_method("spec_drafter", {}).adapted(TrainingSettings(levels=2))
+    with pytest.raises(ConfigError, match="size: the target's encoder_attention_heads is 3"):
+        new_masked_lm(
+            tiny_seq2seq("bart", encoder_attention_heads=3, d_model=24).config,
+            *(VOCAB_SIZE, MASKS, "small"),
+            halved=True,
+        )
+    with pytest.raises(CompatibilityError, match="reads audio"):
+        new_masked_lm(tiny_seq2seq("whisper").config, VOCAB_SIZE, MASKS, "small")
