@@ -25,7 +25,7 @@ def tables() -> list[dict[str, str]]:
 def defaults(kind: type[Config]) -> dict[str, str]:
     values = {name: field.default for name, field in kind.model_fields.items()}
     return {
-        name: value if isinstance(value, str) else json.dumps(value)
+        name: value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
         for name, value in values.items()
     }
 

@@ -337,10 +337,9 @@ def _check_kind(method: TrainingMethod, llm: LLM) -> None:
     reads = llm.engine.target.reads_source
     if method.for_sources is None or method.for_sources == reads:
         return
-    kinds = ("decoder-only models", "encoder-decoders")
+    kinds = ("a decoder-only model", "an encoder-decoder")
     raise CompatibilityError(
-        f"'{method.name}' is trained for {kinds[not reads]}, and this target is one of the "
-        f"{kinds[reads]}."
+        f"'{method.name}' is trained for {kinds[not reads]}, and this target is {kinds[reads]}."
     )
 
 
