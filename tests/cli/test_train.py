@@ -26,6 +26,7 @@ from foretoken.training.series import DrafterSeries
 from tests.cli.conftest import Run, ascii_tokenizer, error_of, save_tiny
 from tests.cli.terminal import environment
 from tests.tiny import tiny_model
+from tests.tiny_seq2seq import tiny_seq2seq
 
 QUICK = ["--tokens", 200, "--held-out-tokens", 60, "--set", "batch_tokens=128"]
 SHORT = ["--set", "epochs=2", "--set", "evaluate_every=2"]
@@ -488,3 +489,57 @@ def test_help_names_all_methods_and_is_quick(run: Run, monkeypatch: pytest.Monke
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+# Encoder-decoders
+
+
+@pytest.fixture(scope="module")
+def bart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, tokenizer = tmp_path_factory.mktemp("bart"), ascii_tokenizer(None)
+    size, end = len(tokenizer.get_vocab()), tokenizer.eos_token_id
+    fields = {"eos_token_id": end, "decoder_start_token_id": end, "pad_token_id": 0}
+    tiny_seq2seq("bart", vocab_size=size, **fields).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_spec_drafter(run: Run, bart: Path, tmp_path: Path) -> None:
+    data, out = tmp_path / "pairs.tsv", tmp_path / "drafter"
+    data.write_text("".join(f"say {4 * f'{n:02}'}!\t{n}\n" for n in range(22)))
+    steps = ["max_steps=4", "evaluate_every=2", "max_length=16", "num_masks=3", "batch_tokens=128"]
+    given = [part for each in steps for part in ("--set", each)]
+    arguments = ["-m", bart, "-o", out, "--data", data, "--size", 0.2, *given]
+    result = run("train", "spec_drafter", *arguments, *QUICK[:4], "--json")
+    report = json.loads(result.stdout)
+    assert len(report["served"]["by_position"]) == 3
+    assert report["training"]["conversations"] > 10  # which all begin alike
+    written = json.loads((out / "config.json").read_text())
+    assert written["foretoken"]["spec_drafter"]["num_masks"] == 3
+    assert written["d_model"] == 16
+    assert written["foretoken"]["probe"]
+    llm = LLM(bart, speculative_config={"method": "spec_drafter", "model": out})
+    (output,) = llm.generate("say 5!", SamplingParams(temperature=0, max_tokens=8))
+    assert output.metrics.drafter_failure is None
+
+
+def test_data_for_encoder_decoders(run: Run, bart: Path, tiny: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "a.txt", tmp_path / "b.txt"
+    first.write_text("one\ntwo\n")
+    second.write_text("1\n")
+    out = ["-o", tmp_path / "out"]
+    both = ["--source", first, "--target", second]
+    for arguments, message in (
+        (["-m", bart, *both], "a.txt has 2 lines and"),
+        (["-m", bart], "an encoder-decoder cannot write sources by itself"),
+        (["-m", bart, "--source", first], "--source and --target: give both"),
+        (["-m", bart, *both, "--data", first], "give both, without --data"),
+        (["-m", tiny, *both], "is trained for an encoder-decoder, and this target is a decoder"),
+    ):
+        assert message in error_of(run("train", "spec_drafter", *arguments, *out))
+    message = error_of(run("train", "eagle", "-m", bart, "--data", first, *out))
+    assert "'eagle' is trained for a decoder-only model" in message
+    message = error_of(run("train", "eagle", "-m", tiny, "--size", 0.5, *out))
+    assert "there is no 'size'" in message
+    message = error_of(run("train", "eagle", "-m", tiny, *both, *out))
+    assert "--source and --target are for encoder-decoders" in message
