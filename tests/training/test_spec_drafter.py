@@ -110,7 +110,8 @@ def test_the_loss_is_that_of_all_masks_inside_the_text() -> None:
     """Without glancing and smoothing: the mean cross-entropy behind the prefixes drawn."""
     trainee = trainee_of(glancing=(0.0, 0.0), label_smoothing=0.0, dropout=0.0)
     trainee.lm.config.dropout = 0.0
-    for module in trainee.lm.modules():
+    modules: list[Any] = list(trainee.lm.modules())
+    for module in modules:
         if hasattr(module, "dropout") and isinstance(module.dropout, float):
             module.dropout = 0.0
     batch = batch_of()
@@ -261,7 +262,7 @@ def test_it_learns_and_ends_alike_after_an_interruption(pairs: Pairs, tmp_path: 
     events = list(whole.run())
     losses = [event.losses[0] for event in events if isinstance(event, Step)]
     assert sum(losses[-6:]) < 0.9 * sum(losses[:6])
-    running = pairs.trainer(tmp_path / "stopped").run()
+    running: Any = pairs.trainer(tmp_path / "stopped").run()
     while not (isinstance(event := next(running), Step) and event.step == 11):
         pass
     running.close()
