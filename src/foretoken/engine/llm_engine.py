@@ -37,7 +37,7 @@ from foretoken.models.loaded import LoadedModel
 from foretoken.outputs import RequestOutput, StreamChunk
 from foretoken.request import Request
 from foretoken.runtime.target import Target
-from foretoken.speculation import Speculation
+from foretoken.speculation import Speculation, Strategy
 
 __all__ = ["EngineOptions", "LLMEngine"]
 
@@ -90,10 +90,13 @@ class LLMEngine:
             loaded.reload,
         )
         self._kv_budget.add(self.target)
+        self._chose_drafter = config is not None
         if config is None:
             config = _default_config(loaded.name, self.target)
         grammars = Grammars(self.tokenizer, self.target.vocab_size, loaded.eos_token_ids)
-        self._maker = RequestMaker(self.target, loaded.eos_token_ids, grammars)
+        self._maker = RequestMaker(
+            self.target, loaded.eos_token_ids, grammars, loaded.beam_defaults
+        )
         self.strategies = StrategyFactory(
             self.target,
             self.tokenizer,
@@ -230,14 +233,23 @@ class LLMEngine:
         """Check a prompt and make its requests; arguments and errors as in `add_request`."""
         requests = self.make_requests(prompt, params or SamplingParams(), trace=trace)
         job = Job(prompt, requests, None)
+        beams = params is not None and params.beam_width > 1
 
         def build() -> None:
             job.strategy = self.strategies.strategy(speculative_config)
+            if beams:
+                job.strategy = self._beam_strategy(job.strategy)
 
-        if speculative_config is not None:
+        if speculative_config is not None or beams:
             # Building may load a model or time passes, so no thread may run a step meanwhile.
             self._turns.take(build)
         return job
+
+    def _beam_strategy(self, given: Strategy | None) -> Strategy:
+        """How a beam search speculates: with the drafter that the user chose, if there is one."""
+        if given is None and self._chose_drafter:
+            given = self._speculation.default
+        return self.strategies.for_beams(given)
 
     def make_requests(
         self, prompt: Prompt, params: SamplingParams, *, trace: bool = False

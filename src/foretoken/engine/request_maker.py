@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -23,10 +24,18 @@ class RequestMaker:
         target: the model.
         eos_token_ids: its end-of-sequence tokens.
         grammars: compiles structured outputs for its tokens.
+        beam_defaults: the model's own values of options of beam search.
     """
 
-    def __init__(self, target: Target, eos_token_ids: Sequence[int], grammars: Grammars) -> None:
+    def __init__(
+        self,
+        target: Target,
+        eos_token_ids: Sequence[int],
+        grammars: Grammars,
+        beam_defaults: Mapping[str, Any],
+    ) -> None:
         self._target = target
+        self._beam_defaults = beam_defaults
         self._eos_token_ids = eos_token_ids
         self._grammars = grammars
 
@@ -52,6 +61,8 @@ class RequestMaker:
         """
         if params.stop_strings and tokenizer is None:
             raise ConfigError("stop: stop strings need a tokenizer, and this model has none.")
+        if params.beam_width > 1:
+            params = self._for_beams(params, trace=trace)
         ids = token_ids(prompt, tokenizer)
         check_prompt(ids, self._target)
         return [
@@ -68,6 +79,19 @@ class RequestMaker:
             )
             for index in range(params.n)
         ]
+
+    def _for_beams(self, params: SamplingParams, *, trace: bool) -> SamplingParams:
+        """The parameters of a beam search, with the model's defaults for those not given."""
+        if trace:
+            raise ConfigError("trace: a beam search has none: leave it out.")
+        widest = self._target.vocab_size // max(2, 1 + len(self._eos_token_ids))
+        if params.beam_width > widest:
+            raise ConfigError(
+                f"beam_width: at most {widest} with this model's vocabulary, got "
+                f"{params.beam_width}."
+            )
+        given = params.model_dump(include=set(self._beam_defaults), exclude_none=True)
+        return params.model_copy(update={**self._beam_defaults, **given})
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         if params.form is None:

@@ -114,7 +114,8 @@ class Scheduler:
 
     def _has_room_for(self, request: Request) -> bool:
         requests = [*self._running, request]
-        return self._target.has_room(len(requests), max(len(r.token_ids) for r in requests))
+        longest = max(self._target.longest, *(len(r.token_ids) for r in requests))
+        return self._target.has_room(len(requests), longest)
 
     def _leave(self, request: Request) -> None:
         """Remove a request from the queue or from the batch."""

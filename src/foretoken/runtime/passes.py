@@ -122,7 +122,7 @@ class Passes(Rows):
             keys: the rows, in any order.
             trees: a tree per row; its root is the row's first token that is not committed.
             num_computed: per row, how many of the tree's first nodes the row's last pass computed
-                (a drafter grows its tree level by level). None means 0.
+                (a drafter grows its tree level by level). None means those that the row keeps.
             need: what to return.
             states: per row, the states [n + 1 - num_computed, E] of the nodes computed, for a
                 drafting head.
@@ -134,7 +134,7 @@ class Passes(Rows):
         Raises:
             SlabFull: there is no room for the nodes. Nothing was written.
         """
-        computed = num_computed or [0] * len(trees)
+        computed = num_computed or [self.kept(key) for key in keys]
         outputs = self._forward(keys, trees, computed, need, states)
         if self.device.type == "cuda":  # so that callers can time the pass
             torch.cuda.synchronize(self.device)
@@ -218,7 +218,9 @@ class Passes(Rows):
         }
         rows = range(min(work), max(work) + 1)
         nodes = [
-            tree_nodes(*work[row], lengths[row]) if row in work else RowNodes(lengths[row])
+            tree_nodes(*work[row], lengths[row])
+            if row in work
+            else RowNodes(lengths[row] + self._slab.kept[row])
             for row in rows
         ]
         starts, counts = [row.start for row in nodes], [len(row) for row in nodes]
