@@ -99,7 +99,7 @@ def test_names_of_other_libraries_get_the_right_one(name: str, advice: str) -> N
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"temperature": 1.0}, "beam_width=2 searches and does not sample: set temperature to 0."),
+        ({"temperature": 1.0}, "beam_width=2 searches and does not sample: set temperature=0."),
         ({"top_k": 5}, "top_k is not possible in beam search"),
         ({"stop": "."}, "stop is not possible in beam search"),
         ({"logprobs": 0}, "logprobs is not possible in beam search"),

@@ -40,6 +40,7 @@ EXAMPLES = examples(
     'foretoken generate "Write a poem." --temperature 0.8 --seed 7 --json',
     'foretoken generate "Count to ten." --trace steps.json',
     "foretoken generate Hi --speculative-config '{\"prompt_lookup_max\": 6}'",
+    'foretoken generate "Translate to French: good morning." --beam-width 4',
 )
 
 
@@ -88,6 +89,13 @@ def generate(
     sampling: SamplingOptions,
     engine: GenerateEngine,
     n: Annotated[int, in_panel("Sampling", "Number of answers.", "--n")] = 1,
+    beam_width: Annotated[
+        int, in_panel("Sampling", "Search for the best answer with this many beams.")
+    ] = 1,
+    length_penalty: Annotated[
+        float | None,
+        in_panel("Sampling", "With --beam-width: above 0 favours long answers."),
+    ] = None,
     logprobs: Annotated[
         int | None,
         in_panel("Output", "With --json: log-probabilities of the k most likely tokens."),
@@ -110,13 +118,14 @@ def generate(
     correction of a rejected draft, or bonus. A pipe gets the text and
     nothing else.
     """
-    _check(n, logprobs, json_output, trace)
+    _check(n, logprobs, json_output, trace, beams=beam_width > 1)
     if n == 1:
         engine.refuse_what_is_for_several()
     text = read_prompt(prompt, file)
     with working("Starting", quiet=quiet):
-        config = speculation.config_for(target.model)
-        params = sampling.params(n=n, logprobs=logprobs)
+        config = speculation.config_for(target.model, beams=beam_width > 1)
+        beams = {"beam_width": beam_width, "length_penalty": length_penalty}
+        params = sampling.params(n=n, logprobs=logprobs, **beams)
     llm = open_llm(target, config, quiet=quiet, **engine.arguments())
     conversation = shaped(llm, text, chat)
     if json_output:
@@ -132,13 +141,17 @@ def generate(
         write_whole(trace, json.dumps(outputs[0].trace.as_dict()) + "\n")
 
 
-def _check(n: int, logprobs: int | None, json_output: bool, trace: Path | None) -> None:
+def _check(
+    n: int, logprobs: int | None, json_output: bool, trace: Path | None, *, beams: bool
+) -> None:
     """Refuse wrong combinations before the model is loaded."""
     if logprobs is not None and not json_output:
         raise UsageError("--logprobs are shown with --json only: add --json")
     if trace is not None:
         if n > 1:
             raise UsageError(f"--trace describes one answer: leave out --n {n}")
+        if beams:
+            raise UsageError("--trace: a beam search has none: leave out --beam-width")
         check_writable(trace)
 
 

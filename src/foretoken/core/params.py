@@ -248,7 +248,7 @@ class SamplingParams(Config):
             return self
         if not self.greedy:
             raise ValueError(
-                f"beam_width={self.beam_width} searches and does not sample: set temperature to 0."
+                f"beam_width={self.beam_width} searches and does not sample: set temperature=0."
             )
         for name in _NOT_FOR_BEAMS:
             neutral = type(self).model_fields[name].default
