@@ -120,6 +120,8 @@ class Speculates(Protocol):
 def step(target: Verifier, speculation: Speculates, batch: Sequence[Request]) -> list[Outcome]:
     """Advance every request of the batch by at least one token, with one target pass.
 
+    A beam search advances by at least one step of the search, which may commit no token.
+
     If a request's own data (its distribution, its grammar, its text) makes its step fail, the
     request ends with `finish_reason` "error". The others advance.
 

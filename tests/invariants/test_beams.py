@@ -160,6 +160,15 @@ def test_a_draft_model_that_is_the_target_saves_passes() -> None:
     assert drafted.metrics.target_passes <= -(-plain.metrics.target_passes // 4)
 
 
+def test_drafts_that_save_nothing_become_rare() -> None:
+    params = searched(3, 70, ignore_eos=True)
+    config = {"method": "random", "num_speculative_tokens": 2}
+    (result,) = llm_of().generate([PROMPTS[0]], params, speculative_config=config)
+    assert result.metrics.num_accepted_tokens == 0, "the seed of the test is unlucky"
+    # At the steps 0, 1, 3, 7, 15, 31 and 63.
+    assert (result.metrics.target_passes, result.metrics.num_drafts) == (70, 7)
+
+
 def test_drafts_keep_the_bits_of_the_native_runtime() -> None:
     model = tiny_model("llama", eos_token_id=EOS, head_dim=32)
     llm = LLM(model)

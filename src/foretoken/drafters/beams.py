@@ -4,17 +4,18 @@ A step of the search needs the target's output at all live beams. So a draft sav
 has a node for every beam of the next step (Leviathan et al., "Fast Inference from Transformers via
 Speculative Decoding", appendix A.4). A draft model searches itself, with as many beams
 (`DraftedBeams`). Other drafters draft for each beam as if it were a request of its own
-(`DraftPerBeam`). The output is that of the search without proposals (`core.beams.search`).
+(`DraftPerBeam`). Drafts that save nothing are soon made only now and then. The output is that of
+the search without proposals (`core.beams.search`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from foretoken.control.base import Budget
-from foretoken.core.beams import BeamDraft, Beams
+from foretoken.core.beams import BeamDraft, Beams, scores_of
 from foretoken.core.tree import Draft, TokenTree
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.model_drafter import ModelDrafter
@@ -23,6 +24,9 @@ from foretoken.errors import CompatibilityError
 from foretoken.request import Request
 
 __all__ = ["BeamDrafter", "beam_drafter"]
+
+LONGEST_PAUSE = 32
+"""Most steps from a draft that saved no pass to the next draft."""
 
 
 class Proposer(ABC):
@@ -42,6 +46,30 @@ class Proposer(ABC):
         """Forget a request."""
 
 
+@dataclass
+class _Pace:
+    """How often to draft for a request: after each failure in a row half as often as before."""
+
+    saved: int = 0  # passes saved so far
+    failures: int = 0
+    wait: int = 0  # steps until the next draft
+
+    def drafts_now(self, saved: int) -> bool:
+        """Whether to draft in this step. It is asked in every step.
+
+        Args:
+            saved: passes that drafts have saved so far.
+        """
+        if saved > self.saved:
+            self.saved, self.failures, self.wait = saved, 0, 0
+        if self.wait:
+            self.wait -= 1
+            return False
+        self.wait = min(2**self.failures, LONGEST_PAUSE) - 1
+        self.failures += 1
+        return True
+
+
 class BeamDrafter(Drafter):
     """The trees of beam searches, with proposals or without.
 
@@ -53,6 +81,7 @@ class BeamDrafter(Drafter):
 
     def __init__(self, proposer: Proposer | None = None) -> None:
         self._proposer = proposer
+        self._paces: dict[int, _Pace] = {}
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         """The trees that the searches need, and proposals within the budgets."""
@@ -61,15 +90,20 @@ class BeamDrafter(Drafter):
             for request, budget in zip(batch, budgets, strict=True)
         }
         drafts = {request.key: request.undrafted() for request in batch}
-        wanted = [request for request in batch if levels[request.key] > 0]
+        wanted = [r for r in batch if levels[r.key] > 0 and self._drafts_now(r)]
         if self._proposer is not None and wanted:
             trees = self._proposer.extend(wanted, [levels[request.key] for request in wanted])
             for request, tree in zip(wanted, trees, strict=True):
                 drafts[request.key] = BeamDraft.of(_beams(request), tree)
         return [drafts[request.key] for request in batch]
 
+    def _drafts_now(self, request: Request) -> bool:
+        pace = self._paces.setdefault(request.key, _Pace())
+        return pace.drafts_now(request.metrics.num_accepted_tokens)
+
     def release(self, request: Request) -> None:
         """Forget the request."""
+        self._paces.pop(request.key, None)
         if self._proposer is not None:
             self._proposer.release(request)
 
@@ -158,9 +192,8 @@ class DraftedBeams(Proposer):
                 skipped = len(pending) - 1 + computed
                 (output,) = self._scorer.verify([request.key], [tree], [skipped])
                 computed = len(beams.tree)
-            first = computed - len(output.scores)
-            rows = [node - first for _, node in beams.live]
-            after = beams.advance(output.scores[rows].float().log_softmax(-1))
+            scores = scores_of(beams.draft, output.scores, request.sampler, request.output_ids)
+            after = beams.advance(scores([node for _, node in beams.live]))
             if after.done:
                 break
             beams = after
