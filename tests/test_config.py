@@ -78,7 +78,7 @@ def test_values_that_float32_does_not_hold_are_refused(fields: dict[str, Any]) -
         ("max_new_tokens", "use 'max_tokens'"),
         ("max_length", "use 'max_tokens'"),
         ("do_sample", "use 'temperature', where 0 is greedy"),
-        ("num_beams", "beam search is not offered"),
+        ("num_beams", "use 'beam_width' with temperature 0"),
         ("num_return_sequences", "use 'n'"),
         ("best_of", "use 'n'"),
         ("guided_decoding", "use structured_outputs"),
@@ -94,6 +94,30 @@ def test_names_of_other_libraries_get_the_right_one(name: str, advice: str) -> N
     assert str(caught.value).startswith(f"SamplingParams has no field '{name}': {advice}")
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 120
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"temperature": 1.0}, "beam_width=2 searches and does not sample: set temperature=0."),
+        ({"top_k": 5}, "top_k is not possible in beam search"),
+        ({"stop": "."}, "stop is not possible in beam search"),
+        ({"logprobs": 0}, "logprobs is not possible in beam search"),
+        ({"presence_penalty": 0.5}, "presence_penalty is not possible in beam search"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs is not possible in beam"),
+        ({"beam_width": 1, "length_penalty": 2.0}, "length_penalty is for beam search: set beam_"),
+        ({"beam_width": 1, "early_stopping": "never"}, "early_stopping is for beam search"),
+        ({"early_stopping": "soon"}, "early_stopping: "),
+        ({"length_penalty": 6.0}, "length_penalty: "),
+        ({"beam_width": 65}, "beam_width: "),
+    ],
+    ids=str,
+)
+def test_what_beam_search_has_no_use_for_is_refused(fields: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SamplingParams(**{"temperature": 0.0, "beam_width": 2, **fields})
+    assert problem in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("method", ["none", "ngram", "lookahead"])

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from foretoken.llm import LLM
     from foretoken.outputs import (
+        BeamOutput,
         CompletionOutput,
         Metrics,
         RequestOutput,
@@ -61,6 +62,7 @@ _MODULES = {
     "foretoken.llm": ["LLM"],
     "foretoken.engine.llm_engine": ["LLMEngine"],
     "foretoken.outputs": [
+        "BeamOutput",
         "CompletionOutput",
         "Metrics",
         "RequestOutput",
@@ -75,6 +77,7 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "LLM",
+    "BeamOutput",
     "CompatibilityError",
     "CompletionOutput",
     "ConfigError",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.acceptance.base import AcceptanceRule, Accepted
+from foretoken.core.beams import BeamDraft, scores_of, search
 from foretoken.core.sampler import TreeDistributions
 from foretoken.core.tree import Draft, TokenTree
 from foretoken.outputs import StreamedToken
@@ -90,8 +91,8 @@ class Verifier(Protocol):
         """The output after every node of each tree, from one forward pass."""
         ...
 
-    def commit(self, key: int, nodes: Sequence[int]) -> None:
-        """Commit the KV of these nodes, root included; discard the rest."""
+    def commit(self, key: int, nodes: Sequence[int], kept: Sequence[int] = ()) -> None:
+        """Commit the KV of these nodes, root included; discard the rest but `kept` (`KVSlab`)."""
         ...
 
 
@@ -119,6 +120,8 @@ class Speculates(Protocol):
 def step(target: Verifier, speculation: Speculates, batch: Sequence[Request]) -> list[Outcome]:
     """Advance every request of the batch by at least one token, with one target pass.
 
+    A beam search advances by at least one step of the search, which may commit no token.
+
     If a request's own data (its distribution, its grammar, its text) makes its step fail, the
     request ends with `finish_reason` "error". The others advance.
 
@@ -128,7 +131,8 @@ def step(target: Verifier, speculation: Speculates, batch: Sequence[Request]) ->
         batch: requests that have not finished.
 
     Returns:
-        An outcome for each request that advanced.
+        An outcome for each request that advanced; none for a beam search, whose tree says nothing
+        about what a drafter or a controller could learn.
     """
     began = time.perf_counter()
     drafts = speculation.draft(batch)
@@ -139,13 +143,17 @@ def step(target: Verifier, speculation: Speculates, batch: Sequence[Request]) ->
     outcomes: list[Outcome] = []
     for request, draft, output in zip(batch, drafts, outputs, strict=True):
         try:
+            if isinstance(draft, BeamDraft):
+                _search(target, request, draft, output)
+                continue
             outcomes.append(_advance(target, speculation.rule(request), request, draft, output))
         except Exception as error:  # of this request alone: the others go on
             request.fail(error)
     times = StepTimes(drafted - began, verified - drafted, time.perf_counter() - verified)
     learning = speculation.observe(outcomes, times)
-    for outcome in outcomes:
-        outcome.request.record_times(times.draft + learning, times.verify, times.accept)
+    for request in batch:
+        if request.failure is None:
+            request.record_times(times.draft + learning, times.verify, times.accept)
     return outcomes
 
 
@@ -161,3 +169,10 @@ def _advance(
     trace = record(draft, p, accepted, everything=request.trace_all)
     committed = request.extend(draft, p, accepted, trace)
     return Outcome(request, draft, accepted, tuple(committed), output, p)
+
+
+def _search(target: Verifier, request: Request, draft: BeamDraft, output: PassOutput) -> None:
+    """Advance a beam search, and commit what all that is left of it begins with."""
+    searched = search(draft, scores_of(draft, output.scores, request.sampler, request.output_ids))
+    target.commit(request.key, searched.cached, searched.kept)
+    request.follow(draft, searched)

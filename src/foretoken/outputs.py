@@ -10,6 +10,7 @@ from foretoken.core.acceptance.base import Origin
 from foretoken.trace import Trace
 
 __all__ = [
+    "BeamOutput",
     "CompletionOutput",
     "Metrics",
     "RequestOutput",
@@ -34,6 +35,23 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
+@dataclass(frozen=True)
+class BeamOutput:
+    """One of the outputs that a beam search has found.
+
+    Args:
+        token_ids: its tokens.
+        text: their text.
+        score: the sum of their log-probabilities after the length penalty.
+        cumulative_logprob: the sum itself.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    score: float
+    cumulative_logprob: float
+
+
 @dataclass
 class Metrics:
     """Counts and times of one output. Times are wall-clock seconds.
@@ -41,7 +59,8 @@ class Metrics:
     The prompt of an encoder-decoder is the decoder's; what the encoder reads is the source.
 
     `num_drafts` counts the steps in which at least one token was drafted. In a batch, the full time
-    of a step counts for every request that took part in it.
+    of a step counts for every request that took part in it. In a beam search, `num_accepted_tokens`
+    counts the steps of the search that drafts have saved a pass for.
     """
 
     prompt_tokens: int = 0
@@ -125,6 +144,8 @@ class CompletionOutput:
     logprobs: tuple[TokenLogprobs, ...] | None
     metrics: Metrics
     trace: Trace
+    beams: tuple[BeamOutput, ...] = ()
+    """What a beam search has found, best first; empty without one, and until it has ended."""
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, without the trace."""
@@ -136,6 +157,7 @@ class CompletionOutput:
             "stop_reason": self.stop_reason,
             "error": self.error,
             "logprobs": None if self.logprobs is None else [asdict(x) for x in self.logprobs],
+            **({"beams": [asdict(beam) for beam in self.beams]} if self.beams else {}),
             "metrics": self.metrics.as_dict(),
         }
 

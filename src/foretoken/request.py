@@ -11,6 +11,7 @@ from itertools import count
 from transformers import PreTrainedTokenizerBase
 
 from foretoken.core.acceptance.base import Accepted, Origin
+from foretoken.core.beams import BeamDraft, Beams, BeamSettings, Hypothesis, Searched
 from foretoken.core.detokenizer import Detokenizer
 from foretoken.core.grammar import Grammar
 from foretoken.core.noise import Noise, fresh_seed
@@ -18,9 +19,9 @@ from foretoken.core.params import SamplingParams
 from foretoken.core.rules import DecodingRules
 from foretoken.core.sampler import Sampler, TreeDistributions
 from foretoken.core.source import Source
-from foretoken.core.tree import Draft
+from foretoken.core.tree import Draft, chain
 from foretoken.errors import ForetokenError, in_one_line
-from foretoken.outputs import CompletionOutput, Metrics, StreamedToken, TokenLogprobs
+from foretoken.outputs import BeamOutput, CompletionOutput, Metrics, StreamedToken, TokenLogprobs
 from foretoken.trace import StepTrace, Trace
 
 __all__ = ["Request"]
@@ -44,6 +45,9 @@ class Request:
         grammar: the compiled `params.structured_outputs`, for this request alone (it has state).
         source: what the encoder reads; None for a decoder-only model.
         rules: what an encoder-decoder's generation config does to its logits.
+
+    Attributes:
+        beams: the state of its beam search; None without one.
     """
 
     def __init__(
@@ -96,6 +100,19 @@ class Request:
         self._origins: list[Origin] = []
         self._logprobs: list[TokenLogprobs] = []
         self._trace = Trace()
+        self.beams = self._new_beams() if params.beam_width > 1 else None
+        self._beam_outputs: tuple[BeamOutput, ...] = ()
+
+    def _new_beams(self) -> Beams:
+        params = self.params
+        settings = BeamSettings(
+            params.beam_width,
+            self._max_tokens,
+            frozenset(self.sampler.stop_ids),
+            1.0 if params.length_penalty is None else params.length_penalty,
+            params.early_stopping or False,
+        )
+        return Beams(settings, chain([self.root]))
 
     # Read by drafters and the loop
 
@@ -124,6 +141,10 @@ class Request:
         """Tokens that may still be generated. A useful draft is at least one token shorter."""
         return self._max_tokens - len(self._origins)
 
+    def undrafted(self) -> Draft:
+        """The draft without proposals: the root alone, or the tree of the beam search."""
+        return Draft.empty(self.root) if self.beams is None else self.beams.draft
+
     def with_noise(self, noise: Noise) -> Request:
         """The same request with other noise, for a drafter that needs noise of its own."""
         other = copy(self)
@@ -134,6 +155,19 @@ class Request:
         """The request as if these tokens were committed, for a drafter that continues them."""
         other = self.with_noise(noise)
         other.token_ids = [*self.token_ids, *tokens]
+        return other
+
+    def view(self, tokens: Sequence[int], key: int | None = None) -> Request:
+        """A beam as a request of its own, for a drafter that continues it.
+
+        Args:
+            tokens: prompt and output up to the beam's last token.
+            key: the key of an earlier beam whose place this one takes; None takes a new one.
+        """
+        other = copy(self)
+        other.key = next(_keys) if key is None else key
+        other.token_ids = list(tokens)
+        other.beams = None
         return other
 
     def shadow(self, noise: Noise, max_model_len: int, key: int | None = None) -> Request:
@@ -200,6 +234,30 @@ class Request:
             self._fresh.extend(streamed)
         return streamed
 
+    def follow(self, draft: BeamDraft, searched: Searched) -> None:
+        """Go on with a beam search, and append the tokens that it commits.
+
+        Args:
+            draft: the verified draft.
+            searched: what the pass brought.
+        """
+        self.beams = searched.beams
+        if searched.beams.done:
+            self._beam_outputs = tuple(map(self._beam_output, searched.beams.finished))
+        self._fresh.extend([self._append(token, Origin.BONUS) for token in searched.tokens])
+        assert self.finished == searched.beams.done, "a search ends where its best output ends"
+        metrics = self.metrics
+        metrics.generated_tokens = len(self._origins)
+        metrics.target_passes += 1
+        if draft.num_proposed:
+            metrics.num_drafts += 1
+            metrics.num_draft_tokens += draft.num_proposed
+            metrics.num_accepted_tokens += searched.steps - 1
+
+    def _beam_output(self, found: Hypothesis) -> BeamOutput:
+        tokens = (*self.output_ids, *found.tokens)
+        return BeamOutput(tokens, self._decoded(tokens), found.score, found.log_prob)
+
     @property
     def has_fresh(self) -> bool:
         """Whether `take` has tokens to give."""
@@ -257,8 +315,9 @@ class Request:
         self.metrics.draft_seconds += draft
         self.metrics.verify_seconds += verify
         self.metrics.accept_seconds += accept
-        last = self._trace.steps[-1]
-        last.draft_seconds, last.verify_seconds, last.accept_seconds = draft, verify, accept
+        if self.beams is None:
+            last = self._trace.steps[-1]
+            last.draft_seconds, last.verify_seconds, last.accept_seconds = draft, verify, accept
 
     def _finish(self, reason: str, stop_reason: int | str | None) -> None:
         self.finish_reason, self.stop_reason = reason, stop_reason
@@ -301,7 +360,15 @@ class Request:
             logprobs=tuple(self._logprobs) if self.params.logprobs is not None else None,
             metrics=self.metrics,
             trace=self._trace,
+            beams=self._beam_outputs,
         )
+
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        """The text of a whole output; empty without a tokenizer."""
+        if self._tokenizer is None:
+            return ""
+        skip = self.params.skip_special_tokens
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=skip))
 
     def _piece(self, token: int) -> str:
         """A token's text for the trace; empty if the tokenizer cannot decode it."""

@@ -125,7 +125,7 @@ class Speculation:
         groups = self._groups(batch)
         if len(groups) == 1 and len(groups[0].requests) == len(batch):
             return self._draft(groups[0])
-        drafts = {request.key: Draft.empty(request.root) for request in batch}
+        drafts = {request.key: request.undrafted() for request in batch}
         for group in groups:
             made = self._draft(group)
             drafts.update((r.key, draft) for r, draft in zip(group.requests, made, strict=True))
@@ -144,7 +144,7 @@ class Speculation:
     ) -> list[Draft]:
         """Propose for all; after a failure for each request alone, to find the one that fails."""
         if drafter.looks_up and not any(budget.nodes for budget in budgets):
-            return [Draft.empty(request.root) for request in requests]
+            return [request.undrafted() for request in requests]
         try:
             drafts = drafter.propose(requests, budgets)
             _check(drafter, drafts, requests)
@@ -154,7 +154,7 @@ class Speculation:
         except Exception as error:
             if len(requests) == 1:
                 self._give_up(drafter, requests[0], error)
-                return [Draft.empty(requests[0].root)]
+                return [requests[0].undrafted()]
         pairs = zip(requests, budgets, strict=True)
         return [self._propose(drafter, [request], [budget])[0] for request, budget in pairs]
 
@@ -310,8 +310,8 @@ class Plain:
     speculation: Speculation
 
     def draft(self, batch: Sequence[Request]) -> list[Draft]:
-        """Empty drafts."""
-        return [Draft.empty(request.root) for request in batch]
+        """Drafts without proposals."""
+        return [request.undrafted() for request in batch]
 
     def rule(self, request: Request) -> AcceptanceRule:
         """The rule of the request's strategy."""

@@ -289,3 +289,29 @@ def test_a_line_that_fails_leaves_the_others(
     assert [line["error"] for line in lines] == ["OSError: no disk", None]
     assert result.exit_code == 1
     assert "1 of 2 lines ended with an error" in error_of(result)
+
+
+def test_beams(run: Run, tiny: Path, llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, beam_width=3, length_penalty=2)
+    (expected,) = llm.chat(MESSAGES, params)
+    given = ["generate", "hello", "-m", tiny, "--max-tokens", 8, "--beam-width", 3]
+    value = parsed(run(*given, "--length-penalty", 2, "--json"))
+    assert value["token_ids"] == list(expected.token_ids)
+    beams = value["beams"]
+    assert isinstance(beams, list)
+    assert [beam["token_ids"] for beam in beams] == [
+        list(beam.token_ids) for beam in expected.outputs[0].beams
+    ]
+    assert beams[0]["text"] == value["text"] == expected.text
+    assert run(*given, "--length-penalty", 2).stdout == expected.text + "\n"
+
+
+def test_what_beams_exclude_is_refused_by_its_flag(run: Run, tiny: Path) -> None:
+    given = ["generate", "hello", "-m", tiny, "--beam-width", 3]
+    problem = "--beam-width 3 searches and does not sample: set --temperature 0"
+    assert problem in error_of(run(*given, "--temperature", 1))
+    assert "--trace: a beam search has none" in error_of(run(*given, "--trace", "steps.json"))
+    assert "or with --method none" in error_of(run(*given, "--method", "lookahead"))
+    assert "--length-penalty is for beam search" in error_of(
+        run("generate", "hello", "-m", tiny, "--length-penalty", 2)
+    )

@@ -13,6 +13,7 @@ _FIELDS = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "n", "logprobs", "logit_bias"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "allowed_token_ids"),
     *("min_tokens", "max_tokens", "stop", "stop_token_ids", "structured_outputs"),
+    *("beam_width", "length_penalty"),
     *(
         "num_speculative_tokens",
         "acceptance",
@@ -36,6 +37,7 @@ _PHRASES = {
         "needs a trained head: add --draft-model with its folder"
     ),
     "takes no draft model: remove 'model'": "takes no draft model: remove --draft-model",
+    "or with {'method': 'none'}": "or with --method none",
     "pass text instead of messages": "use --no-chat",
     "pass token ids, or LLM(tokenizer=...)": "the command line needs one",
 }

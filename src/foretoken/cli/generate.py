@@ -42,6 +42,7 @@ EXAMPLES = examples(
     'foretoken generate "Count to ten." --trace steps.json',
     "foretoken generate Hi --speculative-config '{\"prompt_lookup_max\": 6}'",
     "foretoken generate --model DIR --file sentences.txt --jsonl",
+    'foretoken generate "Translate to French: good morning." --beam-width 4',
 )
 
 
@@ -108,6 +109,13 @@ def generate(
     engine: GenerateEngine,
     languages: LanguageOptions,
     n: Annotated[int, in_panel("Sampling", "Number of answers.", "--n")] = 1,
+    beam_width: Annotated[
+        int, in_panel("Sampling", "Search for the best answer with this many beams.")
+    ] = 1,
+    length_penalty: Annotated[
+        float | None,
+        in_panel("Sampling", "With --beam-width: above 0 favours long answers."),
+    ] = None,
     logprobs: Annotated[
         int | None,
         in_panel("Output", "With --json: log-probabilities of the k most likely tokens."),
@@ -134,13 +142,14 @@ def generate(
     correction of a rejected draft, or bonus. A pipe gets the text and
     nothing else.
     """
-    _check(n, logprobs, json_output, jsonl, trace)
+    _check(n, logprobs, json_output, jsonl, trace, beams=beam_width > 1)
     if n == 1 and not jsonl:
         engine.refuse_what_is_for_several()
     lines = read_lines(prompt, file) if jsonl else [read_prompt(prompt, file)]
     with working("Starting", quiet=quiet):
-        config = speculation.config_for(target.model)
-        params = sampling.params(n=n, logprobs=logprobs)
+        config = speculation.config_for(target.model, beams=beam_width > 1)
+        beams = {"beam_width": beam_width, "length_penalty": length_penalty}
+        params = sampling.params(n=n, logprobs=logprobs, **beams)
     llm = open_llm(target, config, quiet=quiet, **engine.arguments())
     prompts = [languages.prompt(shaped(llm, line, chat)) for line in lines]
     if jsonl:
@@ -161,7 +170,13 @@ def generate(
 
 
 def _check(
-    n: int, logprobs: int | None, json_output: bool, jsonl: bool, trace: Path | None
+    n: int,
+    logprobs: int | None,
+    json_output: bool,
+    jsonl: bool,
+    trace: Path | None,
+    *,
+    beams: bool,
 ) -> None:
     """Refuse wrong combinations before the model is loaded."""
     if json_output and jsonl:
@@ -173,6 +188,8 @@ def _check(
             raise UsageError("--trace describes one answer: leave out --jsonl")
         if n > 1:
             raise UsageError(f"--trace describes one answer: leave out --n {n}")
+        if beams:
+            raise UsageError("--trace: a beam search has none: leave out --beam-width")
         check_writable(trace)
 
 

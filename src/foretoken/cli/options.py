@@ -193,14 +193,20 @@ class SpeculationOptions:
         ),
     ] = None
 
-    def config_for(self, model: str) -> SpeculativeConfig | None:
+    def config_for(self, model: str, *, beams: bool = False) -> SpeculativeConfig | None:
         """See `config`; the default method of a model with a head of ours is to use it.
+
+        Args:
+            model: the model's name.
+            beams: whether it searches with beams; the default method is then `none`.
 
         Returns:
             None, `LLM`'s own default, if nothing was chosen for such a model.
         """
         from foretoken.drafters.heads.shipped import shipped_config
 
+        if beams and not self._fields():
+            return _speculative_config({"method": "none"})
         fields, shipped = self._fields(), shipped_config(model, trees=True)
         if shipped is None or {"method", "model"} & fields.keys():
             return _speculative_config(fields)

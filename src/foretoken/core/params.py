@@ -30,6 +30,17 @@ _LARGEST, _SMALLEST = 3.4e38, 1.2e-38
 
 _STRUCTURED = "use structured_outputs"
 
+_NOT_FOR_BEAMS = (
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "stop",
+    "logprobs",
+    "structured_outputs",
+)
+
 Float32 = Annotated[FiniteFloat, Ge(-_LARGEST), Le(_LARGEST)]
 
 
@@ -134,6 +145,13 @@ class SamplingParams(Config):
         include_stop_str_in_output: keep the stop string or stop token in the text.
         structured_outputs: `StructuredOutputs` or a dict of its fields. Only outputs of this form
             are possible, and the output ends where the form is complete.
+        beam_width: with 2 or more, beam search with so many beams, in place of sampling. The output
+            is the best one found, and `CompletionOutput.beams` has all. It needs temperature 0.
+        length_penalty: for beam search. An output's score is the sum of its tokens'
+            log-probabilities, divided by their number to this power. None takes the value of the
+            model's generation config, or 1.
+        early_stopping: for beam search: when it ends (see `core.beams.BeamSettings`). None takes
+            the value of the model's generation config, or False.
 
     Raises:
         ConfigError: a field is unknown, out of range, or contradicts another one.
@@ -144,8 +162,8 @@ class SamplingParams(Config):
         "max_length": "use 'max_tokens', which does not count the prompt.",
         "min_new_tokens": "use 'min_tokens'.",
         "do_sample": "use 'temperature', where 0 is greedy.",
-        "num_beams": "beam search is not offered; 'n' samples several outputs.",
-        "num_return_sequences": "use 'n'.",
+        "num_beams": "use 'beam_width' with temperature 0.",
+        "num_return_sequences": "use 'n'; with beam_width, an output's 'beams' has all of them.",
         "best_of": "use 'n' and choose among the outputs.",
         "eos_token_id": "use 'stop_token_ids'.",
         "forced_bos_token_id": "say in the prompt how the decoder's text begins.",
@@ -178,6 +196,9 @@ class SamplingParams(Config):
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     structured_outputs: Structured | None = None
+    beam_width: Annotated[int, Ge(1), Le(64)] = 1
+    length_penalty: Annotated[float, Ge(-5), Le(5)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -217,6 +238,24 @@ class SamplingParams(Config):
                     f"{name} contradicts structured_outputs, which say what may come next and "
                     "where the output ends: remove one of them."
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _beams_alone(self) -> Self:
+        """Refuse what beam search has no use for, and options of it without it."""
+        if self.beam_width == 1:
+            for name in ("length_penalty", "early_stopping"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} is for beam search: set beam_width to 2 or more.")
+            return self
+        if not self.greedy:
+            raise ValueError(
+                f"beam_width={self.beam_width} searches and does not sample: set temperature=0."
+            )
+        for name in _NOT_FOR_BEAMS:
+            neutral = type(self).model_fields[name].default
+            if getattr(self, name) not in ((neutral, -1) if name == "top_k" else (neutral,)):
+                raise ValueError(f"{name} is not possible in beam search: leave it out.")
         return self
 
     @property

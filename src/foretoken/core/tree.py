@@ -99,6 +99,15 @@ class TokenTree:
                 visibility.append((node + 1, ()))
         return tuple(visibility)
 
+    def visibility_from(self, first: int) -> Sequence[tuple[int, tuple[int, ...]]]:
+        """`visibility` of the nodes from `first` on. A large tree may have few of them."""
+        return [self._visible(n) for n in range(first, len(self))] if first else self.visibility
+
+    def _visible(self, node: int) -> tuple[int, tuple[int, ...]]:
+        path = (0, *self.path(node))
+        prefix = next((i for i, ancestor in enumerate(path) if ancestor != i), len(path))
+        return prefix, path[prefix:]
+
 
 def chain(tokens: Sequence[int]) -> TokenTree:
     """A tree of width 1: `tokens[0]` is the root, and each token is the child of the one before."""

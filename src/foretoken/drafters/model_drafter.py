@@ -95,6 +95,11 @@ class ModelDrafter(Drafter):
         self.reads_target_kv = scorer.reads_target_kv
         self.independent_siblings = options.expansion == "sample_with_replacement"
 
+    @property
+    def scorer(self) -> Scorer:
+        """The drafting model, for beam searches."""
+        return self._scorer
+
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         """One pass of the drafting model per level, over all requests still drafting."""
         limits = self._limits(batch, budgets)

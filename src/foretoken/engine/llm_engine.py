@@ -42,7 +42,7 @@ from foretoken.models.loaded import LoadedModel
 from foretoken.outputs import RequestOutput, StreamChunk
 from foretoken.request import Request
 from foretoken.runtime.target import Target
-from foretoken.speculation import Speculation
+from foretoken.speculation import Speculation, Strategy
 
 __all__ = ["EngineOptions", "LLMEngine"]
 
@@ -95,6 +95,7 @@ class LLMEngine:
             loaded.reload,
         )
         self._kv_budget.add(self.target)
+        self._chose_drafter = config is not None
         if config is None:
             config = _default_config(loaded.name, self.target)
         grammars = Grammars(self.tokenizer, self.target.vocab_size, loaded.eos_token_ids)
@@ -235,14 +236,23 @@ class LLMEngine:
         """Check a prompt and make its requests; arguments and errors as in `add_request`."""
         requests = self.make_requests(prompt, params or SamplingParams(), trace=trace)
         job = Job(prompt, requests, None)
+        beams = params is not None and params.beam_width > 1
 
         def build() -> None:
             job.strategy = self.strategies.strategy(speculative_config)
+            if beams:
+                job.strategy = self._beam_strategy(job.strategy)
 
-        if speculative_config is not None:
+        if speculative_config is not None or beams:
             # Building may load a model or time passes, so no thread may run a step meanwhile.
             self._turns.take(build)
         return job
+
+    def _beam_strategy(self, given: Strategy | None) -> Strategy:
+        """How a beam search speculates: with the drafter that the user chose, if there is one."""
+        if given is None and self._chose_drafter:
+            given = self._speculation.default
+        return self.strategies.for_beams(given)
 
     def make_requests(
         self, prompt: Prompt, params: SamplingParams, *, trace: bool = False
@@ -354,14 +364,14 @@ def _request_maker(target: Target, loaded: LoadedModel, grammars: Grammars) -> R
     """
     eos, network = loaded.eos_token_ids, target.source_network
     if network is None:
-        return RequestMaker(target, eos, grammars)
+        return RequestMaker(target, eos, grammars, loaded.beam_defaults)
     audio = None
     if network.num_bins is not None:
         assert network.source_limit is not None, "audio has a fixed length"
         audio = AudioReader(loaded.path, network.num_bins, network.source_limit)
     reader = SourceReader(target, loaded.tokenizer, decoder_start(loaded.module), audio)
     rules = DecodingRules.of(loaded.module.generation_config, eos, target.vocab_size)
-    return RequestMaker(target, eos, grammars, reader, rules)
+    return RequestMaker(target, eos, grammars, loaded.beam_defaults, reader, rules)
 
 
 def _default_config(name: str | None, target: Target) -> SpeculativeConfig:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -26,6 +27,7 @@ class RequestMaker:
         target: the model.
         eos_token_ids: its end-of-sequence tokens.
         grammars: compiles structured outputs for its tokens.
+        beam_defaults: the model's own values of options of beam search.
         reader: reads the prompts of an encoder-decoder; None for a decoder-only model.
         rules: what an encoder-decoder's generation config rules out; None for a decoder-only model.
     """
@@ -35,10 +37,12 @@ class RequestMaker:
         target: Target,
         eos_token_ids: Sequence[int],
         grammars: Grammars,
+        beam_defaults: Mapping[str, Any],
         reader: SourceReader | None = None,
         rules: DecodingRules | None = None,
     ) -> None:
         self._target = target
+        self._beam_defaults = beam_defaults
         self._eos_token_ids = eos_token_ids
         self._grammars = grammars
         self._reader = reader
@@ -66,6 +70,8 @@ class RequestMaker:
         """
         if params.stop_strings and tokenizer is None:
             raise ConfigError("stop: stop strings need a tokenizer, and this model has none.")
+        if params.beam_width > 1:
+            params = self._for_beams(params, trace=trace)
         source, ids = self.read(prompt, tokenizer)
         state_bytes = self._target.state_bytes(source)
         check_prompt(ids, self._target, state_bytes)
@@ -106,6 +112,19 @@ class RequestMaker:
         if self._reader is None:
             return None, token_ids(prompt, tokenizer)
         return self._reader.read(prompt)
+
+    def _for_beams(self, params: SamplingParams, *, trace: bool) -> SamplingParams:
+        """The parameters of a beam search, with the model's defaults for those not given."""
+        if trace:
+            raise ConfigError("trace: a beam search has none: leave it out.")
+        widest = self._target.vocab_size // max(2, 1 + len(self._eos_token_ids))
+        if params.beam_width > widest:
+            raise ConfigError(
+                f"beam_width: at most {widest} with this model's vocabulary, got "
+                f"{params.beam_width}."
+            )
+        given = params.model_dump(include=set(self._beam_defaults), exclude_none=True)
+        return params.model_copy(update={**self._beam_defaults, **given})
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         if params.form is None:

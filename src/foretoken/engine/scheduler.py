@@ -118,7 +118,7 @@ class Scheduler:
 
     def _has_room_for(self, request: Request) -> bool:
         requests = [*self._running, request]
-        longest = max(len(r.token_ids) for r in requests)
+        longest = max(self._target.longest, *(len(r.token_ids) for r in requests))
         return self._target.has_room(len(requests), longest, self._missing_state_bytes(requests))
 
     def _leave(self, request: Request) -> None:

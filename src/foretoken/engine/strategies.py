@@ -14,8 +14,10 @@ from foretoken.config import SpeculativeConfig
 from foretoken.control import Controller, Fixed, controller_class
 from foretoken.control.hybrid_model import HybridModel
 from foretoken.core.acceptance import AcceptanceRule
+from foretoken.core.acceptance.coupled import Coupled
 from foretoken.core.grammar import Grammars
 from foretoken.drafters.base import Drafter
+from foretoken.drafters.beams import BeamDrafter, beam_drafter
 from foretoken.drafters.hybrid import Hybrid
 from foretoken.drafters.overlap import VocabularyOverlap
 from foretoken.drafters.spec import DrafterParts
@@ -79,6 +81,7 @@ class StrategyFactory:
         self._max_num_seqs = max_num_seqs
         self._costs = CostCurve()  # of the target, so all controllers share it
         self._built: list[tuple[SpeculativeConfig, Strategy]] = []
+        self._for_beams: list[tuple[Strategy | None, Strategy]] = []
         self._load: Callable[[Any], DraftModel] = self._load_draft_model
 
     def strategy(self, given: Speculative) -> Strategy | None:
@@ -94,6 +97,25 @@ class StrategyFactory:
         self._built.append((config, self.build(config)))
         del self._built[:-MAX_STRATEGIES]
         return self._built[-1][1]
+
+    def for_beams(self, given: Strategy | None) -> Strategy:
+        """The strategy of beam searches that take their proposals from this one's drafter.
+
+        Args:
+            given: whose drafter and draft length; None drafts nothing.
+
+        Raises:
+            CompatibilityError: its drafter cannot draft for beams.
+        """
+        for known, strategy in self._for_beams:
+            if known is given:
+                return strategy
+        drafter = BeamDrafter() if given is None else beam_drafter(given.drafter)
+        length = 0 if given is None else given.controller.num_speculative_tokens
+        # Beams are not judged by a rule: the search reads log-probabilities.
+        self._for_beams.append((given, Strategy(drafter, Fixed(length), Coupled())))
+        del self._for_beams[:-MAX_STRATEGIES]
+        return self._for_beams[-1][1]
 
     def kept(self) -> list[Strategy]:
         """The requests' strategies that are kept."""
@@ -133,7 +155,7 @@ class StrategyFactory:
                 loaded[key] = self._load(model)
             return loaded[key]
 
-        other._built, other._load = [], load
+        other._built, other._for_beams, other._load = [], [], load
         return other
 
     # Inside

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -71,6 +72,14 @@ class LoadedModel:
         if self.tokenizer is not None and isinstance(self.tokenizer.eos_token_id, int):
             ids.add(self.tokenizer.eos_token_id)
         return tuple(sorted(ids))
+
+    @property
+    def beam_defaults(self) -> dict[str, Any]:
+        """What the model's generation config says about beam search (see `SamplingParams`)."""
+        settings = self.module.generation_config
+        names = ("length_penalty", "early_stopping")
+        given = {name: getattr(settings, name, None) for name in names}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 def _check_loaded(

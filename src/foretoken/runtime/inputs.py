@@ -59,7 +59,7 @@ def tree_nodes(tree: TokenTree, num_computed: int, length: int) -> RowNodes:
         return RowNodes(
             start, tree.tokens[num_computed:], range(start, stop), range(start + 1, stop + 1)
         )
-    visibility = tree.visibility[num_computed:]
+    visibility = tree.visibility_from(num_computed)
     return RowNodes(
         start,
         tree.tokens[num_computed:],

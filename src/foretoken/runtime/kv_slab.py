@@ -2,7 +2,9 @@
 
 Row r of each layer holds the KV of one request's tokens in order. A pass writes the KV of its nodes
 behind the committed tokens. `commit` keeps that of the accepted path, and the next pass overwrites
-the rest. The rows in use are always the first ones, so a pass over all of them needs only a view.
+the rest. It may also keep the KV of nodes that are not committed, behind the committed tokens: they
+are the first nodes of the row's next tree, and need not be computed again (beam search). The rows
+in use are always the first ones, so a pass over all of them needs only a view.
 
 A row may also carry state that is written once and never rolled back, such as the keys and values
 of an encoder-decoder's cross-attention. It is moved, copied and freed with its row.
@@ -60,6 +62,7 @@ class KVSlab(SlabBuffers, Cache):
         if len(self.lengths) == self._rows:
             self._fit(self._rows + 1, self._positions_in_use)
         self.lengths.append(0)
+        self.kept.append(0)
         self._states.append(())
         return len(self.lengths) - 1
 
@@ -74,6 +77,7 @@ class KVSlab(SlabBuffers, Cache):
         if row != last:
             self.copy_row(last, row)
         self.lengths.pop()
+        self.kept.pop()
         self._states.pop()
         return last
 
@@ -86,12 +90,12 @@ class KVSlab(SlabBuffers, Cache):
 
     @torch.inference_mode()
     def copy_row(self, source: int, row: int) -> None:
-        """Replace the KV and the state of `row` by the committed KV and the state of `source`."""
-        length = self.lengths[source]
+        """Replace what `row` holds by what `source` holds: committed and kept KV, and state."""
+        self.lengths[row], self.kept[row] = self.lengths[source], self.kept[source]
+        stop = self.lengths[row] + self.kept[row]
         for buffers in (self._keys, self._values):
             for buffer in buffers.values():
-                buffer[row, :, :length] = buffer[source, :, :length]
-        self.lengths[row] = length
+                buffer[row, :, :stop] = buffer[source, :, :stop]
         self._states[row] = self._states[source]
 
     def set_state(self, row: int, state: Sequence[Tensor]) -> None:
@@ -101,7 +105,7 @@ class KVSlab(SlabBuffers, Cache):
             OverBudget: `limit` has no room for them beside the KV in use.
         """
         before, self._states[row] = self._states[row], tuple(state)
-        if not self.has_room(len(self.lengths), max(self.lengths)):
+        if not self.has_room(len(self.lengths), self.longest):
             self._states[row] = before
             raise OverBudget(
                 f"row state of {sum(t.nbytes for t in state)} bytes exceeds the KV budget"
@@ -113,30 +117,34 @@ class KVSlab(SlabBuffers, Cache):
         """The row's state; empty if it has none."""
         return self._states[row]
 
-    def commit(self, row: int, nodes: Sequence[int]) -> None:
+    def commit(self, row: int, nodes: Sequence[int], kept: Sequence[int] = ()) -> None:
         """Keep the KV of these nodes of the last pass, in this order, and discard the others.
 
         Args:
             row: index of the row.
-            nodes: indices into the row's tree, ascending, starting with the root (0).
+            nodes: indices into the row's tree, ascending, starting with the root (0). Empty only
+                if `kept` is not, or if the row ends.
+            kept: more indices, ascending, behind `nodes`. Their tokens are not committed; they are
+                the first nodes of the row's next tree.
         """
         start = self.lengths[row]
-        if nodes[-1] != len(nodes) - 1:  # a chain already lies in order
-            self._move_together(row, start, nodes)
-        self.lengths[row] = start + len(nodes)
+        together = [*nodes, *kept] if kept else nodes
+        if together and together[-1] != len(together) - 1:  # a chain already lies in order
+            self._move_together(row, start, together)
+        self.lengths[row], self.kept[row] = start + len(nodes), len(kept)
 
     @torch.inference_mode()
     def _move_together(self, row: int, start: int, nodes: Sequence[int]) -> None:
         source = torch.tensor(nodes) + start
         for buffers in (self._keys, self._values):
             for buffer in buffers.values():
-                kept = buffer[row, :, source.to(buffer.device)]
-                buffer[row, :, start : start + len(nodes)] = kept
+                moved = buffer[row, :, source.to(buffer.device)]
+                buffer[row, :, start : start + len(nodes)] = moved
 
     def rollback(self, row: int, length: int) -> None:
         """Discard the KV behind the first `length` tokens."""
         assert 0 <= length <= self.lengths[row]
-        self.lengths[row] = length
+        self.lengths[row], self.kept[row] = length, 0
 
     # One forward pass
 
@@ -148,7 +156,7 @@ class KVSlab(SlabBuffers, Cache):
         Args:
             first: index of the first row.
             starts: [B] the slot of each row's first new node. It lies behind the committed tokens,
-                and behind the nodes of earlier passes that are still needed.
+                and behind the nodes of earlier passes that are still needed, such as kept ones.
             counts: [B] number of new nodes.
             num_nodes: N, the largest of `counts`, or more with padding.
 
@@ -251,8 +259,8 @@ class KVSlab(SlabBuffers, Cache):
         start = self.lengths[row]
         stop = start + block[0][0].shape[1]
         if stop > self._positions:
-            self._fit(len(self.lengths), whole_blocks(max(stop, *self.lengths)))
+            self._fit(len(self.lengths), whole_blocks(max(stop, self.longest)))
         for layer, (keys, values) in zip(self._values, block, strict=True):
             self._keys[layer][row, :, start:stop] = keys
             self._values[layer][row, :, start:stop] = values
-        self.lengths[row] = stop
+        self.lengths[row], self.kept[row] = stop, 0

@@ -123,7 +123,7 @@ class Passes(SourceRows):
             keys: the rows, in any order.
             trees: a tree per row; its root is the row's first token that is not committed.
             num_computed: per row, how many of the tree's first nodes the row's last pass computed
-                (a drafter grows its tree level by level). None means 0.
+                (a drafter grows its tree level by level). None means those that the row keeps.
             need: what to return.
             states: per row, the states [n + 1 - num_computed, E] of the nodes computed, for a
                 drafting head.
@@ -135,7 +135,7 @@ class Passes(SourceRows):
         Raises:
             SlabFull: there is no room for the nodes. Nothing was written.
         """
-        computed = num_computed or [0] * len(trees)
+        computed = num_computed or [self.kept(key) for key in keys]
         outputs = self._forward(keys, self._tree_nodes(keys, trees, computed), need, states)
         if self.device.type == "cuda":  # so that callers can time the pass
             torch.cuda.synchronize(self.device)
@@ -255,7 +255,8 @@ class Passes(SourceRows):
         lengths = self._slab.lengths
         work = {self._row(key): row for key, row in zip(keys, nodes, strict=True)}
         indices = range(min(work), max(work) + 1)
-        rows = [work.get(index) or RowNodes(lengths[index]) for index in indices]
+        kept = self._slab.kept
+        rows = [work.get(index) or RowNodes(lengths[index] + kept[index]) for index in indices]
         starts, counts = [row.start for row in rows], [len(row) for row in rows]
         num_nodes = max(counts)
         if len(rows) == 1:

@@ -56,7 +56,7 @@ class Rows:
         self._slab.wipe_row(self._row(key))
 
     def fork(self, key: int, new_key: int) -> None:
-        """Copy the committed KV of `key` to the row `new_key`, which is opened if needed."""
+        """Copy the KV of `key` to the row `new_key`, which is opened if needed."""
         if new_key not in self:
             self.add(new_key)
         self._slab.copy_row(self._row(key), self._row(new_key))
@@ -73,9 +73,18 @@ class Rows:
         """Number of tokens whose KV is committed."""
         return self._slab.lengths[self._row(key)]
 
-    def commit(self, key: int, nodes: Sequence[int]) -> None:
-        """Keep the KV of these nodes of the last pass, in this order; the root is one of them."""
-        self._slab.commit(self._row(key), nodes)
+    def kept(self, key: int) -> int:
+        """Number of nodes whose KV the row keeps for its next tree (see `KVSlab.commit`)."""
+        return self._slab.kept[self._row(key)]
+
+    @property
+    def longest(self) -> int:
+        """Slots in use in the longest row: committed tokens and kept nodes."""
+        return self._slab.longest
+
+    def commit(self, key: int, nodes: Sequence[int], kept: Sequence[int] = ()) -> None:
+        """Keep the KV of these nodes of the last pass (see `KVSlab.commit`)."""
+        self._slab.commit(self._row(key), nodes, kept)
 
     def rollback(self, key: int, length: int) -> None:
         """Discard the KV behind the first `length` tokens."""

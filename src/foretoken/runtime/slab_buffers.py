@@ -8,6 +8,7 @@ Rows are doubled.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import add
 
 import torch
 from torch import Tensor
@@ -30,12 +31,14 @@ class SlabBuffers:
 
     Attributes:
         lengths: committed tokens of each row.
+        kept: how many nodes behind them each row keeps for its next tree.
         limit: most cells (rows x positions) to allocate. Row state counts as the cells that would
             take its bytes. With None, the slab grows as long as there is memory.
     """
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
+        self.kept: list[int] = []
         self.limit: int | None = None
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
@@ -117,8 +120,13 @@ class SlabBuffers:
         self._resize(max(1, len(self.lengths)), self._positions_in_use)
 
     @property
+    def longest(self) -> int:
+        """Slots in use in the longest row: committed tokens and kept nodes."""
+        return max(map(add, self.lengths, self.kept), default=0)
+
+    @property
     def _positions_in_use(self) -> int:
-        return whole_blocks(max(self.lengths, default=0))
+        return whole_blocks(self.longest)
 
     def _fit(self, rows: int, positions: int) -> None:
         """Grow to at least this size, and to twice the rows if possible.
