@@ -70,7 +70,8 @@ def llm_of(name: str) -> LLM:
 @cache
 def config_of(name: str, method: str, rule: str) -> dict[str, Any]:
     """The same object for the same arguments, so that its strategy is built once."""
-    spec, model = METHODS[method], {}
+    spec = METHODS[method]
+    model: dict[str, Any] = {}
     if spec.takes_model:
         model["model"] = draft_of(name)
     elif spec.takes_head:

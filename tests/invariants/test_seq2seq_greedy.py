@@ -133,3 +133,22 @@ def test_something_is_accepted() -> None:
     prompts = [list(source.tokens) for source in SOURCES]
     given = llm_of("marian").generate(prompts, GREEDY, speculative_config=config)
     assert sum(output.metrics.num_accepted_tokens for output in given) > 0
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_beams_are_those_of_generate(name: str) -> None:
+    """With the rules of the model's generation config, with drafts from the source and without."""
+    model = tiny_seq2seq(name, eos_bias=3.0)
+    searched = SamplingParams(temperature=0, max_tokens=TOKENS, beam_width=3)
+    llms = LLM(model), LLM(model, speculative_config=speculative_config("copy"))
+    for source in SOURCES:
+        assert source.tokens is not None
+        found = model.generate(  # type: ignore[operator]
+            torch.tensor([source.tokens]), num_beams=3, max_new_tokens=TOKENS, do_sample=False
+        )
+        expected = found[0, 1:].tolist()
+        for llm in llms:
+            (output,) = llm.generate([list(source.tokens)], searched)
+            length = len(output.token_ids)
+            assert list(output.token_ids) == expected[:length]
+            assert length == len(expected)

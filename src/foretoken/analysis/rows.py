@@ -86,11 +86,12 @@ class RowsVerifier:
             for key, tree in zip(keys, trees, strict=True)
         ]
 
-    def commit(self, key: int, nodes: Sequence[int]) -> None:
+    def commit(self, key: int, nodes: Sequence[int], kept: Sequence[int] = ()) -> None:
         """Keep the KV of these nodes, root included; `key` takes over the row of their path."""
-        kept = tuple(nodes)
-        row = next(p.key for p in self._paths.pop(key) if p.nodes[: len(kept)] == kept)
-        self._target.commit(row, range(len(kept)))
+        assert not kept, "a path in a row of its own has no other nodes to keep"
+        path = tuple(nodes)
+        row = next(p.key for p in self._paths.pop(key) if p.nodes[: len(path)] == path)
+        self._target.commit(row, range(len(path)))
         if row != key:
             self._target.fork(row, key)
         if not self._paths:

@@ -105,11 +105,10 @@ class TrainingRun:
         found = PairData(self._llm, self._data)
         if found.left_out:
             self._reporter.say(f"{found.left_out} sources are left out. {found.reason}")
-        beam: dict[str, Any] = {"beam_width": self._method.beam_width}
         params = SamplingParams(
             temperature=0,
             max_tokens=self._settings.max_length,
-            **(beam if self._method.beam_width > 1 else {}),
+            beam_width=self._method.beam_width,
         )
         return PairSource(self._llm, found, _ROWS, params, given_answers=given)
 

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from foretoken.core.config import Config
-from foretoken.core.params import SamplingParams
 from foretoken.drafters.heads.probe import Probe, Seen
 from foretoken.drafters.spec_drafter import SpecDrafterNotes
 from foretoken.errors import ConfigError
@@ -79,8 +78,6 @@ class SpecDrafterTrainingOptions(Config):
                 f"from_target: needs the target's widths, and sizes below {_HALVED_BELOW} halve "
                 "them: raise size and lower max_steps, or set it to false."
             )
-        if self.answers == "beam" and "beam_width" not in SamplingParams.field_names():
-            raise ValueError("answers: there is no beam search yet: choose 'greedy' or 'fixed'.")
         return self
 
     @property
