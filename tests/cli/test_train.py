@@ -79,7 +79,10 @@ def test_train_and_use(run: Run, tiny: Path, tmp_path: Path, trained: str, metho
     out = tmp_path / "head"
     result = run("train", trained, "-m", tiny, "-o", out, *QUICK, *SHORT)
     assert result.exit_code == 0, result.stderr
-    assert f"Use it: --method {method} --draft-model {out}" in result.stdout
+    if trained == "pass":  # with as many nodes as the blocks of its training need
+        assert f'"method": "pass", "model": "{out}", "num_speculative_tokens": 24' in result.stdout
+    else:
+        assert f"Use it: --method {method} --draft-model {out}" in result.stdout
     assert "tokens a pass with chains of 4 on 1 held-out prompts" in result.stdout
     for told in ("This will take about", "Draft vocabulary: 97", "held out: acceptance by"):
         assert told in result.stderr
