@@ -65,8 +65,7 @@ def plain(make: Maker) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize(
-    "gamma",
-    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(5, marks=pytest.mark.slow), 13],
+    "gamma", [*(pytest.param(gamma, marks=pytest.mark.slow) for gamma in (1, 2, 13)), 5]
 )
 @pytest.mark.parametrize("method", SPECULATIVE)
 def test_every_method(make: Maker, plain: dict[str, list[Any]], method: str, gamma: int) -> None:
