@@ -19,7 +19,7 @@ from foretoken.decode import Outcome
 from foretoken.request import Request
 from foretoken.runtime.costs import CostCurve
 
-__all__ = ["Budget", "Controller", "Expected"]
+__all__ = ["NO_BUDGET", "Budget", "Controller", "Expected"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,10 @@ class Budget:
     def stops_below(self, token_prob: float, path_prob: float) -> bool:
         """Whether to draft nothing below a token with these probabilities."""
         return token_prob < self.min_token_prob or path_prob < self.min_path_prob
+
+
+NO_BUDGET = Budget(0, 0)
+"""Nothing is to be drafted."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from foretoken.control.base import Budget, Controller, Expected
+from foretoken.control.base import NO_BUDGET, Budget, Controller, Expected
 from foretoken.control.cost_model import CostModel
 from foretoken.control.evidence import AcceptanceRates, is_graft, path_probs
 from foretoken.control.lookup_model import LookupModel, LookupPlan, how_many
@@ -37,8 +37,6 @@ _BEST_RATE = 0.8
 """No trained draft is compared with a lookup that expects more tokens than this acceptance rate
 would give."""
 
-
-_NOTHING = Budget(0, 0)
 
 _MOST_ROWS = 4
 """Most requests of a step in which trained drafts are considered. With 8 on two cores, a pass is
@@ -115,7 +113,7 @@ class HybridModel(Controller):
         """See `Controller.budgets`: those of the lookups."""
         self._resting = self._goes_on_resting(batch, rows)
         if self._resting:
-            return [_NOTHING] * len(batch)
+            return [NO_BUDGET] * len(batch)
         self._rows, self._found, self._drafts = rows, {}, {}
         budgets = self._lookups.budgets(batch, rows)
         self._clock = _Clock(since=time.perf_counter())
@@ -155,7 +153,7 @@ class HybridModel(Controller):
             plan.expected(rows),
             [bool(plan.nodes.get(row)) for row in candidates],
         )
-        trained = [Budget(0, 0)] * len(batch)
+        trained = [NO_BUDGET] * len(batch)
         for row, budget in zip(candidates, chosen, strict=True):
             trained[row] = budget
         drafting = [row for row, budget in enumerate(trained) if budget.chain]

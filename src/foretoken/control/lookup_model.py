@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import ClassVar
 
-from foretoken.control.base import Budget, Controller, Expected, within
+from foretoken.control.base import NO_BUDGET, Budget, Controller, Expected, within
 from foretoken.control.cost_model import CostModel
 from foretoken.control.drafting_costs import smoothed
 from foretoken.control.evidence import AcceptanceRates, path_probs
@@ -40,8 +40,6 @@ _POLLING = 0.002
 
 _FIRST_GAIN = 0.1
 """Assumed gain of a request's lookups before any were made: high enough to try them."""
-
-_NOTHING = Budget(0, 0)
 
 
 @dataclass
@@ -108,7 +106,7 @@ class LookupModel(Controller):
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
         """See `Controller.budgets`: the full length where lookups pay, else nothing."""
         self._asked, self._planning = {}, 0.0
-        budgets = [_NOTHING] * len(batch)
+        budgets = [NO_BUDGET] * len(batch)
         if not self.costs:  # a pass has to be timed first
             return budgets
         self._step += 1

@@ -149,14 +149,14 @@ class Sampler:
     def _penalise(self, logits: Tensor, output_ids: Sequence[int]) -> Tensor:
         params, device = self.params, logits.device
         # Tokens behind the vocabulary (see `drafters/pass_tokens.py`) have no logit.
-        known = [token for token in output_ids if token < self.vocab_size]
-        output = torch.tensor(known, dtype=torch.long, device=device)
+        output = torch.tensor(output_ids, dtype=torch.long, device=device)
+        output = output[output < self.vocab_size]
         if self._repetition_penalty != 1:
             seen = torch.unique(torch.cat([self._prompt_tokens.to(device), output]))
             values = logits[seen]
             factor = self._repetition_penalty
             logits[seen] = torch.where(values > 0, values / factor, values * factor)
-        if known:
+        if len(output):
             tokens, counts = torch.unique(output, return_counts=True)
             logits[tokens] -= params.presence_penalty + params.frequency_penalty * counts
         return logits

@@ -7,15 +7,19 @@ behind some of the roots, so that they are together about as long as the text.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from foretoken.drafters.pad import block_nodes
 from foretoken.training.batches import Batch, Levels
+from foretoken.training.method import TrainingMethod
 
-__all__ = ["States", "block_levels", "pass_with_blocks", "some_blocks"]
+__all__ = ["BlockTraining", "States", "block_levels", "pass_with_blocks", "some_blocks"]
 
 
 class States(Protocol):
@@ -24,6 +28,25 @@ class States(Protocol):
     def __call__(self, tokens: Tensor, **arguments: Tensor) -> Tensor:
         """Compute them; `arguments` are those of Transformers' models."""
         ...
+
+
+class BlockTraining(TrainingMethod):
+    """A method whose drafter drafts by blocks of padding."""
+
+    @property
+    @abstractmethod
+    def block_length(self) -> int:
+        """Tokens of a block, as it is trained."""
+
+    @property
+    def nodes_per_token(self) -> int:
+        """See `TrainingMethod.nodes_per_token`: a block stands behind the root and every token."""
+        return block_nodes(self.served_tokens) // self.served_tokens
+
+    def serving(self, folder: Path) -> dict[str, Any]:
+        """See `TrainingMethod.serving`: blocks as long as those that were learnt."""
+        nodes = block_nodes(self.block_length)
+        return {**super().serving(folder), "num_speculative_tokens": nodes}
 
 
 def block_levels(states: States, batch: Batch, padding: Tensor) -> Iterator[Tensor]:

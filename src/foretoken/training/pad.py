@@ -14,7 +14,6 @@ computes the text and many blocks behind it: every block sees the text in front 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -24,10 +23,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken.core.config import Config
-from foretoken.drafters.pad import MOST_PADDING, block_nodes
+from foretoken.drafters.pad import MOST_PADDING
 from foretoken.errors import ConfigError
 from foretoken.training.batches import Batch
-from foretoken.training.blocks import block_levels, pass_with_blocks, some_blocks
+from foretoken.training.blocks import BlockTraining, block_levels, pass_with_blocks, some_blocks
 from foretoken.training.draft_lm import target_tokenizer
 from foretoken.training.losses import LOSSES, Loss, LossName
 from foretoken.training.method import HeadParts
@@ -121,7 +120,7 @@ class PadTrainingOptions(Config):
     loss: LossName = "kl"
 
 
-class PadTraining(TuningMethod):
+class PadTraining(BlockTraining, TuningMethod):
     """Targets that predict behind padding."""
 
     name: ClassVar[str] = "pad"
@@ -129,9 +128,9 @@ class PadTraining(TuningMethod):
     Options: ClassVar[type[Config]] = PadTrainingOptions
 
     @property
-    def nodes_per_token(self) -> int:
-        """See `TrainingMethod.nodes_per_token`: four tokens, and blocks of four behind five."""
-        return 1 + 5
+    def block_length(self) -> int:
+        """See `BlockTraining.block_length`."""
+        return self._options.num_pads
 
     @property
     def _options(self) -> PadTrainingOptions:
@@ -145,7 +144,7 @@ class PadTraining(TuningMethod):
             ConfigError: the settings ask for something else.
         """
         reason = "'pad' learns all of a block from the first step on: set num_pads."
-        levels = self._options.num_pads
+        levels = self.block_length
         decided = settings.decided(reason, levels=levels, first_level_share=0.0)
         return decided.preferring(**TUNING_RATES)
 
@@ -164,11 +163,6 @@ class PadTraining(TuningMethod):
         loss = LOSSES[options.loss]
         lm = copy_of_target(parts)
         return PadTrainee(lm, vocab_size, loss, pad, options.num_pads, options.draft_weight)
-
-    def serving(self, folder: Path) -> dict[str, Any]:
-        """See `TrainingMethod.serving`: blocks as long as those that were learnt."""
-        nodes = block_nodes(self._options.num_pads)
-        return {**super().serving(folder), "num_speculative_tokens": nodes}
 
     def notes(self, trainee: TargetTrainee) -> dict[str, Any]:
         """See `TuningMethod.notes`: what `pad` pads with."""

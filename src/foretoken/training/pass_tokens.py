@@ -21,15 +21,14 @@ from transformers import PreTrainedModel
 
 from foretoken.core.config import Config
 from foretoken.drafters.heads.probe import Probe, Seen
-from foretoken.drafters.pad import MOST_PADDING, block_nodes
+from foretoken.drafters.pad import MOST_PADDING
 from foretoken.drafters.pass_tokens import write_pass_tokens
-from foretoken.errors import ConfigError
 from foretoken.runtime.embedding import ExtendedEmbedding
 from foretoken.training.batches import Batch
-from foretoken.training.blocks import block_levels, pass_with_blocks, some_blocks
+from foretoken.training.blocks import BlockTraining, block_levels, pass_with_blocks, some_blocks
 from foretoken.training.draft_lm import decoder, embedding, output_layer
 from foretoken.training.losses import LOSSES, Loss, LossName
-from foretoken.training.method import HeadParts, TrainingMethod
+from foretoken.training.method import HeadParts
 from foretoken.training.settings import TrainingSettings
 from foretoken.training.trainee import Learnt, Trainee
 from foretoken.training.tuned import copy_of_target
@@ -103,7 +102,7 @@ class PassTrainingOptions(Config):
     loss: LossName = "kl"
 
 
-class PassTraining(TrainingMethod):
+class PassTraining(BlockTraining):
     """Look-ahead embeddings."""
 
     name: ClassVar[str] = "pass"
@@ -121,9 +120,9 @@ class PassTraining(TrainingMethod):
         return sys.maxsize
 
     @property
-    def nodes_per_token(self) -> int:
-        """See `TrainingMethod.nodes_per_token`: four tokens, and blocks of four behind five."""
-        return 1 + 5
+    def block_length(self) -> int:
+        """See `BlockTraining.block_length`."""
+        return self._options.num_tokens
 
     def adapted(self, settings: TrainingSettings) -> TrainingSettings:
         """See `TrainingMethod.adapted`: all embeddings are learnt from the first step on.
@@ -132,24 +131,14 @@ class PassTraining(TrainingMethod):
             ConfigError: the settings ask for something else.
         """
         reason = "'pass' learns all of its embeddings from the first step on: set num_tokens."
-        levels = self._options.num_tokens
+        levels = self.block_length
         decided = settings.decided(reason, levels=levels, first_level_share=0.0)
-        self._refuse_matrices(settings)
+        of_matrices = (
+            "it is for matrices, and 'pass' learns vectors only: remove it, or set "
+            "vector_learning_rate."
+        )
+        settings.refuse(of_matrices, "optimizer", "learning_rate", "weight_decay")
         return decided.preferring(vector_learning_rate=_RATE)
-
-    @staticmethod
-    def _refuse_matrices(settings: TrainingSettings) -> None:
-        """Refuse settings of matrices, as there are none.
-
-        Raises:
-            ConfigError: the user has given one.
-        """
-        for name in ("optimizer", "learning_rate", "weight_decay"):
-            if name in settings.model_fields_set:
-                raise ConfigError(
-                    f"{name}: it is for matrices, and 'pass' learns vectors only: remove it, or "
-                    "set vector_learning_rate."
-                )
 
     def layers(self, num_layers: int) -> tuple[int, ...]:
         """See `TrainingMethod.layers`: the copy of the target computes its states itself."""
@@ -172,11 +161,6 @@ class PassTraining(TrainingMethod):
         """See `TrainingMethod.write`."""
         assert isinstance(trainee, PassTrainee)
         write_pass_tokens(folder, trainee.rows, len(parts.embedding), parts.verifier, notes)
-
-    def serving(self, folder: Path) -> dict[str, Any]:
-        """See `TrainingMethod.serving`: blocks as long as those that were learnt."""
-        nodes = block_nodes(self._options.num_tokens)
-        return {**super().serving(folder), "num_speculative_tokens": nodes}
 
 
 _RATE = 3e-3

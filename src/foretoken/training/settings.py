@@ -136,7 +136,19 @@ class TrainingSettings(Config):
         Raises:
             ConfigError: the user has given one of them.
         """
-        for name in fields:
+        self.refuse(reason, *fields)
+        return self.model_copy(update=fields)
+
+    def refuse(self, reason: str, *names: str) -> None:
+        """Refuse fields that a method has no use for.
+
+        Args:
+            reason: why, and what to do instead; the end of the message.
+            names: of the fields.
+
+        Raises:
+            ConfigError: the user has given one of them.
+        """
+        for name in names:
             if name in self.model_fields_set:
                 raise ConfigError(f"{name}: {reason}")
-        return self.model_copy(update=fields)
