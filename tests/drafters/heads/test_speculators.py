@@ -73,37 +73,52 @@ class Files:
 
     def theirs(self, config: EagleConfig) -> Any:
         """The package's model as its training makes it, with random weights."""
-        net = tiny_net(config, self.model)
-        layer = AutoConfig.for_model(
-            "qwen3" if config.qk_norm else "llama",
-            num_hidden_layers=1,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            vocab_size=config.vocab_size,
-            max_position_embeddings=config.max_position_embeddings,
-            rms_norm_eps=config.rms_norm_eps,
-            rope_parameters=dict(config.rope_parameters),
-        )
-        model = package.Eagle3DraftModel.from_training_args(
-            layer,
-            t2d=net.t2d,
-            d2t=net.d2t,
-            draft_vocab_size=config.draft_vocab_size,
-            norm_before_residual=config.norm_before_residual,
-            fc_norm=config.fc_norm,
-            norm_output=config.norm_output,
-            target_layer_ids=list(config.aux_layers),
-            verifier_name_or_path=self.target,
-            ttt_steps=LEVELS,
-            draft_attn_impl="eager",
-        )
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data += 0.2 * torch.randn_like(parameter)
-        return model
+        return made_by_package(package.Eagle3DraftModel, self, config, 1, ttt_steps=LEVELS)
+
+
+def made_by_package(
+    kind: Any, files: Files, config: EagleConfig, num_layers: int, **own: Any
+) -> Any:
+    """A model as the package's training makes it, with random weights.
+
+    Args:
+        kind: its class.
+        files: the target.
+        config: what it is like.
+        num_layers: of the head.
+        own: what only this class takes.
+    """
+    net = tiny_net(config, files.model)
+    layer = AutoConfig.for_model(
+        "qwen3" if config.qk_norm else "llama",
+        num_hidden_layers=num_layers,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_parameters=dict(config.rope_parameters),
+    )
+    model = kind.from_training_args(
+        layer,
+        t2d=net.t2d,
+        d2t=net.d2t,
+        draft_vocab_size=config.draft_vocab_size,
+        norm_before_residual=config.norm_before_residual,
+        fc_norm=config.fc_norm,
+        norm_output=config.norm_output,
+        target_layer_ids=list(config.aux_layers),
+        verifier_name_or_path=files.target,
+        draft_attn_impl="eager",
+        **own,
+    )
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    return model
 
 
 @pytest.fixture
@@ -199,38 +214,9 @@ BLOCKS = {name: SERVED_BLOCKS[name] for name in ("two layers", "one layer", "thr
 
 def parallel_of_package(files: Files, config: ParallelConfig) -> Any:
     """The package's P-EAGLE model as its training makes it, with random weights."""
-    net = tiny_net(config, files.model)
-    layer = AutoConfig.for_model(
-        "qwen3" if config.qk_norm else "llama",
-        num_hidden_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
-        max_position_embeddings=config.max_position_embeddings,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_parameters=dict(config.rope_parameters),
-    )
-    model = parallel_package.PEagleDraftModel.from_training_args(
-        layer,
-        t2d=net.t2d,
-        d2t=net.d2t,
-        draft_vocab_size=config.draft_vocab_size,
-        norm_before_residual=config.norm_before_residual,
-        fc_norm=config.fc_norm,
-        norm_output=config.norm_output,
-        target_layer_ids=list(config.aux_layers),
-        verifier_name_or_path=files.target,
-        num_depths=config.depths,
-        mask_token_id=config.mask_token_id,
-        draft_attn_impl="eager",
-    )
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data += 0.2 * torch.randn_like(parameter)
-    return model
+    own = {"num_depths": config.depths, "mask_token_id": config.mask_token_id}
+    kind = parallel_package.PEagleDraftModel
+    return made_by_package(kind, files, config, config.num_layers, **own)
 
 
 def load_parallel(folder: Path) -> Any:
