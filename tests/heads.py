@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from foretoken.drafters.heads.blockwise import BlockwiseConfig, BlockwiseNet
 from foretoken.drafters.heads.checkpoint import new_net, write_checkpoint
 from foretoken.drafters.heads.config_file import Description, Verifier
-from foretoken.drafters.heads.eagle_net import EagleConfig, EagleNet
+from foretoken.drafters.heads.eagle_layer import EagleConfig
+from foretoken.drafters.heads.eagle_net import EagleNet
 from foretoken.drafters.heads.feature_net import FeatureConfig
 from foretoken.drafters.heads.hydra import HydraConfig, HydraNet
 from foretoken.drafters.heads.medusa import MedusaConfig, MedusaNet

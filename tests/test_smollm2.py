@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken import LLM, SamplingParams
-from foretoken.drafters.heads.eagle_net import EagleConfig
+from foretoken.drafters.heads.eagle_layer import EagleConfig
 from foretoken.drafters.heads.parallel_net import ParallelConfig
 from foretoken.drafters.registry import METHODS
 from tests.heads import random_head, random_state_head, state_config

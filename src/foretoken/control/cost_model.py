@@ -1,7 +1,8 @@
 """`cost_model`: draft as much as maximizes expected tokens per second; the default controller.
 
 Drafters that look tokens up draft first and are cut afterwards: see `lookup_model.py`. What is
-learnt from the steps is in `history.py` (acceptance) and `drafting_costs.py`.
+learnt from the steps is in `history.py` (acceptance) and `drafting_costs.py`. `planning.py` finds
+the best step.
 
 The model is that of Leviathan et al., theorem 3.8, with refinements. The cost of a pass is a
 measured curve and not a constant. Each request has its own running estimate of the acceptance rate
@@ -32,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from operator import itemgetter, mul, truediv
+from operator import mul
 from typing import Annotated, ClassVar
 
 from annotated_types import Ge
@@ -40,6 +41,7 @@ from annotated_types import Ge
 from foretoken.control.base import Budget, Controller, Expected, within
 from foretoken.control.drafting_costs import DraftingCosts, levels_of_one
 from foretoken.control.history import History
+from foretoken.control.planning import Chances, Plan, best_plan
 from foretoken.core.config import Config
 from foretoken.decode import Outcome
 from foretoken.request import Request
@@ -68,20 +70,16 @@ them. Estimates are noisy, and the best of several is often one that is too high
 
 
 @dataclass
-class _Plan:
-    """The best step with drafts.
+class _Planned:
+    """A plan, and how long it is good for.
 
     Attributes:
-        depths: the draft depth of each request.
-        rate: expected tokens per second; without the time of drafting if that is to be measured.
-        expected: the step.
+        plan: the best step; its rate is without the time of drafting if that is to be measured.
         made_for: the arguments it was made for.
         steps: how many steps it was used for.
     """
 
-    depths: list[int]
-    rate: float
-    expected: Expected
+    plan: Plan
     made_for: object
     steps: int = 0
 
@@ -111,7 +109,7 @@ class CostModel(Controller):
         self._gain = 1.0  # tokens per second as last planned, over those without drafts
         self._drafted_steps = 0  # since the last step without drafts
         self.patient = False  # whether to wait until drafts are clearly worth it
-        self._plan: _Plan | None = None  # None if something was learnt since
+        self._plan: _Planned | None = None  # None if something was learnt since
         self.planned = Expected.plain(1)  # the last step of which depths were chosen
         self.idle = False  # whether the last step had no drafts because none pays
 
@@ -216,10 +214,12 @@ class CostModel(Controller):
     ) -> list[int]:
         """The draft depth of each request; all are 0 if the step is better without."""
         made_for = tuple(request.key for request in batch), rows, beside, measuring
-        plan = self._plan
-        if plan is None or plan.made_for != made_for or plan.steps >= _PLANNED_AGAIN:
-            plan = self._plan = _Plan(*self._best_plan(batch, rows, beside, measuring), made_for)
-        plan.steps += 1
+        planned = self._plan
+        if planned is None or planned.made_for != made_for or planned.steps >= _PLANNED_AGAIN:
+            planned = _Planned(self._best_plan(batch, rows, beside, measuring), made_for)
+            self._plan = planned
+        planned.steps += 1
+        plan = planned.plan
         self.planned = instead
         rate = instead.rate(self.costs, rows)
         if plan.rate <= rate * (_MARGIN if self.patient else 1):
@@ -251,10 +251,8 @@ class CostModel(Controller):
 
     def _best_plan(
         self, batch: Sequence[Request], rows: int, beside: Expected, measuring: bool
-    ) -> tuple[list[int], float, Expected]:
-        """The draft depth of each request that maximizes the batch's tokens per second.
-
-        Levels are taken in order of their expected tokens per node (see the module's docstring).
+    ) -> Plan:
+        """The best step with drafts.
 
         Args:
             batch: the R requests.
@@ -263,70 +261,24 @@ class CostModel(Controller):
             measuring: whether to leave out the cost of drafting, because only an upper bound of it
                 is known and this step measures it.
         """
-        share, passed, nodes = self._chances(batch)
-        ranked: list[tuple[float, int, int]] = []  # expected tokens per node, row, level
-        for row, of_row in enumerate(passed):
-            # A level needs those above it, so it is worth no more than they are.
-            worth = accumulate(map(truediv, of_row, nodes), min)
-            ranked += [(each, row, level) for level, each in enumerate(worth)]
-        ranked.sort(key=itemgetter(0), reverse=True)  # stable
+        costs = self.costs
         per_level = 0.0 if measuring else self._drafting_costs.level
-        tokens, positions = beside.tokens, beside.positions
-        likely, deepest = 0.0, 0  # lower bound of P(any has a draft); number of levels
-        best, expected = (0.0, 0), beside
-        # Not by NumPy: for a few levels, its calls take several times as long.
-        for count, (_, row, level) in enumerate(ranked, 1):
-            tokens += share[row] * passed[row][level]
-            positions += share[row] * nodes[level]
-            likely, deepest = max(likely, share[row]), max(deepest, level + 1)
-            drafting = per_level * likely * levels_of_one(deepest, count)
-            rate = tokens / (drafting + self.costs(positions, rows))
-            if rate > best[0]:
-                best, expected = (rate, count), Expected(tokens, positions, drafting)
-        depths = [0] * len(batch)
-        for _, row, _ in ranked[: best[1]]:
-            depths[row] += 1
-        self._gain = best[0] * self.costs(rows, rows) / rows
-        return depths, best[0], expected
+        plan = best_plan(self._chances(batch), beside, lambda n: costs(n, rows), per_level)
+        self._gain = plan.rate * costs(rows, rows) / rows
+        return plan
 
-    def _chances(
-        self, batch: Sequence[Request]
-    ) -> tuple[list[float], list[list[float]], list[float]]:
-        """Of R requests and L levels what is expected.
-
-        Returns:
-            [R] the probability that a request has a draft; [R, L] that a level of a draft is
-            passed; [L] the nodes of each level.
-        """
+    def _chances(self, batch: Sequence[Request]) -> Chances:
         nodes = [max(upto - above, _LEAST_NODES) for above, upto in pairwise((0.0, *self._nodes))]
         prior, prior_drafts = self._overall.acceptance_rates(), self._overall.draft_rate()
         histories = [self._history(request) for request in batch]
-        share = [history.draft_rate(prior_drafts) for history in histories]
+        drafts = [history.draft_rate(prior_drafts) for history in histories]
         passed = [list(accumulate(h.acceptance_rates(prior), mul)) for h in histories]
-        return share, passed, nodes
+        return Chances(drafts, passed, nodes)
 
     def gains(self, batch: Sequence[Request], rows: int, node_cost: float) -> list[float]:
-        """For each request the saving of its best draft, if all of them share the drafting.
-
-        Args:
-            batch: the requests.
-            rows: number of requests in the whole step.
-            node_cost: what a node adds to a pass, as a share of the time of a plain pass.
-
-        Returns:
-            Shares of the time of a plain pass.
-        """
-        share, passed, nodes = self._chances(batch)
-        per_level = levels_of_one(1.0, float(len(batch))) / len(batch)
-        per_level *= self._drafting_costs.level / self.costs(rows, rows)
-        gains = []
-        for has, of_row in zip(share, passed, strict=True):
-            levels = [
-                has * (reached / rows - each * node_cost) - per_level
-                for reached, each in zip(of_row, nodes, strict=True)
-            ]
-            gains.append(max(accumulate(levels)))
-        return gains
+        """For each request the saving of its best draft: see `Chances.gains`."""
+        level_cost = self._drafting_costs.level / self.costs(rows, rows)
+        return self._chances(batch).gains(rows, node_cost, level_cost)
 
     def _probing(self, batch: Sequence[Request], depths: Sequence[int], rows: int) -> list[int]:
         """These depths, plus one level now and then for requests that do not draft."""

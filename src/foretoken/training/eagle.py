@@ -21,7 +21,8 @@ from torch import Tensor
 from foretoken.core.config import Config
 from foretoken.drafters.heads.checkpoint import write_checkpoint
 from foretoken.drafters.heads.config_file import Description
-from foretoken.drafters.heads.eagle_net import EagleConfig, EagleNet, KeysValues, default_layers
+from foretoken.drafters.heads.eagle_layer import EagleConfig, KeysValues
+from foretoken.drafters.heads.eagle_net import EagleNet, default_layers
 from foretoken.drafters.heads.probe import Probe, Seen
 from foretoken.errors import ConfigError
 from foretoken.training.batches import Batch

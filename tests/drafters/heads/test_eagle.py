@@ -14,7 +14,8 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.tree import TokenTree
 from foretoken.drafters.heads.checkpoint import read_checkpoint
 from foretoken.drafters.heads.eagle import EagleHead, head_net, load_head
-from foretoken.drafters.heads.eagle_net import EagleConfig, EagleNet, KeysValues
+from foretoken.drafters.heads.eagle_layer import EagleConfig, KeysValues
+from foretoken.drafters.heads.eagle_net import EagleNet
 from foretoken.drafters.heads.eagle_weights import head_passes
 from foretoken.drafters.heads.fusion import Fusion
 from foretoken.request import Request

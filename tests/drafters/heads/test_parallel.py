@@ -16,7 +16,7 @@ from foretoken import LLM, CompatibilityError, ForetokenError, SamplingParams
 from foretoken.core.tree import TokenTree
 from foretoken.drafters.heads.checkpoint import read_checkpoint, write_checkpoint
 from foretoken.drafters.heads.config_file import Description, Verifier
-from foretoken.drafters.heads.eagle_net import EagleLayer
+from foretoken.drafters.heads.eagle_layer import EagleLayer
 from foretoken.drafters.heads.parallel import ParallelHead, load_parallel_head
 from foretoken.drafters.heads.parallel_net import ParallelNet
 from foretoken.request import Request

@@ -17,7 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from foretoken import LLM, ForetokenError, SamplingParams
 from foretoken.drafters.heads.checkpoint import read_checkpoint
 from foretoken.drafters.heads.eagle import head_net
-from foretoken.drafters.heads.eagle_net import EagleConfig, EagleNet
+from foretoken.drafters.heads.eagle_layer import EagleConfig
+from foretoken.drafters.heads.eagle_net import EagleNet
 from foretoken.drafters.heads.export import export_head
 from foretoken.drafters.heads.feature_net import FeatureConfig
 from foretoken.runtime.target import Target, vocabulary_weights

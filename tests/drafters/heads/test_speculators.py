@@ -18,7 +18,8 @@ from transformers import AutoConfig
 
 from foretoken.drafters.heads.checkpoint import read_checkpoint
 from foretoken.drafters.heads.config_file import read_description
-from foretoken.drafters.heads.eagle_net import EagleConfig, EagleNet
+from foretoken.drafters.heads.eagle_layer import EagleConfig
+from foretoken.drafters.heads.eagle_net import EagleNet
 from foretoken.drafters.heads.export import export_head
 from foretoken.drafters.heads.parallel_net import ParallelConfig, ParallelNet
 from foretoken.runtime.target import vocabulary_weights

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.drafters.heads.config_file import Description, read_description
-from foretoken.drafters.heads.eagle_net import EagleConfig, EagleNet, default_layers
+from foretoken.drafters.heads.eagle_layer import EagleConfig
+from foretoken.drafters.heads.eagle_net import EagleNet, default_layers
 from foretoken.drafters.heads.feature_net import FeatureConfig, FeatureNet
 from foretoken.drafters.heads.folder import (
     CONFIG,

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Len
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
-from foretoken.drafters.heads.eagle_net import EagleConfig
+from foretoken.drafters.heads.eagle_layer import EagleConfig
 from foretoken.drafters.heads.folder import Verifier, read_json, validated
 from foretoken.drafters.heads.parallel_net import ParallelConfig
 from foretoken.errors import ModelError

@@ -7,7 +7,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from foretoken.drafters.heads.eagle_net import EagleLayer, EagleNet, RMSNorm
+from foretoken.drafters.heads.eagle_layer import EagleLayer, RMSNorm
+from foretoken.drafters.heads.eagle_net import EagleNet
 from foretoken.drafters.heads.feature_net import FeatureNet
 from foretoken.runtime.choose import head_network
 from foretoken.runtime.llama import (

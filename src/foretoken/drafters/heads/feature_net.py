@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foretoken.drafters.heads.eagle_net import EagleConfig, EagleLayer, EagleNet
+from foretoken.drafters.heads.eagle_layer import EagleConfig, EagleLayer
+from foretoken.drafters.heads.eagle_net import EagleNet
 from foretoken.drafters.heads.state_net import linear, normed
 
 __all__ = ["FeatureConfig", "FeatureNet"]

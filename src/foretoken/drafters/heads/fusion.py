@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foretoken.drafters.heads.eagle_net import EagleNet, RMSNorm
+from foretoken.drafters.heads.eagle_layer import RMSNorm
+from foretoken.drafters.heads.eagle_net import EagleNet
 from foretoken.drafters.heads.feature_net import FeatureNet
 from foretoken.runtime.cpu import linear_layer
 from foretoken.runtime.lean import DenseLinear, LinearLayer

@@ -20,7 +20,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from foretoken.drafters.heads.eagle_net import EagleConfig, EagleLayer, EagleNet, at, attend
+from foretoken.drafters.heads.eagle_layer import EagleConfig, EagleLayer, at, attend
+from foretoken.drafters.heads.eagle_net import EagleNet
 
 __all__ = ["ParallelConfig", "ParallelNet"]
 

@@ -1,0 +1,111 @@
+"""The best step, given what is expected of every level of every draft; for `cost_model`.
+
+Everything here is a function of numbers. What they are estimated from is in `cost_model.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import itemgetter, truediv
+
+from foretoken.control.base import Expected
+from foretoken.control.drafting_costs import levels_of_one
+
+__all__ = ["Chances", "Plan", "best_plan"]
+
+
+@dataclass(frozen=True)
+class Chances:
+    """What is expected of the drafts of R requests with L levels.
+
+    Args:
+        drafts: [R] the probability that a request has a draft.
+        passed: [R, L] the probability that a level of a draft is accepted.
+        nodes: [L] the nodes of each level.
+    """
+
+    drafts: Sequence[float]
+    passed: Sequence[Sequence[float]]
+    nodes: Sequence[float]
+
+    def ranked(self) -> list[tuple[float, int, int]]:
+        """Expected tokens per node, request and level, the best first."""
+        ranked: list[tuple[float, int, int]] = []
+        for row, of_row in enumerate(self.passed):
+            # A level needs those above it, so it is worth no more than they are.
+            worth = accumulate(map(truediv, of_row, self.nodes), min)
+            ranked += [(each, row, level) for level, each in enumerate(worth)]
+        ranked.sort(key=itemgetter(0), reverse=True)  # stable
+        return ranked
+
+    def gains(self, rows: int, node_cost: float, level_cost: float) -> list[float]:
+        """For each request the saving of its best draft, if all of them share the drafting.
+
+        Args:
+            rows: number of requests in the whole step.
+            node_cost: what a node adds to a pass, as a share of the time of a plain pass.
+            level_cost: what a level of one request costs, as such a share.
+
+        Returns:
+            Shares of the time of a plain pass.
+        """
+        requests = len(self.drafts)
+        per_level = level_cost * levels_of_one(1.0, float(requests)) / requests
+        gains = []
+        for has, of_row in zip(self.drafts, self.passed, strict=True):
+            levels = [
+                has * (reached / rows - each * node_cost) - per_level
+                for reached, each in zip(of_row, self.nodes, strict=True)
+            ]
+            gains.append(max(accumulate(levels)))
+        return gains
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The best step with drafts.
+
+    Args:
+        depths: [R] the draft depth of each request.
+        rate: expected tokens per second.
+        expected: the step.
+    """
+
+    depths: list[int]
+    rate: float
+    expected: Expected
+
+
+def best_plan(
+    chances: Chances, beside: Expected, seconds: Callable[[float], float], per_level: float
+) -> Plan:
+    """The draft depth of each request that maximizes the batch's tokens per second.
+
+    Levels are taken in order of their expected tokens per node, as many as raise the rate.
+
+    Args:
+        chances: of the R requests.
+        beside: the step if none of them drafts.
+        seconds: of a pass, by its number of positions.
+        per_level: seconds of drafting a level of one request; 0 leaves them out.
+    """
+    ranked = chances.ranked()
+    drafts, passed, nodes = chances.drafts, chances.passed, chances.nodes
+    tokens, positions = beside.tokens, beside.positions
+    likely, deepest = 0.0, 0  # lower bound of P(any has a draft); number of levels
+    rate, length, expected = 0.0, 0, beside
+    # Not by NumPy: for a few levels, its calls take several times as long.
+    for count, (_, row, level) in enumerate(ranked, 1):
+        tokens += drafts[row] * passed[row][level]
+        positions += drafts[row] * nodes[level]
+        likely, deepest = max(likely, drafts[row]), max(deepest, level + 1)
+        drafting = per_level * likely * levels_of_one(deepest, count)
+        of_count = tokens / (drafting + seconds(positions))
+        if of_count > rate:
+            rate, length, expected = of_count, count, Expected(tokens, positions, drafting)
+    depths = [0] * len(drafts)
+    for _, row, _ in ranked[:length]:
+        depths[row] += 1
+    return Plan(depths, rate, expected)
