@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +50,53 @@ def test_prompts_of_every_kind(llm: LLM) -> None:
     assert len(llm.chat([messages, messages], GREEDY)) == 2
 
 
+def test_forms_that_others_take(llm: LLM) -> None:
+    ids = llm.encode("hello")
+    assert llm.generate({"prompt": "hello"}, GREEDY)[0].prompt_token_ids == tuple(ids)
+    assert llm.generate([{"prompt_token_ids": ids}], GREEDY)[0].prompt_token_ids == tuple(ids)
+    parts = [{"role": "user", "content": [{"type": "text", "text": "h"}, {"text": "i"}]}]
+    assert llm.chat(parts, GREEDY)[0].prompt_token_ids == tuple(llm.encode("user: hi\n"))
+    params = {"temperature": 0, "max_tokens": 3}
+    assert len(llm.generate("hello", params)[0].token_ids) == 3
+    assert len(llm.generate(["a", "b"], [params, GREEDY])[0].token_ids) == 3
+    assert sum(len(chunk.tokens) for chunk in llm.stream("hello", params)) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"max_tokens": 3},
+            "`sampling_params`: use SamplingParams.max_tokens=...",
+        ),
+        ({"do_sample": True}, "do_sample in `sampling_params`: use 'temperature'"),
+        ({"assistant_model": "x"}, "assistant_model in `speculative_config`: use 'model'"),
+        ({"prompt_lookup_num_tokens": 3}, "in `speculative_config`: use method 'ngram'"),
+        ({"use_cache": True}, "takes no argument 'use_cache'"),
+    ],
+)
+def test_arguments_of_other_libraries(llm: LLM, arguments: dict[str, Any], message: str) -> None:
+    for call in (llm.generate, llm.stream):
+        with pytest.raises(ConfigError, match=message):
+            call("hello", **arguments)
+    with pytest.raises(ConfigError, match=message):
+        llm.chat([{"role": "user", "content": "hi"}], **arguments)
+
+
+def test_a_tokenizer_may_be_a_folder(model: PreTrainedModel, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tokenizer: there is none in"):
+        LLM(model, tokenizer=tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    llm = LLM(model, tokenizer=tmp_path)
+    assert llm.encode("hello") == list(TOKENIZER.encode("hello"))
+
+
+def test_no_model_at_all() -> None:
+    nothing: Any = None
+    with pytest.raises(ConfigError, match=r"model: expected a folder.*, got NoneType"):
+        LLM(nothing)
+
+
 def test_text_is_the_decoded_tokens(llm: LLM) -> None:
     (output,) = llm.generate("hello", GREEDY)
     assert output.text == TOKENIZER.decode(list(output.token_ids))
@@ -77,6 +125,12 @@ def test_defaults_are_vllms(llm: LLM) -> None:
         ([-1], "token id -1 is outside"),
         ([1] * CONTEXT, "leaves no room in the context of 256"),
         (3, "expected text or a list, got int"),
+        (b"hi", "expected text or a list, got bytes: decode it first"),
+        ([b"hi"], "a prompt is text, a list of token ids"),
+        ("a\ud800", "half of a character at position 1 (a lone surrogate, U+D800)"),
+        ([{"role": "user", "content": "\udc00"}], "a lone surrogate, U+DC00"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "of type 'image_url' is not text"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, "a mapping with 'prompt' or 'prompt_token_ids'"),
         ([3.5], "a prompt is text, a list of token ids, or a list of chat messages"),
         ([{"content": "no role"}], "a prompt is text"),
     ],

@@ -92,6 +92,13 @@ class SpeculativeConfig(Config):
     def _check_parts(self) -> Self:
         _ = self.options, self.rule, self.controller_options
         spec, name = self.drafter_spec, self.method_name
+        if "method" not in self.model_fields_set:
+            for field in ("num_speculative_tokens", "controller", "online"):
+                if getattr(self, field):
+                    raise ConfigError(
+                        f"{field} needs a method that drafts, such as 'method': 'ngram', or a "
+                        "draft model as 'model'. `foretoken methods` lists all."
+                    )
         if spec.takes_model and self.model is None:
             raise ConfigError(f"method '{name}' needs a draft model: set 'model'.")
         if spec.takes_head and not isinstance(self.model, str | Path):

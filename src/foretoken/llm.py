@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken.config import SpeculativeConfig
 from foretoken.core.memory import num_bytes
-from foretoken.core.params import SamplingParams
+from foretoken.core.params import Sampling, SamplingParams
 from foretoken.drafters.online import OnlineReport
 from foretoken.drafters.overlap import VocabularyOverlap
 from foretoken.engine.llm_engine import EngineOptions, LLMEngine
@@ -41,7 +41,8 @@ class LLM:
     Args:
         model: a Hugging Face folder (safetensors), a GGUF file, an alias (`foretoken models`), or a
             loaded `PreTrainedModel`, which is left unchanged.
-        tokenizer: the tokenizer of a loaded model. Without one, prompts must be token ids.
+        tokenizer: a tokenizer, or the folder of one; None takes that of `model`. Without one,
+            prompts must be token ids.
         speculative_config: how to draft and what to accept (`SpeculativeConfig` or a dict);
             {"method": "none"} is plain decoding. None takes the head that comes with the package
             for a model with an alias, if the model runs on a CPU; other models decode plainly.
@@ -90,7 +91,7 @@ class LLM:
         self,
         model: str | Path | PreTrainedModel,
         *,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
@@ -111,6 +112,7 @@ class LLM:
         given = None if speculative_config is None else SpeculativeConfig.parse(speculative_config)
         loaded = LoadedModel.of(model, tokenizer, dtype, device)
         self.model_path, self.tokenizer = loaded.path, loaded.tokenizer
+        self._name = loaded.name or type(loaded.module).__name__
         options = EngineOptions(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -123,6 +125,18 @@ class LLM:
         self.engine = LLMEngine(loaded, given, options)
         self.speculative_config = self.engine.strategies.config
         self.eos_token_ids = loaded.eos_token_ids
+
+    def __repr__(self) -> str:
+        """What runs, in one line."""
+        shown = {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "quantization": self.engine.options.quantization,
+            "device": str(self.device),
+            "runtime": self.runtime,
+            "method": self.speculative_config.method_name,
+        }
+        fields = [f"{name}={value!r}" for name, value in shown.items() if value is not None]
+        return f"LLM({', '.join([repr(self._name), *fields])})"
 
     @property
     def max_model_len(self) -> int:
@@ -180,22 +194,25 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Sampling | Sequence[Sampling] = None,
         *,
         speculative_config: Speculative | Sequence[Speculative] = None,
         trace: bool = False,
+        **unknown: Any,
     ) -> list[RequestOutput]:
         """Generate for one prompt or many.
 
         Args:
             prompts: a prompt or a sequence of prompts (strings, token id lists, conversations, or
                 mappings for encoder-decoders).
-            sampling_params: one for all, or one per prompt; None takes the defaults.
+            sampling_params: `SamplingParams` or a dict of them, one for all or one per prompt; None
+                takes the defaults.
             speculative_config: one for all, or one per prompt; None takes the `LLM`'s. One without
                 `acceptance` uses the `LLM`'s rule. Draft models and files are loaded at the first
                 use of a configuration and kept.
             trace: compute p of every drafted token for the trace, also of those that the rule did
                 not reach.
+            **unknown: refused, with the place where they belong.
 
         Returns:
             One result per prompt, in order.
@@ -206,6 +223,7 @@ class LLM:
             CompatibilityError: a drafter does not fit the model or the rule.
             RequestError: a request ended with an error while it ran; `outputs` has all results.
         """
+        _refuse("generate", unknown)
         listed = as_list(prompts)
         params = one_per_prompt("sampling_params", listed, sampling_params)
         configs = one_per_prompt("speculative_config", listed, speculative_config)
@@ -218,10 +236,11 @@ class LLM:
     def stream(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Sampling = None,
         *,
         speculative_config: Speculative = None,
         trace: bool = False,
+        **unknown: Any,
     ) -> Generator[StreamChunk, None, None]:
         """Yield tokens as they are committed, one chunk per step. The last has the whole output.
 
@@ -232,25 +251,30 @@ class LLM:
             sampling_params: as in `generate`; n must be 1.
             speculative_config: as in `generate`.
             trace: as in `generate`.
+            **unknown: as in `generate`.
 
         Raises:
             ConfigError: n is not 1, or as in `generate`.
             RequestError: the request ended with an error while it ran.
         """
-        if sampling_params is not None and sampling_params.n != 1:
-            raise ConfigError(f"n: a stream has one output, got {sampling_params.n}.")
-        job = self.engine.job(prompt, sampling_params, speculative_config, trace=trace)
+        _refuse("stream", unknown)
+        params = SamplingParams.parse(sampling_params)
+        if params.n != 1:
+            raise ConfigError(f"n: a stream has one output, got {params.n}.")
+        job = self.engine.job(prompt, params, speculative_config, trace=trace)
         return self.engine.stream(job)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Sampling | Sequence[Sampling] = None,
         *,
         speculative_config: Speculative | Sequence[Speculative] = None,
         trace: bool = False,
+        **unknown: Any,
     ) -> list[RequestOutput]:
         """Generate the next turn of one conversation or of many; arguments as in `generate`."""
+        _refuse("chat", unknown)
         for conversation in as_list(messages):
             if not is_conversation(conversation):
                 raise PromptError(
@@ -284,3 +308,19 @@ def _check_at_least_1(**values: int) -> None:
     for name, value in values.items():
         if value < 1:
             raise ConfigError(f"{name}: must be at least 1, got {value}.")
+
+
+def _refuse(method: str, unknown: Mapping[str, Any]) -> None:
+    """Say where an argument that `generate` does not take belongs.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for name in unknown:
+        if name in SamplingParams.field_names() or name in SamplingParams.foreign_names:
+            own = SamplingParams.foreign_names.get(name, f"use SamplingParams({name}=...).")
+            raise ConfigError(f"{method}() takes {name} in `sampling_params`: {own}")
+        if name in SpeculativeConfig.field_names() or name in SpeculativeConfig.foreign_names:
+            own = SpeculativeConfig.foreign_names.get(name, f"write {{'{name}': ...}}.")
+            raise ConfigError(f"{method}() takes {name} in `speculative_config`: {own}")
+        raise ConfigError(f"{method}() takes no argument {name!r}.")

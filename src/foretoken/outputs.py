@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foretoken.core.acceptance.base import Origin
+from foretoken.core.shown import colours_as_html, colours_as_text, shortened
 from foretoken.trace import Trace
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 __all__ = [
     "BeamOutput",
@@ -125,8 +129,20 @@ class Metrics:
 
 
 @dataclass(frozen=True)
+class StreamedToken:
+    """A committed token; `text` is empty while a character or stop string may be incomplete."""
+
+    token_id: int
+    text: str
+    origin: Origin
+
+
+@dataclass(frozen=True, repr=False)
 class CompletionOutput:
     """One output of one prompt. It may still be growing.
+
+    Notebooks and Rich show its text with every token in the colour of its origin: green if it was
+    drafted, blue if it is a correction.
 
     `finish_reason` is None until the output ends. Then it is "stop" (end-of-sequence token, stop
     token or stop string), "length" (max_tokens or the context limit), "abort" (the caller ended it)
@@ -138,6 +154,8 @@ class CompletionOutput:
     text: str
     token_ids: tuple[int, ...]
     origins: tuple[Origin, ...]
+    token_texts: tuple[str, ...]
+    """What each token added to the text. Parts of a character are added with its last token."""
     finish_reason: str | None
     stop_reason: int | str | None
     error: str | None
@@ -146,6 +164,30 @@ class CompletionOutput:
     trace: Trace
     beams: tuple[BeamOutput, ...] = ()
     """What a beam search has found, best first; empty without one, and until it has ended."""
+
+    @property
+    def tokens(self) -> tuple[StreamedToken, ...]:
+        """The tokens with text and origin, as `LLM.stream` delivers them."""
+        parts = zip(self.token_ids, self.token_texts, self.origins, strict=True)
+        return tuple(StreamedToken(*part) for part in parts)
+
+    def __repr__(self) -> str:
+        """The text, and what it took, in one line."""
+        metrics, error = self.metrics, f", error={self.error!r}" if self.error else ""
+        return (
+            f"CompletionOutput(index={self.index}, text={shortened(self.text)}, "
+            f"finish_reason={self.finish_reason!r}{error}, tokens={len(self.token_ids)}, "
+            f"tokens_per_second={metrics.tokens_per_second:.1f}, "
+            f"mean_acceptance_length={metrics.mean_acceptance_length:.2f})"
+        )
+
+    def __rich__(self) -> Text:
+        """The text in colours, for Rich."""
+        return colours_as_text((token.text, token.origin) for token in self.tokens)
+
+    def _repr_html_(self) -> str:
+        """The text in colours, for notebooks."""
+        return colours_as_html((token.text, token.origin) for token in self.tokens)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, without the trace."""
@@ -162,7 +204,7 @@ class CompletionOutput:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RequestOutput:
     """All outputs of one prompt. `text`, `metrics` and so on are those of the first output.
 
@@ -178,6 +220,17 @@ class RequestOutput:
     """The text that the encoder read; None if it was not given as text, or there is no encoder."""
     encoder_prompt_token_ids: tuple[int, ...] | None = None
     """The tokens that the encoder read, () of audio; None if there is no encoder."""
+
+    def __repr__(self) -> str:
+        """Prompt and outputs, in one line."""
+        source = "" if self.encoder_prompt is None else shortened(self.encoder_prompt)
+        of_source = f"encoder_prompt={source}, " if source else ""
+        prompt = "None" if self.prompt is None else shortened(self.prompt)
+        return f"RequestOutput({of_source}prompt={prompt}, outputs={list(self.outputs)})"
+
+    def _repr_html_(self) -> str:
+        """The outputs in colours, for notebooks."""
+        return "<hr>".join(output._repr_html_() for output in self.outputs)
 
     def ids_as_dict(self) -> dict[str, Any]:
         """The token ids of the prompt, and of the source if there is one, for JSON."""
@@ -219,15 +272,6 @@ class RequestOutput:
     def trace(self) -> Trace:
         """Trace of the first output."""
         return self.outputs[0].trace
-
-
-@dataclass(frozen=True)
-class StreamedToken:
-    """A committed token; `text` is empty while a character or stop string may be incomplete."""
-
-    token_id: int
-    text: str
-    origin: Origin
 
 
 @dataclass(frozen=True)

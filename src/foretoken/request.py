@@ -98,6 +98,7 @@ class Request:
         self._shows_stops = params.include_stop_str_in_output
         self._fresh: deque[StreamedToken] = deque()  # one thread takes while another extends
         self._origins: list[Origin] = []
+        self._texts: list[str] = []  # what each token added to the text
         self._logprobs: list[TokenLogprobs] = []
         self._trace = Trace()
         self.beams = self._new_beams() if params.beam_width > 1 else None
@@ -192,7 +193,8 @@ class Request:
         other._max_tokens = max_model_len - len(self.token_ids)
         other.trace_all = False
         other._detokenizer = Detokenizer(None)
-        other._fresh, other._origins, other._logprobs = deque(), [], []
+        other._fresh, other._logprobs = deque(), []
+        other._origins, other._texts = [], []
         other._trace = Trace()
         return other
 
@@ -227,7 +229,8 @@ class Request:
         finally:  # after an error, drop the tokens that have no text
             num_tokens, num_generated = (length + len(streamed) for length in lengths)
             del self.token_ids[num_tokens:]
-            del self._origins[num_generated:], self._logprobs[num_generated:]
+            for per_token in (self._origins, self._texts, self._logprobs):
+                del per_token[num_generated:]
             self._count(draft, accepted, len(streamed))
             step.committed = len(streamed)
             self._trace.steps.append(step)
@@ -282,6 +285,7 @@ class Request:
             self._finish("length", None)
         if self.finished:
             text += self._detokenizer.finish()
+        self._texts.append(text)
         return StreamedToken(token, text, origin)
 
     def _check_stop(self, token: int) -> None:
@@ -327,7 +331,9 @@ class Request:
     def abort(self) -> None:
         """End the output at its present length."""
         if not self.finished:
-            self._detokenizer.finish()
+            rest = self._detokenizer.finish()
+            if self._texts:
+                self._texts[-1] += rest
             self._finish("abort", None)
 
     def fail(self, error: Exception) -> None:
@@ -354,6 +360,7 @@ class Request:
             text=self._detokenizer.text,
             token_ids=tuple(self.output_ids),
             origins=tuple(self._origins),
+            token_texts=tuple(self._texts),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             error=self.error,

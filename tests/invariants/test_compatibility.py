@@ -191,6 +191,9 @@ def test_a_model_that_ignores_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        ({"num_speculative_tokens": 3}, "num_speculative_tokens needs a method that drafts"),
+        ({"controller": "fixed"}, "controller needs a method that drafts"),
+        ({"method": "assisted"}, "unknown method 'assisted': known: block"),
         ({"method": "ngramm"}, "unknown method 'ngramm': did you mean 'ngram'?"),
         ({"method": "ngram", "acceptance": "rejecton"}, "did you mean 'rejection'?"),
         ({"method": "ngram", "prompt_lokup_max": 3}, "did you mean 'prompt_lookup_max'?"),

@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.text import Text
 from rich.theme import Theme
 
+from foretoken.core.shown import COLOURS
+
 __all__ = ["display", "errors", "plain", "safe", "say", "working"]
 
 THEME = Theme(
     {
-        "draft": "color(28)",
-        "correction": "color(32)",
-        "bonus": "",
+        **{origin: f"color({code})" if code else "" for origin, code in COLOURS.items()},
         "rejected": "color(160)",
         "unreached": "dim",
         "note": "dim",

@@ -25,7 +25,7 @@ from foretoken.cli.report import as_json, show_summary
 from foretoken.cli.root import UsageError, examples
 from foretoken.cli.sampling_options import SamplingOptions
 from foretoken.cli.session import open_llm, shaped
-from foretoken.cli.writer import TokenWriter, retold
+from foretoken.cli.writer import TokenWriter
 
 if TYPE_CHECKING:
     from foretoken.core.params import SamplingParams
@@ -222,7 +222,7 @@ def _several(
             console.print(plain(f"Answer {output.index + 1} of {len(outputs)}", "head"))
         writer = TokenWriter()
         with closing(writer):
-            writer.write(retold(output, llm.tokenizer, params))
+            writer.write(output.tokens)
         if not quiet:
             show_summary(output, writer)
     return list(outputs)

@@ -17,12 +17,9 @@ from rich.console import Console
 from foretoken.cli.console import display, safe
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from foretoken.outputs import StreamedToken
 
-    from foretoken.core.params import SamplingParams
-    from foretoken.outputs import CompletionOutput, StreamedToken
-
-__all__ = ["TokenWriter", "retold"]
+__all__ = ["TokenWriter"]
 
 _LONGEST_HELD = 24
 """Cells of an unfinished word that are held back to wrap it whole; longer words are split."""
@@ -94,24 +91,3 @@ class TokenWriter:
         for piece, style in self._word:
             self._console.out(piece, style=style, end="", highlight=False)
         self._word, self._space = [], ""
-
-
-def retold(
-    output: CompletionOutput, tokenizer: PreTrainedTokenizerBase | None, params: SamplingParams
-) -> list[StreamedToken]:
-    """The tokens of a finished output as `LLM.stream` would have delivered them."""
-    from foretoken.core.detokenizer import Detokenizer
-    from foretoken.outputs import StreamedToken
-
-    text = Detokenizer(
-        tokenizer,
-        params.stop_strings,
-        include_stop=params.include_stop_str_in_output,
-        skip_special_tokens=params.skip_special_tokens,
-    )
-    tokens = [
-        StreamedToken(token, text.add(token), origin)
-        for token, origin in zip(output.token_ids, output.origins, strict=True)
-    ]
-    last = tokens.pop()
-    return [*tokens, StreamedToken(last.token_id, last.text + text.finish(), last.origin)]

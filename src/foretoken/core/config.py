@@ -18,6 +18,10 @@ from foretoken.errors import ConfigError
 
 __all__ = ["Config", "PathText", "nearest"]
 
+_CLOSE = 0.75
+"""Similarity of a typing error. Less similar names, such as "eagle" and "regex", mean other
+things: then all names are listed."""
+
 
 def nearest(name: str, known: list[str]) -> str:
     """The end of a message about an unknown name: the closest known name, or all of them.
@@ -26,7 +30,9 @@ def nearest(name: str, known: list[str]) -> str:
         name: what the user wrote.
         known: all valid names.
     """
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    longer = [each for each in known if each.startswith(name)] if len(name) > 2 else []
+    close = difflib.get_close_matches(name, known, n=1, cutoff=_CLOSE)
+    close = close or (longer if len(longer) == 1 else [])
     if close:
         return f"did you mean '{close[0]}'?"
     return f"known: {', '.join(sorted(known))}."

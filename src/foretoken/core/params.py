@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import BeforeValidator, Field, FiniteFloat, field_validator, model_validator
@@ -18,7 +18,7 @@ from foretoken.core.grammar import check_grammar
 from foretoken.core.noise import MAX_SEED
 from foretoken.errors import ConfigError
 
-__all__ = ["GREEDY_BELOW", "SamplingParams", "StructuredOutputs"]
+__all__ = ["GREEDY_BELOW", "Sampling", "SamplingParams", "StructuredOutputs"]
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM: dividing by them would overflow."""
@@ -200,6 +200,21 @@ class SamplingParams(Config):
     length_penalty: Annotated[float, Ge(-5), Le(5)] | None = None
     early_stopping: bool | Literal["never"] | None = None
 
+    @classmethod
+    def parse(cls, value: Sampling) -> SamplingParams:
+        """Convert what `generate` takes; None means the defaults.
+
+        Raises:
+            ConfigError: it is neither parameters nor a mapping of them.
+        """
+        if isinstance(value, SamplingParams):
+            return value
+        if value is not None and not isinstance(value, Mapping):
+            raise ConfigError(
+                f"sampling_params must be SamplingParams or a dict, got {type(value).__name__}."
+            )
+        return cls(**dict(value or {}))
+
     @field_validator("stop", mode="before")
     @classmethod
     def _one_stop_string(cls, value: Any) -> Any:
@@ -274,3 +289,7 @@ class SamplingParams(Config):
     def greedy(self) -> bool:
         """Whether the temperature is 0, so that every distribution is one-hot."""
         return self.temperature < GREEDY_BELOW
+
+
+Sampling: TypeAlias = SamplingParams | Mapping[str, Any] | None
+"""Sampling parameters as a user may give them; see `SamplingParams.parse`."""

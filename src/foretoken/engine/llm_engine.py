@@ -21,7 +21,7 @@ from threading import Lock
 
 from foretoken.config import SpeculativeConfig
 from foretoken.core.grammar import Grammars
-from foretoken.core.params import SamplingParams
+from foretoken.core.params import Sampling, SamplingParams
 from foretoken.core.rules import DecodingRules
 from foretoken.core.source import Source
 from foretoken.drafters.heads.shipped import shipped_config
@@ -132,7 +132,7 @@ class LLMEngine:
     def add_request(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: Sampling = None,
         speculative_config: Speculative = None,
         *,
         trace: bool = False,
@@ -228,15 +228,15 @@ class LLMEngine:
     def job(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: Sampling = None,
         speculative_config: Speculative = None,
         *,
         trace: bool = False,
     ) -> Job:
         """Check a prompt and make its requests; arguments and errors as in `add_request`."""
-        requests = self.make_requests(prompt, params or SamplingParams(), trace=trace)
-        job = Job(prompt, requests, None)
-        beams = params is not None and params.beam_width > 1
+        params = SamplingParams.parse(params)
+        job = Job(prompt, self.make_requests(prompt, params, trace=trace), None)
+        beams = params.beam_width > 1
 
         def build() -> None:
             job.strategy = self.strategies.strategy(speculative_config)

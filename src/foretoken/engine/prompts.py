@@ -51,8 +51,10 @@ def as_list(prompts: Any) -> list[Any]:
     """
     if isinstance(prompts, str | Mapping) or is_conversation(prompts):
         return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise PromptError(f"prompts: expected text or a list, got {type(prompts).__name__}.")
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
+        decode = ": decode it first" if isinstance(prompts, bytes | bytearray) else ""
+        kind = type(prompts).__name__
+        raise PromptError(f"prompts: expected text or a list, got {kind}{decode}.")
     if len(prompts) > 0 and all(isinstance(item, int) for item in prompts):
         return [prompts]
     return list(prompts)
@@ -89,24 +91,76 @@ def token_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> list
     Raises:
         PromptError: there is no tokenizer or no chat template, or the prompt is malformed.
     """
-    if isinstance(prompt, Mapping):
-        raise PromptError(f"this model has no encoder: {FORMS}.")
+    prompt = _text_of(prompt)
     if not isinstance(prompt, str) and not is_conversation(prompt):
         return checked_ids(prompt)
     tokenizer = needed(tokenizer)
     if isinstance(prompt, str):
-        return list(tokenizer.encode(prompt))
+        return list(tokenizer.encode(_checked(prompt)))
     if not tokenizer.chat_template:
         raise PromptError("this model has no chat template: pass text instead of messages.")
     try:
         ids = tokenizer.apply_chat_template(
-            [dict(message) for message in prompt],  # type: ignore[arg-type]
+            [_with_text(message) for message in prompt],  # type: ignore[arg-type]
             add_generation_prompt=True,
             return_dict=False,
         )
     except TemplateError as error:  # a template may refuse roles or their order
         raise PromptError(f"the model's chat template refuses this: {error}") from error
     return list(ids)
+
+
+def _text_of(prompt: Any) -> Any:
+    """What vLLM's mappings of decoder-only models hold; anything else as it is.
+
+    Raises:
+        PromptError: a mapping has other keys.
+    """
+    if not isinstance(prompt, Mapping):
+        return prompt
+    for key in ("prompt", "prompt_token_ids"):
+        if set(prompt) == {key}:
+            return prompt[key]
+    raise PromptError(
+        f"this model has no encoder: {FORMS}, or a mapping with 'prompt' or 'prompt_token_ids'."
+    )
+
+
+def _checked(text: str) -> str:
+    """A text that has an encoding.
+
+    Raises:
+        PromptError: it has half of a surrogate pair, which stands for no character.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"the prompt has half of a character at position {error.start} (a lone surrogate, "
+            f"U+{ord(text[error.start]):04X}): decode its bytes with errors='replace'."
+        ) from None
+    return text
+
+
+def _with_text(message: Message) -> dict[str, Any]:
+    """A message whose content is one text; content may be a list of parts, as in OpenAI's API.
+
+    Raises:
+        PromptError: a part is not text.
+    """
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": _checked(content)}
+    if not isinstance(content, Sequence):
+        return dict(message)
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise PromptError(f"messages: a part of content of type {kind!r} is not text.")
+        texts.append(_checked(text))
+    return {**message, "content": "".join(texts)}
 
 
 def check_prompt(ids: Sequence[int], target: Target, state_bytes: int = 0) -> None:
@@ -156,8 +210,10 @@ def checked_ids(prompt: Any) -> list[int]:
     Raises:
         PromptError: they are something else.
     """
-    if not isinstance(prompt, Sequence) or not all(
-        isinstance(token, int) and not isinstance(token, bool) for token in prompt
+    if (
+        not isinstance(prompt, Sequence)
+        or isinstance(prompt, bytes)
+        or not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt)
     ):
         raise PromptError(f"{FORMS}.")
     return list(prompt)

@@ -37,19 +37,26 @@ class LoadedModel:
     @staticmethod
     def of(
         model: str | Path | PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None,
+        tokenizer: PreTrainedTokenizerBase | str | Path | None,
         dtype: str | torch.dtype,
         device: str | torch.device,
     ) -> LoadedModel:
-        """Load a model by name, or take a loaded module as it is.
+        """Load a model by name, or take a loaded module as it is. So with the tokenizer.
 
         Raises:
             ModelError: the model cannot be found or read.
             ConfigError: dtype or device is unknown, or differs from the loaded module's.
         """
+        if isinstance(tokenizer, str | Path):
+            tokenizer = _tokenizer_of(tokenizer)
         if isinstance(model, PreTrainedModel):
             _check_loaded(model, dtype, device)
             return LoadedModel(model, tokenizer, None)
+        if not isinstance(model, str | Path):
+            raise ConfigError(
+                "model: expected a folder, a GGUF file, an alias or a PreTrainedModel, got "
+                f"{type(model).__name__}."
+            )
         place = default_device(device)
         path = models.resolve(model)
         module = models.load_model(path, default_dtype(dtype, place), place)
@@ -80,6 +87,15 @@ class LoadedModel:
         names = ("length_penalty", "early_stopping")
         given = {name: getattr(settings, name, None) for name in names}
         return {name: value for name, value in given.items() if value is not None}
+
+
+def _tokenizer_of(name: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder, which need not hold a model, or that of a model."""
+    folder = Path(name)
+    found = models.load_tokenizer(folder if folder.is_dir() else models.resolve(name))
+    if found is None:
+        raise ConfigError(f"tokenizer: there is none in '{name}'.")
+    return found
 
 
 def _check_loaded(
