@@ -8,6 +8,7 @@ drafter fails for a request, that request continues without drafts (invariant 3)
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from foretoken.request import Request
 from foretoken.runtime.slab_buffers import SlabFull
 
 __all__ = ["Speculation", "Strategy"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -290,7 +293,8 @@ class Speculation:
     def _give_up(self, drafter: Drafter, request: Request, error: Exception) -> None:
         """Stop drafting for this request."""
         self._failed.add(request.key)
-        request.metrics.drafter_failure = in_one_line(error)
+        failure = request.metrics.drafter_failure = in_one_line(error)
+        _log.warning("a drafter failed, and its request goes on without drafts: %s", failure)
         self._release_drafter(drafter, request)
 
     def _release_drafter(self, drafter: Drafter, request: Request) -> None:

@@ -12,7 +12,18 @@ from foretoken import __version__
 from tests.cli.conftest import Run, error_of
 
 COMMANDS = [
-    *("generate", "chat", "demo", "trace", "methods", "models", "plan", "tree", "tune-layers"),
+    *(
+        "generate",
+        "chat",
+        "demo",
+        "doctor",
+        "trace",
+        "methods",
+        "models",
+        "plan",
+        "tree",
+        "tune-layers",
+    ),
     *("train", "check", "ngrams", "datastore", "bench"),
 ]
 

@@ -11,7 +11,13 @@ from typing import Any
 
 import foretoken
 
-__all__ = ["available_cores", "host", "package_version", "source_digest"]
+__all__ = [
+    "available_cores",
+    "host",
+    "package_version",
+    "processor_flags",
+    "source_digest",
+]
 
 
 def host() -> dict[str, Any]:
@@ -43,12 +49,22 @@ def package_version(name: str) -> str | None:
 
 
 def _cpu_model() -> str:
+    return _of_processor("model name") or platform.processor() or platform.machine()
+
+
+def processor_flags() -> frozenset[str]:
+    """Names of the processor's sets of instructions, as Linux has them; elsewhere none."""
+    return frozenset((_of_processor("flags") or _of_processor("Features")).split())
+
+
+def _of_processor(field: str) -> str:
+    """A field of the first core in Linux's table; empty if it is not there."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+        return ""
+    values = (line.partition(":")[2].strip() for line in lines if line.startswith(field))
+    return next(values, "")
 
 
 def source_digest() -> str:

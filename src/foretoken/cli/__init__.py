@@ -21,6 +21,7 @@ from foretoken.cli import (
     check,
     datastore,
     demo,
+    doctor,
     export,
     generate,
     methods,
@@ -71,6 +72,7 @@ app.add_typer(models.app, name="models")
 app.add_typer(ngrams.app, name="ngrams")
 app.add_typer(datastore.app, name="datastore")
 app.command(epilog=methods.EXAMPLES)(methods.methods)
+app.command(epilog=doctor.EXAMPLES)(doctor.doctor)
 
 
 def _show_version(wanted: bool) -> None:

@@ -48,21 +48,7 @@ def open_llm(
     overlap = llm.vocabulary_overlap
     if overlap is not None and overlap.way != "same" and not quiet:
         errors().print(plain(str(overlap), "note"), soft_wrap=True)
-    on_cpu = llm.device.type == "cpu"
-    if on_cpu and llm.runtime == "lean" and options.runtime == "auto" and not quiet:
-        _note_missing_native_runtime()
     return llm
-
-
-def _note_missing_native_runtime() -> None:
-    """Say why the native runtime is missing, since decoding is several times slower without it."""
-    from foretoken.runtime.native.build import NativeLibraryError, library
-
-    try:
-        library()
-    except NativeLibraryError as error:
-        note = f"Decoding is slower without the native (C++) runtime: {error}."
-        errors().print(plain(note, "note"), soft_wrap=True)
 
 
 def open_tokenizer(model: str) -> PreTrainedTokenizerBase:

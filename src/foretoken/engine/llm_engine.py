@@ -13,6 +13,7 @@ and a step advances the requests of all threads.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from threading import Lock
 
 from foretoken.config import SpeculativeConfig
 from foretoken.core.grammar import Grammars
+from foretoken.core.log import show_log_lines
 from foretoken.core.params import Sampling, SamplingParams
 from foretoken.core.rules import DecodingRules
 from foretoken.core.source import Source
@@ -45,6 +47,8 @@ from foretoken.runtime.target import Target
 from foretoken.speculation import Speculation, Strategy
 
 __all__ = ["EngineOptions", "LLMEngine"]
+
+_log = logging.getLogger(__name__)
 
 
 MAX_KNOWN_IDS = 100_000
@@ -85,6 +89,7 @@ class LLMEngine:
     def __init__(
         self, loaded: LoadedModel, config: SpeculativeConfig | None, options: EngineOptions
     ) -> None:
+        show_log_lines()
         self.tokenizer, self.options = loaded.tokenizer, options
         self._kv_budget = KVBudget(options.kv_cache_bytes)
         self.target = Target(
@@ -119,6 +124,15 @@ class LLMEngine:
             options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             prefix_cache=None if prefixes is None else PrefixCache(self.target, prefixes),
+        )
+        _log.info(
+            "%s runs on %s in %s, with the runtime %s, method %s and controller %s",
+            loaded.name or type(loaded.module).__name__,
+            self.target.device,
+            self.target.dtype,
+            self.target.network.name,
+            config.method_name,
+            config.controller_name,
         )
         self._turns = Turns()
         self._reporting = Lock()

@@ -15,6 +15,7 @@ requests of the batch (invariant 7).
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,6 +34,8 @@ from foretoken.runtime.target import Target
 from foretoken.speculation import Speculation, Strategy
 
 __all__ = ["Scheduler"]
+
+_log = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -308,6 +311,7 @@ class Scheduler:
         self._hidden.pop(request.key, None)
         self._waiting.appendleft(request)
         request.metrics.preemptions += 1
+        _log.debug("a request of %d tokens lost its row to others", len(request.token_ids))
 
     def _end_for_memory(self, request: Request, error: Exception) -> None:
         """End a request whose KV does not fit into memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from copy import copy
 from pathlib import Path
@@ -32,6 +33,8 @@ from foretoken.runtime.target import Target
 from foretoken.speculation import Strategy
 
 __all__ = ["Speculative", "StrategyFactory"]
+
+_log = logging.getLogger(__name__)
 
 Speculative: TypeAlias = SpeculativeConfig | Mapping[str, Any] | None
 """How one request speculates; None takes the `LLM`'s configuration."""
@@ -209,6 +212,8 @@ class StrategyFactory:
             return
         try:
             self._costs.start_from(measure_costs(self._target, self._max_num_seqs))
+            one, eight = 1e3 * self._costs(1), 1e3 * self._costs(8)
+            _log.info("a pass takes %.2f ms, one over 8 tokens %.2f ms", one, eight)
         except (SlabFull, MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise

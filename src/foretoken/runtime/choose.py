@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+
 from transformers import PreTrainedModel
 
 from foretoken.errors import ConfigError
@@ -14,11 +17,13 @@ from foretoken.runtime.lean import DenseLinear, LeanDecoder
 from foretoken.runtime.llama import DecoderWeights, LlamaWeights, is_llama
 from foretoken.runtime.module import ModuleNetwork
 from foretoken.runtime.native.decoder import NativeDecoder
-from foretoken.runtime.native.support import why_not_native, wrong_sizes
+from foretoken.runtime.native.support import why_no_library, why_not_native, wrong_sizes
 from foretoken.runtime.network import Network
 from foretoken.runtime.seq2seq.network import Seq2SeqNetwork
 
 __all__ = ["head_network", "network_for", "slab_for"]
+
+_log = logging.getLogger(__name__)
 
 _STATIC_POSITIONS = 2048
 """Positions per row of a new GPU slab. When the slab grows, the captured graphs are lost."""
@@ -57,7 +62,11 @@ def network_for(
         return cuda_network(model, compiler=compiler, required=runtime != "auto")
     reason = "the runtime is 'torch'" if runtime == "torch" else why_not_native(model)
     if reason is None:
-        return NativeDecoder(LlamaWeights(model), quantization)
+        reason = why_no_library()
+        if reason is None:
+            return NativeDecoder(LlamaWeights(model), quantization)
+        if runtime == "auto":
+            _warn_once(reason)
     if runtime == "native":
         raise ConfigError(
             f"runtime: native is not available for this model on this machine: {reason}."
@@ -72,6 +81,11 @@ def network_for(
     if is_llama(model):
         return LeanDecoder(LlamaWeights(model), linear)
     return ModuleNetwork.packed(model, linear)
+
+
+@cache
+def _warn_once(reason: str) -> None:
+    _log.warning("Decoding is slower without the native (C++) runtime: %s.", reason)
 
 
 def _seq2seq_network(

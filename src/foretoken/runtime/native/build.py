@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -23,6 +24,8 @@ from foretoken.models.store import cache_dir
 
 __all__ = ["NativeLibraryError", "library"]
 
+_log = logging.getLogger(__name__)
+
 _SOURCES = Path(__file__).parent
 _FLAGS = (
     "-std=c++17",
@@ -35,6 +38,7 @@ _FLAGS = (
     "-fPIC",
     "-shared",
 )
+_INSTALL = "for example with `apt install g++` or `dnf install gcc-c++`"
 _SUFFIXES = (".cpp", ".h")
 _TIMEOUT = 300.0
 
@@ -99,7 +103,7 @@ def _compiler() -> str:
     for name in (os.environ.get("CXX"), "g++", "clang++"):
         if name and (found := shutil.which(name)):
             return found
-    raise NativeLibraryError("there is no C++ compiler (g++ or clang++)")
+    raise NativeLibraryError(f"there is no C++ compiler; install g++, {_INSTALL}")
 
 
 def _key(compiler: str, flags: tuple[str, ...]) -> str:
@@ -120,6 +124,7 @@ def _processor() -> str:
 
 def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
     """Compile to a temporary file and rename it, so that no process loads an incomplete one."""
+    _log.info("compiling the native runtime with %s; this takes half a minute", compiler)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
         _run([compiler, *_FLAGS, *flags, str(_SOURCES / "decoder.cpp"), "-o", str(made)])
@@ -135,6 +140,7 @@ def _run(command: list[str]) -> str:
     except (OSError, subprocess.SubprocessError) as error:
         raise NativeLibraryError(f"{command[0]} cannot be run: {error}") from error
     if done.returncode:
+        _log.debug("%s", done.stderr)
         lines = [line for line in done.stderr.splitlines() if "error" in line]
         reason = lines[0] if lines else f"status {done.returncode}"
         raise NativeLibraryError(f"{command[0]} failed: {reason}")

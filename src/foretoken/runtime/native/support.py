@@ -9,7 +9,7 @@ from foretoken.runtime.llama import DecoderWeights, LlamaWeights, is_llama
 from foretoken.runtime.native.build import NativeLibraryError, library
 from foretoken.runtime.native.pack import GROUP, Format
 
-__all__ = ["FORMATS", "MOST_HIDDEN_SIZE", "why_not_native", "wrong_sizes"]
+__all__ = ["FORMATS", "MOST_HIDDEN_SIZE", "why_no_library", "why_not_native", "wrong_sizes"]
 
 _WIDTHS = (32, 64, 96, 128)
 MOST_HIDDEN_SIZE = 16384
@@ -19,7 +19,7 @@ FORMATS = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16}
 
 
 def why_not_native(model: PreTrainedModel) -> str | None:
-    """Why the model cannot run natively here; None if it can."""
+    """Why the C++ code cannot run the model, on any machine; None if it can."""
     if not is_llama(model):
         return "it supports only Llama, Mistral, Qwen2 and Qwen3"
     if model.device.type != "cpu" or model.dtype not in FORMATS:
@@ -35,6 +35,11 @@ def why_not_native(model: PreTrainedModel) -> str | None:
     embeddings, outputs = len(weights.embedding), len(weights.head.weight)
     if embeddings < outputs:
         return f"the model has {outputs} output tokens and only {embeddings} embeddings"
+    return None
+
+
+def why_no_library() -> str | None:
+    """Why the C++ code is not available on this machine; None if it is. Compiles it if needed."""
     try:
         library()
     except NativeLibraryError as error:

@@ -1,0 +1,66 @@
+"""`FORETOKEN_LOG` shows log lines; without it, a program's own handlers get them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from foretoken import LLM, ConfigError
+from foretoken.core.log import show_log_lines
+from foretoken.runtime import choose
+from foretoken.runtime.native import build
+from tests.tiny import tiny_model
+
+OURS = logging.getLogger("foretoken")
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    level = OURS.level
+    yield
+    OURS.setLevel(level)
+    OURS.handlers.clear()
+
+
+def test_nothing_is_set_up_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FORETOKEN_LOG", raising=False)
+    show_log_lines()
+    assert OURS.level == logging.NOTSET
+    assert not OURS.handlers
+
+
+def test_lines_on_standard_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORETOKEN_LOG", "INFO")
+    for _ in range(2):  # a second model adds no second handler
+        show_log_lines()
+    LLM(tiny_model())
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert "INFO foretoken.engine.llm_engine: LlamaForCausalLM runs on cpu" in lines[0]
+
+
+def test_an_unknown_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORETOKEN_LOG", "loud")
+    with pytest.raises(ConfigError, match="FORETOKEN_LOG: must be one of debug, info"):
+        LLM(tiny_model())
+
+
+def test_one_warning_without_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    choose._warn_once.cache_clear()
+    build._library.cache_clear()
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    try:
+        for _ in range(2):
+            assert LLM(tiny_model(head_dim=32)).runtime == "lean"
+    finally:
+        build._library.cache_clear()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "no C++ compiler; install g++" in record.getMessage()
