@@ -216,7 +216,7 @@ class Request:
         """
         parents = (0, *accepted.path)
         tokens = [*(draft.tree.tokens[node] for node in accepted.path), accepted.token]
-        origins = [*(Origin.DRAFT for _ in accepted.path), accepted.origin]
+        origins = [*(Origin.DRAFT for _ in accepted.path), accepted.origin(draft)]
         streamed: list[StreamedToken] = []
         lengths = len(self.token_ids), len(self._origins)
         try:
@@ -247,7 +247,7 @@ class Request:
         self.beams = searched.beams
         if searched.beams.done:
             self._beam_outputs = tuple(map(self._beam_output, searched.beams.finished))
-        self._fresh.extend([self._append(token, Origin.BONUS) for token in searched.tokens])
+        self._fresh.extend([self._append(token, Origin.PLAIN) for token in searched.tokens])
         assert self.finished == searched.beams.done, "a search ends where its best output ends"
         metrics = self.metrics
         metrics.generated_tokens = len(self._origins)

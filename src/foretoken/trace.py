@@ -159,5 +159,5 @@ def record(
         rejected=tuple(node - 1 for node in accepted.rejected),
         reason=accepted.reason,
         token=accepted.token,
-        origin=accepted.origin,
+        origin=accepted.origin(draft),
     )

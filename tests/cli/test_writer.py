@@ -49,8 +49,8 @@ def test_colours_of_origin(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "\x1b[38;5;28mdraft\x1b[0m" in shown
     assert "\x1b[38;5;32mcorrection\x1b[0m" in shown
-    assert " bonus\n" in CODES.sub("", shown)
-    assert writer.origins == {"draft": 1, "correction": 1, "bonus": 1}
+    assert " bonus plain\n" in CODES.sub("", shown)
+    assert writer.origins == {"draft": 1, "correction": 1, "bonus": 1, "plain": 1}
 
 
 @pytest.mark.usefixtures("colours")

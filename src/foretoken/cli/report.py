@@ -25,7 +25,13 @@ __all__ = ["as_json", "as_json_line", "legend", "show_summary", "summary"]
 def legend(origins: Counter[str]) -> Text:
     """The colours of the origins, and how many tokens have each."""
     line = Text()
-    for name, label in (("draft", "accepted"), ("correction", "correction"), ("bonus", "bonus")):
+    labels = {
+        "draft": "drafted and accepted",
+        "correction": "correction",
+        "bonus": "bonus",
+        "plain": "without draft",
+    }
+    for name, label in labels.items():
         line.append(f"\u25a0 {label} {origins[name]}", name).append("   ")
     line.rstrip()
     return line
@@ -39,7 +45,10 @@ def summary(metrics: Metrics, finish_reason: str | None) -> str:
         f"{metrics.target_passes} passes",
     ]
     if metrics.num_drafts:
-        parts.append(f"mean acceptance length {metrics.mean_acceptance_length:.2f}")
+        parts.append(
+            f"{metrics.mean_acceptance_length:.2f} tokens per pass with a draft "
+            "(mean acceptance length)"
+        )
     return " \u00b7 ".join(parts)
 
 

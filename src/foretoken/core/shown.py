@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 __all__ = ["COLOURS", "colours_as_html", "colours_as_text", "shortened"]
 
-COLOURS = {"draft": 28, "correction": 32, "bonus": None}
+COLOURS = {"draft": 28, "correction": 32, "bonus": None, "plain": None}
 """By origin, of a terminal's 256: readable on black and on white. None is the text's own."""
 
-_CSS = {"draft": "#008700", "correction": "#0087d7", "bonus": ""}
+_CSS = {"draft": "#008700", "correction": "#0087d7", "bonus": "", "plain": ""}
 """The same colours."""
 
 _MOST = 80

@@ -29,6 +29,8 @@ class Origin(StrEnum):
     """Drawn by the target after the drafted tokens at this position were rejected."""
     BONUS = "bonus"
     """Drawn from p after every drafted token of the path was accepted."""
+    PLAIN = "plain"
+    """Drawn from p in a step that drafted nothing, or found by a beam search."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,10 @@ class Accepted:
         """The last accepted node, which `token` follows; 0 (the root) if none was accepted."""
         return self.path[-1] if self.path else 0
 
-    @property
-    def origin(self) -> Origin:
-        """Where `token` came from."""
+    def origin(self, draft: Draft) -> Origin:
+        """Where `token` came from, if this is the decision about a draft."""
+        if not draft.tree.num_drafted:
+            return Origin.PLAIN
         return Origin.CORRECTION if self.reason else Origin.BONUS
 
 
