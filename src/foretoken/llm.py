@@ -39,8 +39,9 @@ class LLM:
     translation. Greedy outputs in float32 are those of Transformers' `generate()`.
 
     Args:
-        model: a Hugging Face folder (safetensors), a GGUF file, an alias (`foretoken models`), or a
-            loaded `PreTrainedModel`, which is left unchanged.
+        model: a Hugging Face folder (safetensors), a GGUF file, an alias (`foretoken models`), the
+            id of a model on the Hugging Face Hub ("ORG/NAME" or "ORG/NAME@REVISION"), or a loaded
+            `PreTrainedModel`, which is left unchanged.
         tokenizer: a tokenizer, or the folder of one; None takes that of `model`. Without one,
             prompts must be token ids.
         speculative_config: how to draft and what to accept (`SpeculativeConfig` or a dict);

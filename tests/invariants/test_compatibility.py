@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -233,6 +234,17 @@ def test_wrong_arguments(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         LLM(tiny_model(), **fields)
     assert message in str(caught.value)
+
+
+def test_weights_that_are_no_numbers() -> None:
+    model = tiny_model()
+    model.model.layers[1].mlp.up_proj.weight.data[3, 3] = math.inf
+    with pytest.raises(CompatibilityError, match=r"damaged: model.layers.1.mlp.up_proj.weight has"):
+        LLM(model)
+    model = tiny_model()
+    model.model.norm.weight.data *= 1e38
+    with pytest.raises(CompatibilityError, match=r"not finite in torch.float32: use another"):
+        LLM(model)
 
 
 def test_dtypes_and_devices() -> None:

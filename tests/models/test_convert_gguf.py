@@ -111,6 +111,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"tensors": {"blk.1.ffn_up.weight": np.ones((8, 64), np.float32)}},
         r"expected \(96, 64\)",
     ),
+    "damaged weights": (
+        {"tensors": {"blk.1.ffn_up.weight": np.full((96, 64), np.nan, np.float32)}},
+        "damaged: blk.1.ffn_up.weight has weights that are not finite",
+    ),
     "reloaded otherwise": (
         {"architecture": "qwen2", "settings": {"tokenizer.ggml.pre": "smollm"}},
         "Transformers changes when loading it",

@@ -11,6 +11,7 @@ import pytest
 import foretoken.models
 from foretoken.errors import ModelError
 from foretoken.models import cached, resolve
+from tests.models.conftest import MakeGguf
 
 
 def test_every_public_name_exists() -> None:
@@ -70,7 +71,6 @@ def test_a_changed_gguf_file_is_converted_anew(make_gguf: Any) -> None:
     ("model", "message"),
     [
         ("smolm2-135M", "no model 'smolm2-135M': .*did you mean smollm2-135m"),
-        ("org/some-large-model", "run hf download 'org/some-large-model' --local-dir FOLDER"),
         ("missing.gguf", "no model 'missing.gguf'"),
         ("", "no model ''"),
         ("~nobody-of-that-name/model", "no model"),
@@ -99,3 +99,10 @@ def test_folders_and_files_without_a_model_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_text("")
     with pytest.raises(ModelError, match=r"to use its GGUF file, name the file: .*model\.gguf"):
         resolve(tmp_path)
+
+
+def test_a_cached_model_has_a_name(make_gguf: MakeGguf) -> None:
+    folder = resolve(make_gguf())
+    assert resolve(folder.name) == folder
+    with pytest.raises(ModelError, match=f"did you mean {folder.name}"):
+        resolve(folder.name[:-1])

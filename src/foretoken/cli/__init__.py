@@ -40,7 +40,6 @@ __all__ = ["app", "main"]
 _QUIET_LIBRARIES = {
     "TRANSFORMERS_VERBOSITY": "error",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
 
 EXAMPLES = examples(

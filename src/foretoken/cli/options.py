@@ -80,7 +80,11 @@ class ModelOptions:
 
     model: Annotated[
         str,
-        _model("Hugging Face folder, .gguf file or alias (`foretoken models`).", "--model", "-m"),
+        _model(
+            "Hugging Face folder or id (ORG/NAME), .gguf file or alias (`foretoken models`).",
+            "--model",
+            "-m",
+        ),
     ] = DEFAULT_MODEL
     dtype: Annotated[str, _model("auto, float32, bfloat16 or float16 (GPU).")] = "auto"
     device: Annotated[str, _model("auto, cpu, cuda, ...")] = "auto"

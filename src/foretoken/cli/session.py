@@ -77,11 +77,12 @@ def resolve(name: str) -> Path:
     """
     from foretoken import models
     from foretoken.errors import ModelError
+    from foretoken.models.hub import is_hub_id
 
     try:
         return models.resolve(name)
     except ModelError as error:
-        if name in models.aliases() or _exists(name):
+        if name in models.aliases() or _exists(name) or is_hub_id(name):
             raise
         raise UsageError(str(error)) from error
 

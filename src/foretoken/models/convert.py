@@ -193,6 +193,11 @@ def _weight(file: GgufFile, tensor: Any, model: PreTrainedModel, name: str) -> A
     expected = tuple(model.get_parameter(name).shape)
     if weight.shape != expected:
         raise ModelError(f"{file.path} has {tensor.name} as {weight.shape}, expected {expected}")
+    if not np.isfinite(weight).all():
+        raise ModelError(
+            f"{file.path} is damaged: {tensor.name} has weights that are not finite; get the file "
+            f"again"
+        )
     if file.architecture == "llama" and ".attn_q." in tensor.name:
         weight = _rotary_halves(weight, model.config.num_attention_heads)
     if file.architecture == "llama" and ".attn_k." in tensor.name:

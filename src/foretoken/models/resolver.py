@@ -11,6 +11,7 @@ from foretoken.errors import ModelError
 from foretoken.models import store
 from foretoken.models.alias import Alias, aliases
 from foretoken.models.folder import check_folder
+from foretoken.models.hub import hub_folder, is_hub_id
 
 __all__ = ["resolve"]
 
@@ -22,10 +23,12 @@ def resolve(model: str | Path) -> Path:
     or folder of the same name, which `./name` reaches.
 
     Args:
-        model: A Hugging Face folder, a `.gguf` file, or an alias (see `aliases`).
+        model: A Hugging Face folder, a `.gguf` file, an alias (see `aliases`), the name of a
+            converted model (see `cached`), or the id of a model on the Hugging Face Hub
+            (`ORG/NAME`, or `ORG/NAME@REVISION`).
 
     Returns:
-        The folder as given, or the cached folder of a converted model.
+        The folder as given, or the cached folder of a converted or downloaded model.
 
     Raises:
         ModelError: If there is no such model, or it cannot be fetched or converted.
@@ -45,7 +48,16 @@ def resolve(model: str | Path) -> Path:
         return path
     if is_file and path.suffix.lower() == ".gguf":
         return _resolve_gguf(path.resolve())
+    if not is_file and (folder := _cached_folder(str(model))) is not None:
+        return folder
     raise ModelError(_not_found(str(model), is_file))
+
+
+def _cached_folder(name: str) -> Path | None:
+    """The folder of a converted model, or of a model of the Hub."""
+    if is_hub_id(name):
+        return hub_folder(name)
+    return store.find(name) if name in {model.name for model in store.cached()} else None
 
 
 def _build_alias(alias: Alias) -> Path:
@@ -90,13 +102,7 @@ def _build_gguf(path: Path, name: str) -> Path:
 def _not_found(model: str, is_file: bool) -> str:
     if is_file:
         return f"{model} is neither a Hugging Face folder nor a .gguf file"
-    if model.count("/") == 1 and not model.startswith((".", "/", "~")):
-        return (
-            f"no model {model!r}: there is no such folder, and Foretoken downloads nothing from "
-            f"the Hugging Face Hub: run hf download {model!r} --local-dir FOLDER, then give it "
-            "that folder"
-        )
-    names = list(aliases())
+    names = [*aliases(), *(model.name for model in store.cached())]
     near = difflib.get_close_matches(model.lower(), names, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known aliases: {', '.join(names)}"
-    return f"no model {model!r}: there is no such folder, .gguf file or alias; {hint}"
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
+    return f"no model {model!r}: there is no such folder, .gguf file, alias or cached model; {hint}"

@@ -8,7 +8,7 @@ of nodes (invariant 7).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -75,8 +75,9 @@ def probe(target: Probed, model: PreTrainedModel, *, quantized: bool) -> bool:
         Whether logits had the same bits in all passes that were compared.
 
     Raises:
-        CompatibilityError: the model cannot run with the target's inputs, a path of the tree does
-            not get the logits of the same tokens as a chain, or quantization spoils the logits.
+        CompatibilityError: the model cannot run with the target's inputs, its weights or logits are
+            not finite, a path of the tree does not get the logits of the same tokens as a chain, or
+            quantization spoils the logits.
     """
     name, reads_source = type(model).__name__, isinstance(target.network, SourceNetwork)
     stride = max(1, target.vocab_size // 7)
@@ -92,6 +93,8 @@ def probe(target: Probed, model: PreTrainedModel, *, quantized: bool) -> bool:
             f"{name} cannot be run with a 4-D mask, position ids and an external KV cache: "
             f"{str(error).splitlines()[0]}"
         ) from error
+    if not own.isfinite().all():
+        _refuse_weights(model)
     path = tree_logits[[0, 2, 3]]  # b d e
     if quantized and not _error(as_chain, own) <= QUANTIZATION_TOLERANCE:
         raise CompatibilityError(
@@ -112,6 +115,24 @@ def probe(target: Probed, model: PreTrainedModel, *, quantized: bool) -> bool:
     if target.network.exact_trees and not torch.equal(path, as_chain):
         return False
     return _same_bits(target, ([a, b, c, d, e] * 4)[: target.max_model_len])
+
+
+def _refuse_weights(model: PreTrainedModel) -> NoReturn:
+    """Say which weights make a model's logits NaN or infinite.
+
+    Raises:
+        CompatibilityError: always.
+    """
+    found = (name for name, weight in model.named_parameters() if not weight.isfinite().all())
+    if (name := next(found, None)) is not None:
+        raise CompatibilityError(
+            f"the model's weights are damaged: {name} has values that are not finite; get them "
+            "again."
+        )
+    raise CompatibilityError(
+        f"{type(model).__name__} computes logits that are not finite in {model.dtype}: use another "
+        "dtype."
+    )
 
 
 def _own_logits(target: Probed, model: Any, inputs: Tensor) -> Tensor:
