@@ -25,6 +25,7 @@ from foretoken.training.methods import TRAINING_METHODS
 from foretoken.training.series import DrafterSeries
 from tests.cli.conftest import Run, ascii_tokenizer, error_of, save_tiny
 from tests.cli.terminal import environment
+from tests.programs import Program
 from tests.tiny import tiny_model
 from tests.tiny_seq2seq import tiny_seq2seq
 
@@ -269,14 +270,11 @@ main()
 """
 
 
-def stopped(steps: int, name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(steps), name, *(str(each) for each in arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment(),
-    )
+def stopped(steps: int, name: str, *arguments: object) -> tuple[int, str]:
+    """The exit code and stderr."""
+    with Program(SCRIPT, steps, name, *arguments, env=environment()) as program:
+        _, errors = program.communicate()
+        return program.wait(), errors
 
 
 def test_a_kill_and_ctrl_c_lose_nothing(run: Run, tiny: Path, tmp_path: Path) -> None:
@@ -293,13 +291,13 @@ def test_a_kill_and_ctrl_c_lose_nothing(run: Run, tiny: Path, tmp_path: Path) ->
         "--set",
         "evaluate_every=3",
     )
-    first = stopped(4, "SIGKILL", *arguments, "-o", out)
-    assert first.returncode == -signal.SIGKILL
+    code, _ = stopped(4, "SIGKILL", *arguments, "-o", out)
+    assert code == -signal.SIGKILL
     assert [each.name for each in (out / "training/checkpoints").iterdir()] == ["checkpoint-3"]
-    second = stopped(2, "SIGINT", *arguments, "-o", out)
-    assert second.returncode == 130, second.stderr
-    assert "interrupted" in second.stderr.splitlines()
-    assert "Traceback" not in second.stderr
+    code, errors = stopped(2, "SIGINT", *arguments, "-o", out)
+    assert code == 130, errors
+    assert "interrupted" in errors.splitlines()
+    assert "Traceback" not in errors
     assert [each.name for each in (out / "training/checkpoints").iterdir()] == ["checkpoint-5"]
     assert (out / "model.safetensors").exists()
     for folder in (out, whole):
