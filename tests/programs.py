@@ -42,7 +42,7 @@ def _server() -> socket.socket:
     with theirs:
         subprocess.Popen(
             [sys.executable, "-W", "ignore", str(_SERVER)],
-            stdin=theirs,
+            stdin=theirs.fileno(),
             env={**os.environ, **_QUIET},
             start_new_session=True,
         ).returncode = 0  # nobody waits for it
