@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
@@ -69,7 +69,17 @@ def in_one_batch(llm: LLM, rules: list[str | None], temperature: float) -> list[
     return [(o.token_ids, o.logprobs, o.metrics.num_accepted_tokens) for o in outputs]
 
 
-@pytest.mark.parametrize(("first", "second"), list(combinations(REGISTERED, 2)))
+NEIGHBOURS = list(pairwise(REGISTERED))
+"""Every rule with one or two others; `test_all_rules_in_one_batch_whatever_the_default` has all."""
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param(*pair, marks=() if pair in NEIGHBOURS else pytest.mark.slow)
+        for pair in combinations(REGISTERED, 2)
+    ],
+)
 def test_two_rules_in_one_batch(first: str, second: str) -> None:
     found = in_one_batch(_plain(), [first, second], 1.0)
     expected = [
