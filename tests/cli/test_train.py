@@ -25,7 +25,6 @@ from foretoken.training.methods import TRAINING_METHODS
 from foretoken.training.series import DrafterSeries
 from tests.cli.conftest import Run, ascii_tokenizer, error_of, save_tiny
 from tests.cli.terminal import environment
-from tests.programs import Program
 from tests.tiny import tiny_model
 from tests.tiny_seq2seq import tiny_seq2seq
 
@@ -274,9 +273,14 @@ main()
 
 def stopped(steps: int, name: str, *arguments: object) -> tuple[int, str]:
     """The exit code and stderr."""
-    with Program(SCRIPT, steps, name, *arguments, env=environment()) as program:
-        _, errors = program.communicate()
-        return program.wait(), errors
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(steps), name, *(str(each) for each in arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment(),
+    )
+    return done.returncode, done.stderr
 
 
 def test_a_kill_and_ctrl_c_lose_nothing(run: Run, tiny: Path, tmp_path: Path) -> None:
