@@ -200,11 +200,15 @@ def test_a_template_that_refuses(model: PreTrainedModel) -> None:
 # Endings, the same with and without speculation
 
 
+ENDING = ("none", "ngram", "draft_model", "eagle", "hybrid", "cascade", "lookahead")
+"""Chains and trees of every kind: an end is looked for in what was committed, whoever drafted."""
+
+
 def ends(prompt: Prompt, **fields: Any) -> list[tuple[tuple[int, ...], str | None, Any, str]]:
-    """(tokens, finish reason, stop reason, text) under every method; all must agree."""
+    """(tokens, finish reason, stop reason, text) under these methods; all must agree."""
     model = tiny_model(vocab_size=BYTES)
     results = []
-    for method in ("none", *SPECULATIVE):
+    for method in ENDING:
         llm = tiny_llm(model, method)
         llm.engine.tokenizer = TOKENIZER
         (output,) = llm.generate([prompt], SamplingParams(**{"temperature": 0, **fields}))
@@ -257,7 +261,7 @@ def test_end_of_sequence(model: PreTrainedModel) -> None:
     ending = tiny_model(vocab_size=BYTES)
     assert ending.generation_config is not None
     ending.generation_config.eos_token_id = eos
-    for method in ("none", *SPECULATIVE):
+    for method in ENDING:
         llm = tiny_llm(ending, method)
         (output,) = llm.generate([PROMPT], GREEDY)
         assert output.token_ids == free[: free.index(eos) + 1]

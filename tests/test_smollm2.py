@@ -21,7 +21,7 @@ from tests.tiny import reference_greedy
 
 pytestmark = pytest.mark.model
 
-TOKENS = 32
+TOKENS = 16
 COSTLY = ("draft_model", "cascade", "early_exit", "layer_skip")
 """Methods that run a large model to draft: they get fewer prompts."""
 PASSAGE = (
@@ -181,9 +181,9 @@ def test_stop_strings_and_stream_on_real_text(
 ) -> None:
     llm = LLM(smollm2_bfloat16, tokenizer=smollm2_tokenizer, speculative_config={"method": "ngram"})
     prompt = [{"role": "user", "content": "Count from one to five in words."}]
-    params = SamplingParams(temperature=0, max_tokens=48)
+    params = SamplingParams(temperature=0, max_tokens=24)
     whole = llm.generate(prompt, params)[0].text
     assert "".join(chunk.text for chunk in llm.stream(prompt, params)) == whole
     stop = whole[5:9]
-    cut = SamplingParams(temperature=0, max_tokens=48, stop=[stop])
+    cut = SamplingParams(temperature=0, max_tokens=24, stop=[stop])
     assert llm.generate(prompt, cut)[0].text == whole[: whole.index(stop)]

@@ -28,7 +28,7 @@ def soaked(seed: int) -> LLM:
     cell_bytes = Target(model).cell_bytes
     return LLM(
         model,
-        speculative_config={"method": "ngram", "prompt_lookup_min": 1},
+        speculative_config={"method": "ngram", "prompt_lookup_min": 1, "controller": "fixed"},
         max_num_seqs=6,
         max_num_batched_tokens=random.Random(seed).choice((40, 200)),
         kv_cache_memory=BLOCKS * KEY_BLOCK * cell_bytes,
@@ -85,9 +85,10 @@ def states_of(owner: object, seen: set[int]) -> list[tuple[str, object]]:
 
 
 @pytest.mark.parametrize(
-    "requests", [160, pytest.param(2000, marks=pytest.mark.slow)], ids=["small", "whole"]
+    "requests", [80, pytest.param(2000, marks=pytest.mark.slow)], ids=["small", "whole"]
 )
 def test_nothing_stays_behind(requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts have one length and the dice a seed, so that every run has the same preemptions."""
     alive: WeakSet[Request] = WeakSet()
     original = Request.__init__
 
@@ -99,24 +100,25 @@ def test_nothing_stays_behind(requests: int, monkeypatch: pytest.MonkeyPatch) ->
     dice = random.Random(requests)
     llm, choices = soaked(requests), configs()
     counts: list[int] = []
-    open_ids: set[str] = set()
+    open_ids: list[str] = []
     preemptions = cached = added = 0
     while added < requests or llm.engine.has_unfinished_requests():
         if added < requests and len(open_ids) < 20:
-            open_ids.add(
+            open_ids.append(
                 llm.engine.add_request(prompt_of(dice), params_of(dice), dice.choice(choices))
             )
             added += 1
             if added % (requests // 4) == 0:
                 counts.append(live_tensors())
         if open_ids and dice.random() < 0.1:
-            llm.engine.abort(open_ids.pop())
+            llm.engine.abort(open_ids.pop(dice.randrange(len(open_ids))))
         if dice.random() < 0.8:
             for chunk in llm.engine.step():
                 if chunk.output is not None:
                     assert chunk.request_id is not None
-                    if chunk.request_id not in llm.engine._jobs:  # its last output has ended
-                        open_ids.discard(chunk.request_id)
+                    ended = chunk.request_id not in llm.engine._jobs  # its last output
+                    if ended and chunk.request_id in open_ids:
+                        open_ids.remove(chunk.request_id)
                     assert chunk.output.error is None
                     preemptions += chunk.output.metrics.preemptions
                     cached += chunk.output.metrics.cached_prompt_tokens

@@ -8,15 +8,15 @@ import pty
 import re
 import select
 import struct
-import subprocess
 import sys
 import termios
 import time
 from pathlib import Path
 from types import TracebackType
 
-COMMAND = [sys.executable, "-c", "from foretoken.cli import main; main()"]
-TIMEOUT = 60.0
+from tests.programs import MAIN, TIMEOUT, Program
+
+COMMAND = [sys.executable, "-c", MAIN]
 _PATIENCE = 5.0
 
 
@@ -34,14 +34,14 @@ class Terminal:
     def __init__(self, *arguments: object) -> None:
         self._controller, controlled = pty.openpty()
         fcntl.ioctl(controlled, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-        self._process = subprocess.Popen(
-            [*COMMAND, *(str(argument) for argument in arguments)],
+        self._process = Program(
+            MAIN,
+            *arguments,
             stdin=controlled,
             stdout=controlled,
             stderr=controlled,
             env=environment(),
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            terminal=True,
         )
         os.close(controlled)
         self.shown = ""
@@ -55,8 +55,7 @@ class Terminal:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        self._process.kill()
-        self._process.wait()
+        self._process.__exit__(kind, error, at)
         os.close(self._controller)
 
     def wait_for(self, pattern: str) -> str:
@@ -84,7 +83,7 @@ class Terminal:
         """Read to the end; the exit code."""
         while self._read():
             pass
-        return self._process.wait(TIMEOUT)
+        return self._process.wait()
 
     def _ready(self, seconds: float) -> bool:
         return bool(select.select([self._controller], [], [], seconds)[0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -14,7 +13,8 @@ from foretoken.bench.journal import Journal
 from foretoken.bench.run import Plan
 from tests.bench.records import background, drafted, own_output, request
 from tests.cli.conftest import Run, error_of, save_gguf
-from tests.cli.terminal import COMMAND, environment
+from tests.cli.terminal import environment
+from tests.programs import MAIN, TIMEOUT, Program
 
 FAKE_LLAMA = """
 class Llama:
@@ -56,8 +56,8 @@ def test_a_run_is_killed_and_resumed(
         *("--dtype", "float32", "--device", "cpu", "--output", output),
     ]
     records = output / "results.jsonl"
-    with subprocess.Popen([*COMMAND, *map(str, arguments)], env=environment()) as process:
-        ends = time.monotonic() + 60
+    with Program(MAIN, *arguments, env=environment()) as process:
+        ends = time.monotonic() + TIMEOUT
         while requests_in(records) < 2:
             assert process.poll() is None
             assert time.monotonic() < ends

@@ -7,18 +7,13 @@ import subprocess
 from pathlib import Path
 
 from tests.cli.terminal import COMMAND, Terminal, environment
+from tests.programs import MAIN, Program
 
 ENDLESS = ["--max-tokens", "8000", "--ignore-eos"]
 
 
-def start(*arguments: object) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [*COMMAND, *(str(argument) for argument in arguments)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment(),
-    )
+def start(*arguments: object) -> Program:
+    return Program(MAIN, *arguments, env=environment())
 
 
 def test_ctrl_c_in_the_middle_of_a_stream(tiny: Path, tmp_path: Path) -> None:
@@ -29,7 +24,7 @@ def test_ctrl_c_in_the_middle_of_a_stream(tiny: Path, tmp_path: Path) -> None:
         assert process.stdout.read(10)
         process.send_signal(signal.SIGINT)
         rest = process.stdout.read()
-        assert process.wait(60) == 130
+        assert process.wait() == 130
         assert rest.endswith(b"\n")
         assert process.stderr.read() == b"interrupted\n"
     assert list(tmp_path.iterdir()) == []
@@ -41,7 +36,7 @@ def test_a_reader_who_leaves(tiny: Path) -> None:
         assert process.stderr is not None
         assert process.stdout.read(10)
         process.stdout.close()
-        assert process.wait(60) == 0
+        assert process.wait() == 0
         assert process.stderr.read() == b""
 
 

@@ -49,16 +49,16 @@ def tree_llm(rule: str, shape: str, **fields: Any) -> LLM:
 def test_greedy_output_is_transformers(rule: str, shape: str) -> None:
     model = tiny_model()
     llm = tree_llm(rule, shape, model=model)
-    params = SamplingParams(temperature=0, max_tokens=30)
+    params = SamplingParams(temperature=0, max_tokens=20)
     for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, params), strict=True):
-        assert list(output.token_ids) == reference_greedy(model, prompt, 30)
+        assert list(output.token_ids) == reference_greedy(model, prompt, 20)
         assert output.metrics.mean_acceptance_length > 2  # the draft model is the target
 
 
 @pytest.mark.parametrize("controller", ["fixed", "cost_model"])
 @pytest.mark.parametrize("shape", list(TREES))
 def test_seeded_output_is_plain_decodings(shape: str, controller: str) -> None:
-    params = SamplingParams(temperature=0.9, seed=3, max_tokens=30, frequency_penalty=0.4)
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=20, frequency_penalty=0.4)
     plain = tiny_llm(tiny_model()).generate(PROMPTS, params)
     drafted = tree_llm("coupled", shape, controller=controller).generate(PROMPTS, params)
     assert [o.token_ids for o in drafted] == [o.token_ids for o in plain]

@@ -269,7 +269,7 @@ def test_q_is_the_restricted_distribution() -> None:
 
 
 VOCAB = "abcdef"
-SAMPLES, LENGTH = 800, 2
+SAMPLES, LENGTH = 400, 2
 ALARM = 1e-6
 
 

@@ -41,6 +41,8 @@ def config_of(method: str, dtype: torch.dtype) -> dict[str, Any] | None:
     if method == "none":
         return None
     config: dict[str, Any] = {"method": method, **METHOD_FIELDS.get(method, {})}
+    if CHOICES.index(method) % 2:  # some draft whatever the clock says
+        config["controller"] = "fixed"
     if METHODS[method].takes_model:
         config["model"] = tiny_model(seed=1, dtype=dtype, max_position_embeddings=CONTEXT)
     if METHODS[method].takes_head:
@@ -124,8 +126,14 @@ def served(dtype: torch.dtype, seed: int) -> tuple[LLM, list[tuple[Any, Completi
     return llm, serve(llm, dice, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("seed", "dtype"),
+    [
+        *((seed, torch.float32) for seed in SEEDS),
+        *((seed, torch.bfloat16) for seed in SEEDS[:3]),
+        *(pytest.param(seed, torch.bfloat16, marks=pytest.mark.slow) for seed in SEEDS[3:]),
+    ],
+)
 def test_any_batch_any_schedule(dtype: torch.dtype, seed: int) -> None:
     llm, ended = served(dtype, seed)
     assert llm.bit_exact

@@ -23,10 +23,12 @@ from tests.matrix import (
 )
 from tests.tiny import ARCHITECTURES, CONTEXT, VOCAB_SIZE, reference_greedy, tiny_model
 
-TOKENS = 40
+TOKENS = 25
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS)
 # Their chains do not depend on the architecture: `test_every_rule` has them on one.
 FROM_TEXT = ("regex", "ngram_table", "suffix", "copy", "corpus_ngram", "rest", "random", "switch")
+# They run parts of the target, read its hidden states, or make chains or trees of other tokens.
+ON_ALL_ARCHITECTURES = ("draft_model", "early_exit", "layer_skip", "eagle", "lookahead", "ngram")
 # Lossy rules that are lossless at temperature 0 belong here too.
 GREEDY_RULES = [*LOSSLESS, "typical"]
 
@@ -60,12 +62,24 @@ def test_plain_decoding(model: PreTrainedModel, expected: list[tuple[int, ...]])
     assert token_ids(tiny_llm(model)) == expected
 
 
+def is_quick(architecture: str, method: str) -> bool:
+    """All drafters on one architecture of the Transformers module, a few of them on all others.
+
+    `test_every_rule` has all of them on Llama.
+    """
+    if architecture == "gpt2":
+        return method not in FROM_TEXT
+    return architecture != "llama" and method in ON_ALL_ARCHITECTURES
+
+
 @pytest.mark.parametrize(
-    "method",
+    ("model", "method"),
     [
-        pytest.param(name, marks=pytest.mark.slow if name in FROM_TEXT else ())
-        for name in SPECULATIVE
+        pytest.param(name, method, marks=() if is_quick(name, method) else pytest.mark.slow)
+        for name in ARCHITECTURES
+        for method in SPECULATIVE
     ],
+    indirect=["model"],
 )
 def test_every_drafter(
     model: PreTrainedModel, expected: list[tuple[int, ...]], method: str

@@ -79,7 +79,7 @@ def test_every_method(make: Maker, plain: dict[str, list[Any]], method: str, gam
 def test_trees(make: Maker, plain: dict[str, list[Any]], name: str) -> None:
     method, fields = TREES[name]
     llm = make(method, **fields)
-    for params in PARAMS:
+    for params in ("greedy", "seeded-all"):
         assert bits(llm, PARAMS[params]) == plain[params]
-        alone = [bits(llm, PARAMS[params], [prompt])[0] for prompt in PROMPTS]
-        assert alone == plain[params]
+        alone = [bits(llm, PARAMS[params], [prompt])[0] for prompt in PROMPTS[:3]]
+        assert alone == plain[params][:3]

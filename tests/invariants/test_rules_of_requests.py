@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
@@ -40,7 +40,7 @@ def options_of(rule: str) -> dict[str, Any]:
 
 
 def params(seed: int, temperature: float = 1.0) -> SamplingParams:
-    return SamplingParams(temperature=temperature, seed=seed, max_tokens=14, logprobs=1)
+    return SamplingParams(temperature=temperature, seed=seed, max_tokens=10, logprobs=1)
 
 
 @cache
@@ -69,7 +69,17 @@ def in_one_batch(llm: LLM, rules: list[str | None], temperature: float) -> list[
     return [(o.token_ids, o.logprobs, o.metrics.num_accepted_tokens) for o in outputs]
 
 
-@pytest.mark.parametrize(("first", "second"), list(combinations(REGISTERED, 2)))
+NEIGHBOURS = list(pairwise(REGISTERED))
+"""Every rule with one or two others; `test_all_rules_in_one_batch_whatever_the_default` has all."""
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param(*pair, marks=() if pair in NEIGHBOURS else pytest.mark.slow)
+        for pair in combinations(REGISTERED, 2)
+    ],
+)
 def test_two_rules_in_one_batch(first: str, second: str) -> None:
     found = in_one_batch(_plain(), [first, second], 1.0)
     expected = [
@@ -81,7 +91,15 @@ def test_two_rules_in_one_batch(first: str, second: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("default", "temperature"), [*((rule, 0.8) for rule in REGISTERED), ("coupled", 0.0)]
+    ("default", "temperature"),
+    [
+        ("coupled", 0.0),
+        *(
+            # A default is seen by requests without a rule alone.
+            pytest.param(rule, 0.8, marks=() if rule in ("coupled", "block") else pytest.mark.slow)
+            for rule in REGISTERED
+        ),
+    ],
 )
 def test_all_rules_in_one_batch_whatever_the_default(default: str, temperature: float) -> None:
     llm = LLM(model(), speculative_config=config_of(default), max_num_seqs=64)
@@ -123,4 +141,4 @@ def test_a_rule_that_does_not_fit_the_requests_drafter() -> None:
     with pytest.raises(ConfigError, match="did you mean 'block'"):
         _plain().generate([PROMPTS[0]], speculative_config=wrong)
     (output,) = _plain().generate([PROMPTS[0]], params(0))
-    assert len(output.token_ids) == 14
+    assert len(output.token_ids) == 10

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -145,33 +145,37 @@ def llm_of(method: str) -> LLM:
     return tiny_llm(tiny_model(), method, gamma=6)
 
 
-PLAIN: dict[str, list[tuple[tuple[int, ...], str | None]]] = {}
+FIELDS: list[dict[str, Any]] = [
+    {"frequency_penalty": 1.5},
+    {"presence_penalty": 2.0},
+    {"repetition_penalty": 1.8},
+    {"logit_bias": {5: 4.0}, "repetition_penalty": 1.2},
+    {"allowed_token_ids": [3, 5, 7, 9], "frequency_penalty": 0.3},
+    {"min_tokens": 9, "stop_token_ids": [3, 5, 7]},
+]
 
 
-def plain_outputs(name: str, params: SamplingParams) -> list[tuple[tuple[int, ...], str | None]]:
-    """Tokens and reasons of plain decoding; `name` tells parameters apart."""
-    if name not in PLAIN:
-        outputs = llm_of("none").generate(PROMPTS, params)
-        PLAIN[name] = [(o.token_ids, o.finish_reason) for o in outputs]
-    return PLAIN[name]
+def outputs_with_fields(
+    method: str, temperature: float, shift: int
+) -> list[tuple[tuple[int, ...], str | None]]:
+    """Tokens and reasons of a request with each of `FIELDS`, all in one batch."""
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=24, seed=3, **fields)
+        for fields in FIELDS
+    ]
+    prompts = [PROMPTS[(number + shift) % len(PROMPTS)] for number in range(len(FIELDS))]
+    outputs = llm_of(method).generate(prompts, params)
+    return [(output.token_ids, output.finish_reason) for output in outputs]
+
+
+plain_outputs = cache(partial(outputs_with_fields, "none"))
 
 
 @pytest.mark.parametrize("method", SPECULATIVE)
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"frequency_penalty": 1.5},
-        {"presence_penalty": 2.0},
-        {"repetition_penalty": 1.8},
-        {"logit_bias": {5: 4.0}, "repetition_penalty": 1.2},
-        {"allowed_token_ids": [3, 5, 7, 9], "frequency_penalty": 0.3},
-        {"min_tokens": 9, "stop_token_ids": [3, 5, 7]},
-    ],
-    ids=lambda fields: "+".join(fields),
-)
 @pytest.mark.parametrize("temperature", [0, 0.9])
-def test_parameters_at_depth(method: str, fields: dict[str, Any], temperature: float) -> None:
+@pytest.mark.parametrize(
+    "shift", [0, *(pytest.param(shift, marks=pytest.mark.slow) for shift in (1, 2, 3, 4))]
+)
+def test_parameters_at_depth(method: str, temperature: float, shift: int) -> None:
     """Drafted positions obey them exactly: the output is plain decoding's."""
-    params = SamplingParams(temperature=temperature, max_tokens=24, seed=3, **fields)
-    drafted = llm_of(method).generate(PROMPTS, params)
-    assert [(o.token_ids, o.finish_reason) for o in drafted] == plain_outputs(repr(params), params)
+    assert outputs_with_fields(method, temperature, shift) == plain_outputs(temperature, shift)

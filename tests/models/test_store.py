@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 
 from foretoken.errors import ModelError
 from foretoken.models import cache_dir, cached, load_tokenizer, remove, resolve, store
+from tests.programs import TIMEOUT, Program
 
 Fill = Callable[[Path, Path], dict[str, str]]
 
@@ -197,15 +198,15 @@ def test_a_second_process_waits_and_uses_the_result(cache: Path) -> None:
     assert second.stderr is not None
     assert "Waiting for another process" in second.stderr.readline()
     folder = f"{cache / 'models' / 'slow'}\n"
-    assert first.communicate("go on\n", timeout=60) == (folder, "")
-    assert second.communicate(timeout=60) == (folder, "")
+    assert first.communicate("go on\n", timeout=TIMEOUT) == (folder, "")
+    assert second.communicate(timeout=TIMEOUT) == (folder, "")
 
 
 def test_two_processes_convert_one_file_once(make_gguf: Any, cache: Path) -> None:
     script = f"from foretoken.models import resolve\nprint(resolve({str(make_gguf())!r}))"
-    processes = [start(script) for _ in range(2)]
-    outputs = [process.communicate(timeout=60) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
+    with Program(script) as one, Program(script) as other:
+        outputs = [program.communicate() for program in (one, other)]
+        assert [program.returncode for program in (one, other)] == [0, 0]
     assert len({output for output, _ in outputs}) == 1
     assert "".join(errors for _, errors in outputs).count("Converting tiny.gguf") == 1
     assert len(cached()) == 1
@@ -226,7 +227,7 @@ def test_a_killed_build_is_invisible_and_cleaned_up(cache: Path) -> None:
 def test_an_interrupted_build_cleans_up_after_itself(cache: Path) -> None:
     process = start_build()
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=TIMEOUT)
     assert process.returncode != 0
     assert "KeyboardInterrupt" in errors
     assert not list((cache / "models").iterdir())

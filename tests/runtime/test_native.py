@@ -27,6 +27,7 @@ from foretoken.runtime.native.pack import GROUP, PANEL, Format, in_turns, pack
 from foretoken.runtime.native.support import why_not_native
 from foretoken.runtime.network import Network
 from foretoken.runtime.target import Target
+from tests.programs import Program
 from tests.runtime.test_lean import FAMILY, TREE, model_of, scores
 from tests.tiny import VOCAB_SIZE, tiny_model
 
@@ -324,8 +325,8 @@ def test_two_processes_compile_once(tmp_path: Path) -> None:
     compiler.chmod(0o700)
     script = "from foretoken.runtime.native.build import library; library('-O0')"
     environment = {**os.environ, "FORETOKEN_CACHE": str(tmp_path), "CXX": str(compiler)}
-    running = [subprocess.Popen([sys.executable, "-c", script], env=environment) for _ in range(2)]
-    assert [process.wait() for process in running] == [0, 0]
+    with Program(script, env=environment) as one, Program(script, env=environment) as other:
+        assert (one.wait(), other.wait()) == (0, 0)
     compiled = [line for line in calls.read_text().splitlines() if "decoder.cpp" in line]
     assert len(compiled) == 1
 
@@ -346,6 +347,23 @@ def test_a_library_that_others_may_write_is_not_run(
 
 def test_fewer_threads_than_asked_for() -> None:
     """OpenMP may give fewer, and nobody waits for the others."""
+    openmp = library()  # whatever this library finds is the OpenMP that it is linked to
+    model, before = tiny_model(head_dim=32), torch.get_num_threads()
+    levels = openmp.omp_get_max_active_levels()
+    torch.set_num_threads(4)
+    openmp.omp_set_max_active_levels(0)  # every parallel region gets one thread
+    try:
+        target = Target(model)
+        assert target.network.name == "native"
+        assert target.bit_exact
+    finally:
+        openmp.omp_set_max_active_levels(levels)
+        torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+def test_fewer_threads_by_the_environment() -> None:
+    """Two of four."""
     script = (
         "import torch; torch.set_num_threads(4)\n"
         "from tests.tiny import tiny_model\n"
@@ -354,7 +372,7 @@ def test_fewer_threads_than_asked_for() -> None:
         "assert target.network.name == 'native' and target.bit_exact\n"
     )
     environment = {**os.environ, "OMP_THREAD_LIMIT": "2", "OMP_DYNAMIC": "true"}
-    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=240)
 
 
 def test_another_default_dtype() -> None:

@@ -100,7 +100,10 @@ def test_levels_are_the_logits_at_shifted_positions(
     assert checked > 80
 
 
-@pytest.mark.parametrize("loss", ["kl", "rkl", "jsd", "tv", "ce"])
+@pytest.mark.parametrize(
+    "loss",  # `test_losses.py` has the values of all of them
+    ["kl", "tv", *(pytest.param(loss, marks=pytest.mark.slow) for loss in ("rkl", "jsd", "ce"))],
+)
 def test_every_loss_is_learnt(loss: str, target: Target, parts: HeadParts, tmp_path: Path) -> None:
     """And the draft model's distribution gets nearer to the target's."""
     method = training_method("distill", {"loss": loss})

@@ -174,8 +174,18 @@ def head_of(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
     return {"method": "eagle", "model": str(folder), "controller": "fixed"}
 
 
-@pytest.mark.parametrize("tree", [None, [2, 2, 1], "dynamic"], ids=str)
-@pytest.mark.parametrize("runtime", ["native", "torch"])
+@pytest.mark.parametrize(
+    ("runtime", "tree"),
+    [
+        ("native", None),
+        ("native", [2, 2, 1]),
+        ("native", "dynamic"),
+        ("torch", None),
+        # Only the native runtime promises the bits of trees.
+        *(pytest.param("torch", tree, marks=pytest.mark.slow) for tree in ([2, 2, 1], "dynamic")),
+    ],
+    ids=str,
+)
 def test_drafts_do_not_depend_on_the_schedule(tree: Any, runtime: str, tmp_path: Path) -> None:
     """Alone, in a batch, in chunks, and after preemption: the same drafts (invariant 4)."""
     model = tiny_model(head_dim=32, max_position_embeddings=1024)

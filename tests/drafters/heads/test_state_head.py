@@ -167,8 +167,18 @@ def test_only_heads_that_read_tokens_tell_them_apart(method: str, tmp_path: Path
         assert same != STATE_NETS[method][0].reads_tokens
 
 
-@pytest.mark.parametrize("tree", [None, [2, 2, 1], "dynamic"], ids=str)
-@pytest.mark.parametrize("runtime", ["native", "torch"])
+@pytest.mark.parametrize(
+    ("runtime", "tree"),
+    [
+        ("native", None),
+        ("native", "dynamic"),
+        ("torch", None),
+        # Only the native runtime promises the bits of trees.
+        *(pytest.param("torch", tree, marks=pytest.mark.slow) for tree in ([2, 2, 1], "dynamic")),
+        pytest.param("native", [2, 2, 1], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("method", METHODS)
 def test_drafts_do_not_depend_on_the_schedule(
     method: str, tree: Any, runtime: str, tmp_path: Path
