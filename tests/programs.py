@@ -30,7 +30,6 @@ _SERVER = Path(__file__).with_name("fork_server.py")
 _QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
 """What `main` sets before Transformers is imported."""
 

