@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from foretoken import LLM, SamplingParams
-from foretoken.cli.chat import Conversation
+from foretoken.cli.conversation import Conversation
 from tests.cli.conftest import Run
 from tests.cli.terminal import Terminal
 
@@ -40,9 +41,9 @@ def test_commands(run: Run, tiny: Path, llm: LLM) -> None:
     (first,) = llm.chat([user("hello")], GREEDY)
     lines = "hello\n/reset\nhello\n/nonsense\n/help\n/exit\nhello\n"
     result = run("chat", "-m", tiny, "--max-tokens", 12, stdin=lines)
-    assert result.exit_code == 0
+    assert result.exit_code == 1
     assert result.stdout == f"{first.text}\n" * 2
-    for text in ("starts anew", "unknown command /nonsense", "/reset  forget"):
+    for text in ("starts anew", "unknown command /nonsense", "forget the conversation"):
         assert text in result.stderr
 
 
@@ -60,7 +61,7 @@ def test_a_prompt_that_is_too_long(run: Run, tiny: Path, llm: LLM) -> None:
     (first,) = llm.chat([user("hello")], GREEDY)
     lines = "x" * 9000 + "\nhello\n"
     result = run("chat", "-m", tiny, "--max-tokens", 12, stdin=lines)
-    assert result.exit_code == 0
+    assert result.exit_code == 1
     assert result.stdout == f"{first.text}\n"
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: the prompt has 90")
@@ -77,11 +78,27 @@ def test_ctrl_c(tiny: Path) -> None:
         terminal.type("\x03")
         stopped = terminal.wait_for(r"\(stopped\)(.|\r|\n)*> ")
         assert "Traceback" not in stopped
-        terminal.type("/help\n")
-        terminal.wait_for(r"/reset(.|\r|\n)*> ")
+        terminal.type("\x1b[200~/he\x1b[201~lp\n")  # a part of it is pasted
+        terminal.wait_for(r"several lines(.|\r|\n)*> ")
         assert terminal.interrupt_until_end() == 130
         assert terminal.shown.rstrip().endswith("interrupted")
         assert "Traceback" not in terminal.shown
+
+
+def test_a_paste_of_several_lines_is_one_message(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Terminal("chat", "-m", tiny, "--max-tokens", 5) as terminal:
+        terminal.wait_for("> ")
+        terminal.type("\x1b[200~one\ntwo\x1b[201~\x1b\rthree\r")
+        terminal.wait_for(r"three(.|\r|\n)*tokens(.|\r|\n)*> ")
+        terminal.type("/save talk.json\r")
+        terminal.wait_for("saved in talk.json")
+        terminal.type("\x04")
+        assert terminal.end() == 0
+    messages = json.loads(Path("talk.json").read_text())
+    assert messages[0] == user("one\ntwo\nthree")
 
 
 def test_ctrl_d_ends(tiny: Path) -> None:
@@ -92,7 +109,7 @@ def test_ctrl_d_ends(tiny: Path) -> None:
 
 
 def test_what_was_said_before_ctrl_c_is_kept(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    from foretoken.cli import chat
+    from foretoken.cli import conversation as module
 
     class Interrupts:
         """As if Ctrl-C had come during the third step."""
@@ -109,7 +126,7 @@ def test_what_was_said_before_ctrl_c_is_kept(llm: LLM, monkeypatch: pytest.Monke
             self.steps += 1
             return self.steps == 3
 
-    monkeypatch.setattr(chat, "_first_interrupt", Interrupts)
+    monkeypatch.setattr(module, "_first_interrupt", Interrupts)
     conversation = Conversation(llm, GREEDY, None)
     conversation.answer("hello")
     (whole,) = llm.chat([user("hello")], GREEDY)
@@ -117,3 +134,88 @@ def test_what_was_said_before_ctrl_c_is_kept(llm: LLM, monkeypatch: pytest.Monke
     assert question == user("hello")
     assert 0 < len(answer["content"]) < len(whole.text)
     assert whole.text.startswith(answer["content"])
+
+
+def test_a_full_context_forgets_the_oldest(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    llm = LLM(tiny, max_model_len=128)
+    conversation = Conversation(llm, GREEDY, "be brief")
+    for line in ("a" * 30, "b" * 30, "c" * 30):
+        conversation.answer(line)
+    system, first, *_ = conversation.messages
+    assert system["role"] == "system"
+    assert first == user("c" * 30)
+    assert "context of 128 tokens is full: the oldest" in capsys.readouterr().err
+    assert not conversation.failed
+
+
+def test_set(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    conversation = Conversation(llm, GREEDY, None)
+    for command in ("/set max_tokens 3", "/set stop END", "/set"):
+        conversation.obey(command)
+    told = capsys.readouterr().err
+    assert "max_tokens 3" in told
+    assert not conversation.failed
+    conversation.answer("hello")
+    assert len(conversation.messages[1]["content"]) <= 3
+    for command, error in (
+        ("/set temperature hot", "temperature: "),
+        ("/set warmth 1", "no field 'warmth'"),
+    ):
+        conversation.obey(command)
+        assert error in capsys.readouterr().err
+    assert conversation.failed
+
+
+def test_undo(llm: LLM) -> None:
+    conversation = Conversation(llm, GREEDY, None)
+    conversation.answer("hello")
+    before = list(conversation.messages)
+    conversation.answer("and?")
+    conversation.obey("/undo")
+    assert conversation.messages == before
+    conversation.obey("/undo")
+    assert conversation.messages == []
+    assert not conversation.failed
+    conversation.obey("/undo")
+    assert conversation.failed
+
+
+def test_save_and_load(llm: LLM, tmp_path: Path) -> None:
+    conversation = Conversation(llm, GREEDY, "be brief")
+    conversation.answer("hello")
+    conversation.obey(f"/save {tmp_path / 'talk.json'}")
+    other = Conversation(llm, GREEDY, None)
+    other.obey(f"/load {tmp_path / 'talk.json'}")
+    assert other.messages == conversation.messages
+    other.obey("/reset")
+    assert other.messages == conversation.messages[:1]
+    assert not other.failed
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file"),
+        ("[1", "is no saved conversation"),
+        ('[{"role": "user", "content": "a"}]', "no list of questions and answers"),
+        ('[{"role": "user"}]', "no list of questions and answers"),
+        ('{"a": 1}', "no list of questions and answers"),
+    ],
+)
+def test_what_cannot_be_loaded(
+    llm: LLM,
+    tmp_path: Path,
+    content: str | None,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "talk.json"
+    if content is not None:
+        file.write_text(content)
+    conversation = Conversation(llm, GREEDY, None)
+    conversation.messages = [user("a"), assistant("b")]
+    conversation.obey(f"/load {file}")
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert conversation.messages == [user("a"), assistant("b")]
+    conversation.obey("/load")
+    assert "name a file" in capsys.readouterr().err
