@@ -20,7 +20,6 @@ import torch
 from foretoken.analysis.compare import Assumptions, StepSample
 from foretoken.control import Budget, Fixed
 from foretoken.core.acceptance import AcceptanceRule, Accepted, TargetDistributions
-from foretoken.core.distribution import Distribution
 from foretoken.core.noise import StepNoise
 from foretoken.core.params import SamplingParams
 from foretoken.core.sampler import TreeDistributions
@@ -36,16 +35,10 @@ from foretoken.runtime.rows import INTERNAL_KEY
 from foretoken.speculation import Speculation, Strategy
 from foretoken.trace import Trace
 
-__all__ = ["Laboratory", "Recorder", "Watch", "overlap", "steps_of"]
+__all__ = ["Laboratory", "Recorder", "Watch", "steps_of"]
 
 PASSES = 7
 """Timed passes per width and prompt, of which the median counts."""
-
-
-def overlap(p: Distribution, q: Distribution) -> float:
-    """Beta = sum over x of min(p(x), q(x)), for distributions on their support: theorem 3.5."""
-    q_probs = q.at(p.tokens).to(p.probs)  # [S]
-    return float(torch.minimum(p.probs, q_probs).sum())
 
 
 class Watch(AcceptanceRule):
@@ -96,7 +89,7 @@ class Recorder(Fixed):
             if tree.num_drafted:
                 before = request.output_ids[: -len(outcome.committed)]
                 p = TreeDistributions(outcome.output.scores, tree, request.sampler, before)
-                self.betas.append(overlap(p[0], outcome.draft.q_of(1)))
+                self.betas.append(p[0].overlap(outcome.draft.q_of(1)))
 
 
 @dataclass
