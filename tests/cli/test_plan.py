@@ -160,7 +160,7 @@ def test_measure(run: Run, tiny: Path, prompts: Path, monkeypatch: pytest.Monkey
     lines = result.stdout.splitlines()
     assert max(map(len, lines)) <= 80
     assert "\u2026" not in result.stdout
-    assert "mean of sum min(p, q) over 32 positions" in result.stdout
+    assert "mean probability that rejection accepts, over 32 positions" in result.stdout
     assert [line.split()[0] for line in lines if line[:5].strip().isdigit()] == ["1", "3"]
     assert result.stdout.count("theorem 3.8") == 3
 

@@ -1,10 +1,11 @@
 """Measure what the theory assumes: alpha, c, and the cost of a pass by the tokens it verifies.
 
 A `Laboratory` runs the target of an `LLM` with many draft lengths. It measures alpha as Leviathan
-et al. (2023) define it (corollary 3.6), over the target's own text and from p and q themselves. The
-drafter proposes at every position, nothing it proposes is kept, and beta = sum of min(p, q) of the
-first drafted token is recorded. Counting acceptances instead would weight positions by how often a
-step begins there. `foretoken plan --measure` and `foretoken.tuning` use it.
+et al. (2023) define it (corollary 3.6): the mean of the rule's beta (`AcceptanceRule.beta`), which
+is the sum of min(p, q) in speculative sampling. The drafter proposes at every position of a text,
+and each step gives one token. Counting acceptances instead would weight positions by how often a
+step begins there. The text is the target's own, or, under a lossy rule, what that rule makes of it.
+`foretoken plan --measure` and `foretoken.tuning` use it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from foretoken.control import Budget, Fixed
 from foretoken.core.acceptance import AcceptanceRule, Accepted, TargetDistributions
 from foretoken.core.noise import StepNoise
 from foretoken.core.params import SamplingParams
-from foretoken.core.sampler import TreeDistributions
 from foretoken.core.tree import Draft, chain
 from foretoken.decode import Outcome
 from foretoken.drafters.base import Drafter
@@ -42,20 +42,44 @@ PASSES = 7
 
 
 class Watch(AcceptanceRule):
-    """Rejects every draft and draws the next token from p: plain decoding that sees drafts."""
+    """Judges the first drafted token and commits one token, so that it sees every position.
+
+    If the judge is lossless, the token is drawn from p: the text is that of plain decoding. A lossy
+    judge decides itself on the first drafted token, and the text is the judge's.
+
+    Args:
+        judge: the rule whose beta is wanted.
+
+    Attributes:
+        betas: beta of the first drafted token, for every step that drafted.
+    """
 
     name: ClassVar[str] = "watch"
     lossless: ClassVar[bool] = True
     takes_trees: ClassVar[bool] = False
 
+    def __init__(self, judge: AcceptanceRule) -> None:
+        super().__init__()
+        self._judge = judge
+        self.betas: list[float] = []
+
     def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
         """See `AcceptanceRule.accept`."""
-        reason = "watched only" if draft.tree.num_drafted else ""
-        return Accepted((), noise.draw(p[0], 0), reason=reason)
+        if not draft.tree.num_drafted:
+            return Accepted((), noise.draw(p[0], 0))
+        self.betas.append(self._judge.beta(draft, p, noise))
+        return Accepted((), self._next(draft, p, noise), reason="watched only")
+
+    def _next(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> int:
+        """The token to commit."""
+        if self._judge.lossless:
+            return noise.draw(p[0], 0)
+        decision = self._judge.accept(draft.only([1]), p, noise)
+        return draft.tree.tokens[1] if decision.path else decision.token
 
 
 class Recorder(Fixed):
-    """A fixed draft length that records beta and the lengths of the drafts.
+    """A fixed draft length that records the lengths of the drafts.
 
     It does not shorten drafts at the end of the output, where `Fixed` does: no draft is kept, and
     every position should count alike.
@@ -65,14 +89,12 @@ class Recorder(Fixed):
         max_model_len: the context length, which drafts must not exceed.
 
     Attributes:
-        betas: sum of min(p, q) of the first drafted token, for every step that drafted.
         lengths: drafted tokens of every step.
     """
 
     def __init__(self, num_speculative_tokens: int, max_model_len: int) -> None:
         super().__init__(num_speculative_tokens)
         self._max_model_len = max_model_len
-        self.betas: list[float] = []
         self.lengths: list[int] = []
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
@@ -82,14 +104,8 @@ class Recorder(Fixed):
         return [Budget(length, max(0, min(length, room))) for room in rooms]
 
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
-        """Record one step; the logits are valid until the next pass."""
-        for outcome in outcomes:
-            request, tree = outcome.request, outcome.draft.tree
-            self.lengths.append(tree.num_drafted)
-            if tree.num_drafted:
-                before = request.output_ids[: -len(outcome.committed)]
-                p = TreeDistributions(outcome.output.scores, tree, request.sampler, before)
-                self.betas.append(p[0].overlap(outcome.draft.q_of(1)))
+        """Record one step."""
+        self.lengths += [outcome.draft.tree.num_drafted for outcome in outcomes]
 
 
 @dataclass
@@ -171,12 +187,13 @@ class Laboratory:
     ) -> None:
         """Measure one prompt; time the passes right after it, under the same load."""
         recorder = Recorder(max_gamma, self.llm.max_model_len)
-        strategy = Strategy(self._fresh_drafter(), recorder, Watch())
+        watch = Watch(self._rule)
+        strategy = Strategy(self._fresh_drafter(), recorder, watch)
         request, trace = self._generate(prompt, params, strategy)
         # The average length of the context while generating.
         average = (len(prompt) + len(request.token_ids)) // 2
         passes = self._time_passes(request.token_ids[:average], max_gamma)
-        found.betas += recorder.betas
+        found.betas += watch.betas
         found.lengths.append(tuple(recorder.lengths))
         found.curves.append([seconds / passes[0] for seconds in passes])
         found.pass_seconds.append(passes[0])
