@@ -11,10 +11,10 @@ step begins there. The text is the target's own, or, under a lossy rule, what th
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
 
@@ -35,7 +35,10 @@ from foretoken.runtime.rows import INTERNAL_KEY
 from foretoken.speculation import Speculation, Strategy
 from foretoken.trace import Trace
 
-__all__ = ["Laboratory", "Recorder", "Watch", "steps_of"]
+__all__ = ["Judge", "Laboratory", "Recorder", "Watch", "steps_of"]
+
+Judge: TypeAlias = Callable[[Draft, TargetDistributions, StepNoise], float]
+"""A figure of the first drafted token, such as `AcceptanceRule.beta`."""
 
 PASSES = 7
 """Timed passes per width and prompt, of which the median counts."""
@@ -44,37 +47,40 @@ PASSES = 7
 class Watch(AcceptanceRule):
     """Judges the first drafted token and commits one token, so that it sees every position.
 
-    If the judge is lossless, the token is drawn from p: the text is that of plain decoding. A lossy
-    judge decides itself on the first drafted token, and the text is the judge's.
+    Under a lossless rule, the token is drawn from p: the text is that of plain decoding. A lossy
+    rule decides itself on the first drafted token, so that the text is the rule's.
 
     Args:
-        judge: the rule whose beta is wanted.
+        rule: decides on what is committed.
+        judges: what is recorded of the first drafted token; None is the rule's own beta.
 
     Attributes:
-        betas: beta of the first drafted token, for every step that drafted.
+        betas: a list per judge, with an entry for every step that drafted.
     """
 
     name: ClassVar[str] = "watch"
     lossless: ClassVar[bool] = True
     takes_trees: ClassVar[bool] = False
 
-    def __init__(self, judge: AcceptanceRule) -> None:
+    def __init__(self, rule: AcceptanceRule, judges: Sequence[Judge] | None = None) -> None:
         super().__init__()
-        self._judge = judge
-        self.betas: list[float] = []
+        self._rule = rule
+        self._judges = (rule.beta,) if judges is None else judges
+        self.betas: list[list[float]] = [[] for _ in self._judges]
 
     def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
         """See `AcceptanceRule.accept`."""
         if not draft.tree.num_drafted:
             return Accepted((), noise.draw(p[0], 0))
-        self.betas.append(self._judge.beta(draft, p, noise))
+        for judge, betas in zip(self._judges, self.betas, strict=True):
+            betas.append(judge(draft, p, noise))
         return Accepted((), self._next(draft, p, noise), reason="watched only")
 
     def _next(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> int:
         """The token to commit."""
-        if self._judge.lossless:
+        if self._rule.lossless:
             return noise.draw(p[0], 0)
-        decision = self._judge.accept(draft.only([1]), p, noise)
+        decision = self._rule.accept(draft.only([1]), p, noise)
         return draft.tree.tokens[1] if decision.path else decision.token
 
 
@@ -170,6 +176,25 @@ class Laboratory:
             pass_seconds=median(found.pass_seconds),
         )
 
+    def betas(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, judges: Sequence[Judge]
+    ) -> list[list[float]]:
+        """What every judge says of the first drafted token at every position with a draft.
+
+        Args:
+            prompts: token ids.
+            params: how to sample.
+            judges: see `Watch`.
+
+        Returns:
+            A list per judge, over the positions of all prompts.
+        """
+        watch = Watch(self._rule, judges)
+        for prompt in prompts:
+            recorder = Recorder(1, self.llm.max_model_len)
+            self._generate(prompt, params, Strategy(self._fresh_drafter(), recorder, watch))
+        return watch.betas
+
     def run(self, prompt: Sequence[int], params: SamplingParams, gamma: int) -> list[StepSample]:
         """Generate with this draft length and return what every step did.
 
@@ -193,7 +218,7 @@ class Laboratory:
         # The average length of the context while generating.
         average = (len(prompt) + len(request.token_ids)) // 2
         passes = self._time_passes(request.token_ids[:average], max_gamma)
-        found.betas += watch.betas
+        found.betas += watch.betas[0]
         found.lengths.append(tuple(recorder.lengths))
         found.curves.append([seconds / passes[0] for seconds in passes])
         found.pass_seconds.append(passes[0])
