@@ -35,7 +35,7 @@ def trace(
         list[Path],
         typer.Argument(
             help="Written by `foretoken generate --trace FILE`; several for one timeline.",
-            metavar="FILE...",
+            metavar="FILE",
             show_default=False,
         ),
     ],
