@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from foretoken.core.tree import Draft, TokenTree
 Context = tuple[int, ...]
 DistributionOf = Callable[[Context], Distribution]
 Outcomes = dict[Context, float]
+T = TypeVar("T")
 
 
 class _AnswerNeeded(Exception):  # noqa: N818 - not an error, a question
@@ -68,12 +70,17 @@ def decisions(
     rule: AcceptanceRule, draft: Draft, distribution_of: DistributionOf
 ) -> Iterator[tuple[Accepted, float]]:
     """Everything the rule can decide about a draft, with its probability."""
+    distributions = TableDistributions(distribution_of, draft.tree)
+    return answers(lambda noise: rule.accept(draft, distributions, noise))
+
+
+def answers(ask: Callable[[ScriptedNoise], T]) -> Iterator[tuple[T, float]]:
+    """Everything that `ask` can return for any noise, with its probability."""
     open_scripts: list[tuple[list[int], float]] = [([], 1.0)]
     while open_scripts:
         script, weight = open_scripts.pop()
         try:
-            distributions = TableDistributions(distribution_of, draft.tree)
-            yield rule.accept(draft, distributions, ScriptedNoise(script)), weight
+            yield ask(ScriptedNoise(script)), weight
         except _AnswerNeeded as question:
             for answer, probability in question.options:
                 open_scripts.append(([*script, answer], weight * probability))

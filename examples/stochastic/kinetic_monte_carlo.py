@@ -34,7 +34,6 @@ import numpy as np
 import torch
 from comparison import Comparison, show_distribution
 
-from foretoken.analysis.measure import overlap
 from foretoken.analysis.stochastic import Speculation
 from foretoken.core.distribution import Distribution
 from foretoken.core.noise import Noise
@@ -103,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         call = Speculation(f, g, guess, executor)
         comparison, overlaps, site = Comparison(call), [], 0
         for hop in range(hops):
-            overlaps.append(overlap(f(site), guess(site)))
+            overlaps.append(f(site).overlap(guess(site)))
             site = comparison.run(site, Noise(SEED).at(hop)).choice
         comparison.show(float(np.mean(overlaps)), seconds_of(f), seconds_of(g))
         show_distribution(f(5), guess(5), call, SEED)

@@ -27,7 +27,6 @@ import numpy as np
 import torch
 from comparison import Comparison, show_distribution
 
-from foretoken.analysis.measure import overlap
 from foretoken.analysis.stochastic import Speculation
 from foretoken.core.distribution import Distribution
 from foretoken.core.noise import Noise
@@ -70,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         comparison = Comparison(call)
         for visitor in range(visitors):
             comparison.run(visitor, Noise(SEED).at(visitor))
-        alpha = float(np.mean([overlap(policy(i), guess(i)) for i in range(visitors)]))
+        alpha = float(np.mean([policy(i).overlap(guess(i)) for i in range(visitors)]))
         comparison.show(alpha, POLICY_SECONDS, RENDER_SECONDS)
         show_distribution(policy(3), guess(3), call, SEED)
 

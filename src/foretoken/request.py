@@ -355,6 +355,8 @@ class Request:
         """The output with the tokens generated so far."""
         if self._tokenizer is not None and self.finished:
             self._trace.pieces = {token: self._piece(token) for token in self._trace.tokens()}
+        self._trace.encode_seconds = self.metrics.encode_seconds
+        self._trace.prefill_seconds = self.metrics.prefill_seconds
         return CompletionOutput(
             index=self.index,
             text=self._detokenizer.text,

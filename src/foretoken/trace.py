@@ -56,10 +56,19 @@ class StepTrace:
 
 @dataclass
 class Trace:
-    """All steps of one output. `pieces` has the text of every token that occurs, if it is known."""
+    """All steps of one output.
+
+    Args:
+        steps: the steps in order.
+        pieces: the text of every token that occurs, if it is known.
+        encode_seconds: time in the encoder, before the first step; 0 without an encoder.
+        prefill_seconds: time for the prompt before the first step, the encoder's included.
+    """
 
     steps: list[StepTrace] = field(default_factory=list)
     pieces: dict[int, str] = field(default_factory=dict)
+    encode_seconds: float = 0.0
+    prefill_seconds: float = 0.0
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -75,6 +84,8 @@ class Trace:
         """For JSON."""
         return {
             "format": FORMAT,
+            "encode_seconds": self.encode_seconds,
+            "prefill_seconds": self.prefill_seconds,
             "pieces": {str(token): piece for token, piece in sorted(self.pieces.items())},
             "steps": [asdict(step) for step in self.steps],
         }
@@ -91,9 +102,10 @@ class Trace:
         try:
             steps = [_step(step) for step in value["steps"]]
             pieces = {int(token): str(piece) for token, piece in value["pieces"].items()}
+            before = [float(value.get(f"{part}_seconds", 0)) for part in ("encode", "prefill")]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ForetokenError(f"damaged trace: {error!r}.") from error
-        return Trace(steps, pieces)
+        return Trace(steps, pieces, *before)
 
     @staticmethod
     def load(path: Path) -> Trace:

@@ -21,7 +21,7 @@ from foretoken.analysis import (
     improvement_on_curve,
 )
 from foretoken.analysis.compare import Assumptions, StepSample, compare
-from foretoken.analysis.measure import Laboratory, overlap
+from foretoken.analysis.measure import Laboratory
 from foretoken.core.distribution import Distribution
 from foretoken.core.sampler import Sampler
 from tests.tiny import VOCAB_SIZE, tiny_model
@@ -100,8 +100,8 @@ def test_a_greedy_alpha_counts_agreement(target: PreTrainedModel) -> None:
 def test_overlap_of_distributions_on_different_supports() -> None:
     p = Distribution(torch.tensor([0.5, 0.5]), torch.tensor([1, 4]))
     q = Distribution(torch.tensor([0.2, 0.3, 0.5]), torch.tensor([0, 4, 5]))
-    assert overlap(p, q) == overlap(q, p) == pytest.approx(0.3)
-    assert overlap(p, Distribution.one_hot(0)) == 0
+    assert p.overlap(q) == q.overlap(p) == pytest.approx(0.3)
+    assert p.overlap(Distribution.one_hot(0)) == 0
 
 
 def test_nothing_drafted(target: PreTrainedModel) -> None:

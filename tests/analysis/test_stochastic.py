@@ -15,7 +15,6 @@ from scipy.stats import chi2
 
 from foretoken import ConfigError
 from foretoken.analysis import acceptance_probability
-from foretoken.analysis.measure import overlap
 from foretoken.analysis.stochastic import Speculation, decide, expected_speedup
 from foretoken.core.distribution import Distribution
 from foretoken.core.noise import Noise
@@ -63,7 +62,7 @@ def test_exact_by_enumeration(seed: int, p_zeros: int, q_zeros: int) -> None:
             accepted_mass += q.prob(guessed) * weight * accepted
     assert torch.allclose(found, p.dense(5), atol=1e-9)
     assert accepted_mass == pytest.approx(acceptance_probability(p.dense(5), q.dense(5)))
-    assert accepted_mass == pytest.approx(overlap(p, q))
+    assert accepted_mass == pytest.approx(p.overlap(q))
 
 
 @pytest.mark.parametrize("q", [P, random_distribution(3, size=3), Distribution.one_hot(2)])

@@ -45,7 +45,7 @@ def own_output(tokens: list[int], **fields: Any) -> dict[str, Any]:
         "cached_prompt_tokens": 0,
         "drafter_failure": None,
         "prefill_seconds": 0.5,
-        "draft_seconds": 0.0,
+        "draft_seconds": [],
         "passes": 4,
         "drafts": 0,
         "accepted": 0,
@@ -64,6 +64,7 @@ def request(
     kind: str = "qa",
     index: int = 0,
     joules: float | None = None,
+    temperature: float = 0.0,
 ) -> dict[str, Any]:
     return {
         "type": "request",
@@ -72,6 +73,7 @@ def request(
         "kind": kind,
         "batch": len(outputs),
         "round": index,
+        "temperature": temperature,
         "prompt_tokens": [6] * len(outputs),
         "joules": joules,
         "seconds": seconds,
@@ -85,6 +87,7 @@ def drafted(tokens: list[int], **fields: Any) -> dict[str, Any]:
         "drafts": 2,
         "accepted": 2,
         "accepted_lengths": {"0": 1, "2": 1},
+        "draft_seconds": [0.01, 0.03],
         "verify_seconds": {"3": [0.2, 0.4]},
     }
     return own_output(tokens, **{**counts, **fields})
@@ -123,7 +126,15 @@ def complete() -> list[dict[str, Any]]:
 def control(*, same: bool = True) -> list[dict[str, Any]]:
     """One prompt of random tokens, on which drafting is a little slower."""
     drawn = [5, 6] if same else [5, 7]
+    unit: dict[str, Any] = {"unit": "random 0", "kind": "control", "temperature": 1.5}
     return [
-        request("none", 1.0, own_output([5, 6]), unit="random 0", kind="control"),
-        request("ngram", 1.25, drafted(drawn, accepted=0), unit="random 0", kind="control"),
+        request("none", 1.0, own_output([5, 6]), **unit),
+        request("ngram", 1.25, drafted(drawn, accepted=0), **unit),
     ]
+
+
+def judgement(
+    label: str, text: str, logprob: float, *, unit: str = "1", index: int = 0
+) -> dict[str, Any]:
+    names = {"contestant": label, "unit": unit, "round": index}
+    return {"type": "judgement", **names, "text": text, "logprob": logprob}

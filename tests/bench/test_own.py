@@ -51,6 +51,6 @@ def test_the_control_is_sampled_with_its_seed(folder: str) -> None:
     ids = runners[0].control(3, 60)
     assert len(ids) == len(set(ids)) == 40
     assert ids != runners[0].control(4, 60)
-    plain, drafted = (runner.generate([ids], 20, seed=3)[0]["token_ids"] for runner in runners)
+    plain, drafted = (runner.generate([ids], 20, 1.5, [3])[0]["token_ids"] for runner in runners)
     assert plain == drafted
     assert plain != runners[0].generate([ids], 20)[0]["token_ids"]

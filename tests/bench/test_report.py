@@ -11,6 +11,7 @@ import pytest
 from foretoken.bench import figures
 from foretoken.bench.page import html
 from foretoken.bench.report import ACCEPTANCE, markdown
+from foretoken.bench.rows import Footprint
 from foretoken.bench.summary import Results
 from tests.bench.records import CONTESTANTS, HEADER, complete, control
 
@@ -61,7 +62,7 @@ def test_markdown_has_every_table() -> None:
     titles = [line for line in text.splitlines() if line.startswith("## ")]
     assert titles == [
         *("## Speed", "## Speed by kind of prompt", f"## {ACCEPTANCE}"),
-        *("## Memory", "## Roofline", "## Batches"),
+        *("## Steps", "## Memory", "## Roofline", "## Batches"),
         "## Remarks",
     ]
     assert "2.213 [" in text
@@ -80,6 +81,17 @@ def test_who_is_not_measured_in_batches_and_why() -> None:
     )
     alone = [r for r in records if r.get("kind") != "batch"]
     assert "Several prompts" not in markdown(Results(alone, CONTESTANTS), HEADER)
+
+
+def test_energy_has_a_table_where_there_is_a_counter() -> None:
+    records = complete()
+    for record in records:
+        if record["type"] == "request":
+            record["joules"] = 100.0
+    text = markdown(Results(records, CONTESTANTS, footprint=Footprint(pue=1.2)), HEADER)
+    assert "average W" in text
+    assert "(PUE) of 1.2, with 0.385 g of CO2 per Wh" in text
+    assert "PUE" not in markdown(results(), HEADER)
 
 
 def test_the_control_has_a_column_and_a_remark() -> None:

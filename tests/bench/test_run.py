@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -33,6 +33,8 @@ class FakeProcess:
     calls: list[tuple[str, int, int]]
     forgot: list[tuple[str, int]]
     """Who was told to forget, before which call."""
+    seeds: list[tuple[int, ...]]
+    judged: int
     lasts: int
     context: int
     """What prompts were to fit into."""
@@ -54,14 +56,24 @@ class FakeProcess:
         return [[seed] * 5 for seed in seeds]
 
     def generate(
-        self, prompts: list[list[int]], max_tokens: int, seed: int | None = None
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        temperature: float = 0.0,
+        seeds: Sequence[int] = (),
     ) -> dict[str, Any]:
-        if seed is not None:
-            assert prompts == [[seed] * 5]
+        assert len(seeds) == (len(prompts) if temperature else 0)
+        if temperature == run.CONTROL_TEMPERATURE:
+            assert prompts == [[seeds[0]] * 5]
+        type(self).seeds.append(tuple(seeds))
         if len(type(self).calls) == type(self).lasts:
             raise BrokenOffError
         type(self).calls.append((self.label, len(prompts), max_tokens))
         return {"seconds": 1.0, "outputs": [{"token_ids": [1] * max_tokens} for _ in prompts]}
+
+    def judge(self, prompt: list[int], token_ids: list[int]) -> dict[str, Any]:
+        type(self).judged += 1
+        return {"text": "".join(map(chr, prompt)), "logprob": -1.0}
 
     def forget(self) -> None:
         type(self).forgot.append((self.label, len(type(self).calls)))
@@ -83,6 +95,7 @@ class FakeProcess:
 def processes(monkeypatch: pytest.MonkeyPatch) -> type[FakeProcess]:
     monkeypatch.setattr(run, "Process", FakeProcess)
     FakeProcess.calls, FakeProcess.forgot, FakeProcess.lasts = [], [], 1000
+    FakeProcess.seeds, FakeProcess.judged = [], 0
     return FakeProcess
 
 
@@ -114,7 +127,7 @@ def test_contestants_take_turns_on_every_prompt(processes: type[FakeProcess]) ->
     assert warm_up == [("none", 1, run.WARM_UP_TOKENS), (peer, 1, run.WARM_UP_TOKENS)]
     assert {call[1:] for call in processes.calls[2:]} == {(1, 4)}
     kinds = {record["type"] for record in journal.records}
-    assert kinds == {"contestant", "energy", "roofline", "request", "memory"}
+    assert kinds == {"contestant", "energy", "roofline", "request", "memory", "judgement"}
     assert journal.records[-1]["type"] == "roofline"
 
 
@@ -145,6 +158,46 @@ def test_the_control_is_for_foretokens_contestants(processes: type[FakeProcess])
     assert found == [("none", "random 0", 0), ("none", "random 1", 0)]
     kinds = [r["kind"] for r in journal.records if r["type"] == "request"]
     assert kinds.count("control") == 2
+
+
+def test_samples_have_a_seed_per_prompt(processes: type[FakeProcess]) -> None:
+    """The same for all contestants and rounds; the prompts of a batch differ in it."""
+    hot = replace(plan(2, (3,)), setting=Setting("m", max_tokens=4, temperature=0.7))
+    journal = Journal(None, FORMAT, {})
+    run.run(hot, journal, silent)
+    first, second = ((prompt.seed,) for prompt in PROMPTS)
+    calls = [seeds for seeds in processes.seeds if len(seeds) == 1]
+    assert calls == [first] * 4 + [second] * 4
+    (batch,) = {seeds for seeds in processes.seeds if len(seeds) == 3}
+    assert len(set(batch)) == 3
+    assert {r["temperature"] for r in journal.records if r["type"] == "request"} == {0.7}
+
+
+def test_every_output_is_judged_once(processes: type[FakeProcess], tmp_path: Path) -> None:
+    """Equal outputs of a prompt are judged together; the control and batches are not judged."""
+    file = tmp_path / "results.jsonl"
+    whole = replace(plan(2, (3,)), control=1)
+    journal = Journal(file, FORMAT, whole.header())
+    run.run(whole, journal, silent)
+    judged = [r for r in journal.records if r["type"] == "judgement"]
+    assert len({(r["contestant"], r["unit"], r["round"]) for r in judged}) == len(judged) == 8
+    assert processes.judged == 2
+    # A run that was broken off while it judged goes on there.
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(line for line in lines if '"judgement"' not in line))
+    journal = Journal(file, FORMAT, whole.header())
+    run.run(whole, journal, silent)
+    assert sum(r["type"] == "judgement" for r in journal.records) == 8
+    assert sum(r["type"] == "request" for r in journal.records) == 2 * 2 * 2 + 2 + 2
+
+
+def test_without_sacrebleu_nothing_is_measured(
+    processes: type[FakeProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
+    with pytest.raises(ForetokenError, match=r"needs sacreBLEU: pip install 'foretoken\[bench\]'"):
+        run.run(plan(), Journal(None, FORMAT, {}), silent)
+    assert processes.calls == []
 
 
 def test_without_scipy_nothing_is_measured(

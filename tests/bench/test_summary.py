@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from foretoken.bench.contestants import BASELINE, OWN, Contestant
+from foretoken.bench.rows import Footprint
 from foretoken.bench.summary import Results
 from tests.bench.records import (
     CONTESTANTS,
@@ -169,6 +170,32 @@ def test_a_drafter_that_was_given_up_is_told() -> None:
         request("ngram", 1.0, drafted([1], drafter_failure="out of memory")),
     ]
     assert results(*requests).drafter_failures() == {"ngram": "out of memory"}
+
+
+def test_tokens_and_times_of_steps() -> None:
+    """SpecDec's Tok., t_d and t_v; peers do not count their steps."""
+    none, ngram = Results(complete(), CONTESTANTS).steps()
+    assert (none.label, none.tokens) == ("none", 1)
+    assert (none.draft_seconds, none.verify_seconds) == (None, None)
+    assert (ngram.label, ngram.tokens) == ("ngram", 2)
+    assert ngram.draft_seconds == pytest.approx(0.02)
+    assert ngram.verify_seconds == pytest.approx(0.3)
+
+
+def test_energy_and_emissions_as_specdec_computes_them() -> None:
+    """Average watts * hours * PUE, and grams of CO2 per Wh."""
+    requests = [
+        request("none", 1800.0, own_output([1] * 500), joules=9e4),
+        request("none", 1800.0, own_output([1] * 500), index=1, joules=27e4),
+    ]
+    records = [*background(), *requests]
+    (found,) = Results(records, CONTESTANTS).energy()
+    assert (found.joules, found.watts, found.hours) == (36e4, 100, 1)
+    assert found.watt_hours == pytest.approx(110)
+    assert found.co2 == pytest.approx(110 * 0.385)
+    (other,) = Results(records, CONTESTANTS, footprint=Footprint(pue=1, co2=0.5)).energy()
+    assert (other.watt_hours, other.co2) == (100, 50)
+    assert Results(complete(), CONTESTANTS).energy() == []
 
 
 def test_energy_is_per_thousand_tokens() -> None:

@@ -80,6 +80,32 @@ def test_a_run_is_killed_and_resumed(
     assert "<!doctype html>" in (output / "report.html").read_text()
 
 
+def test_lossy_rules_are_judged_at_a_temperature(
+    run: Run, tiny: Path, prompts: Path, tmp_path: Path
+) -> None:
+    """Seeded samples of the default rule are those of `none`; a lossy rule's are not."""
+    lossy = '{"method": "random", "acceptance": {"rule": "lenient", "lenience": 1e-6}}'
+    result = run(
+        *("bench", prompts, "-m", tiny, "--peers", "", "--method", "random", "--method", lossy),
+        *("--temperature", 1, "--max-tokens", 24, "--rounds", 1, "--threads", 1),
+        *("--dtype", "float32", "--device", "cpu", "--output", tmp_path / "results", "--json"),
+    )
+    assert result.exit_code == 0, result.stderr
+    value = json.loads(result.stdout)
+    assert value["settings"]["temperature"] == 1
+    none, same, other = value["agreement"]
+    assert (none["equal"], same["equal"], other["equal"]) == (2, 2, 0)
+    assert (same["equal_tokens"], same["first_difference"]) == (1, None)
+    assert same["logprob"] == none["logprob"] > other["logprob"]
+    assert none["bleu"] == pytest.approx(100)
+    assert other["bleu"] < 50
+    assert [each["label"] for each in value["steps"]] == [
+        each["label"] for each in (none, same, other)
+    ]
+    assert value["footprint"] == {"pue": 1.1, "co2": 0.385}
+    assert "## Agreement" in (tmp_path / "results" / "table.md").read_text()
+
+
 def test_other_tokens_than_plain_decoding_are_a_failure(
     run: Run, tiny: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +138,8 @@ def test_other_tokens_than_plain_decoding_are_a_failure(
         (["--model", "no-such-model"], "no-such-model"),
         (["--resume"], "--resume: there is no"),
         (["--threads", "0"], "invalid value for '--threads'"),
+        (["--temperature", "-1"], "invalid value for '--temperature'"),
+        (["--pue", "0.9"], "invalid value for '--pue'"),
     ],
 )
 def test_wrong_use(
@@ -154,6 +182,16 @@ def test_a_peer_that_is_not_installed(
     result = run("bench", prompts, "--gguf", prompts, "--peers", "llama.cpp")
     assert result.exit_code == 2
     assert "llama.cpp is not installed: pip install 'foretoken[peers]'" in error_of(result)
+
+
+def test_a_peer_that_is_not_sampled(
+    run: Run, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
+    arguments = ["--gguf", prompts, "--peers", "llama.cpp", "--temperature", 1]
+    result = run("bench", prompts, *arguments)
+    assert result.exit_code == 2
+    assert "--temperature: llama.cpp-plain is measured in greedy decoding only" in error_of(result)
 
 
 def test_prompts_that_cannot_be_read(run: Run, tmp_path: Path) -> None:

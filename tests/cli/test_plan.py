@@ -94,6 +94,27 @@ def test_theory_loads_no_model_libraries() -> None:
             ["--measure", "--speculative-config", '{"num_speculative_tokens": 3}'],
             "--gammas says how much to draft",
         ),
+        (["--measure", "--method", '{"controller": "fixed"}'], "controller in --method: --gammas"),
+        (["--measure", "--method", "ngram", "--method", "suffix"], "only --lenience measures"),
+        (["--lenience", "1"], "--lenience: only --measure uses this"),
+        (["--measure", "--lenience", "2"], "--lenience takes numbers above 0 and at most 1"),
+        (["--measure", "--lenience", "1,x"], "as in 1,0.5,0.3,0.1, got 1,x"),
+        (["--measure", "--lenience", "1", "--rounds", "2"], "--rounds: --lenience measures alpha"),
+        (["--measure", "--lenience", "1", "--method", "none"], "--method none drafts nothing"),
+        (
+            [
+                "--measure",
+                "--lenience",
+                "1",
+                "--method",
+                '{"method": "ngram", "acceptance": "block"}',
+            ],
+            "--lenience measures the rule lenient",
+        ),
+        (
+            ["--measure", "--method", '{"method": "ngram"}', "--speculative-config", "{}"],
+            "--method has a JSON object already",
+        ),
     ],
 )
 def test_wrong_use(run: Run, arguments: list[str], message: str) -> None:
@@ -160,7 +181,7 @@ def test_measure(run: Run, tiny: Path, prompts: Path, monkeypatch: pytest.Monkey
     lines = result.stdout.splitlines()
     assert max(map(len, lines)) <= 80
     assert "\u2026" not in result.stdout
-    assert "mean of sum min(p, q) over 32 positions" in result.stdout
+    assert "mean probability that rejection accepts, over 32 positions" in result.stdout
     assert [line.split()[0] for line in lines if line[:5].strip().isdigit()] == ["1", "3"]
     assert result.stdout.count("theorem 3.8") == 3
 
@@ -184,6 +205,30 @@ def test_measure_with_a_draft_model_that_is_the_target(run: Run, tiny: Path, pro
         product *= factor
     assert product == pytest.approx(three["measured"] / three["predicted"])
     assert three["low"] <= three["high"]
+
+
+def test_alpha_by_lenience_of_several_drafters(
+    run: Run, tiny: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    skipping = '{"method": "early_exit", "exit_layer": 1}'
+    arguments = [
+        *("plan", "--measure", "--lenience", "1,0.3", "-m", tiny, "--prompts", prompts),
+        *("--max-tokens", "8", "--temperature", "1", "--method", "ngram", "--method", skipping),
+    ]
+    result = run(*arguments)
+    assert result.exit_code == 0
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert "alpha by lenience, over 2 prompt(s)" in result.stdout
+    value = json.loads(run(*arguments, "--json").stdout)
+    assert value["leniences"] == [1, 0.3]
+    rows = value["drafters"]
+    assert [row["label"] for row in rows] == ["ngram", 'early_exit {"exit_layer": 1}']
+    for row in rows:
+        strict, lenient = row["alphas"]
+        assert 0 <= row["rejection_sampling"] <= strict + 1e-6
+        assert strict <= lenient <= 1
+    assert rows[1]["positions"] == 16
 
 
 def test_nothing_drafted_is_told(run: Run, tiny: Path, tmp_path: Path) -> None:

@@ -29,6 +29,14 @@ def test_round_trip(values: list[float]) -> None:
     assert (distribution.certain is not None) == (sum(v > 0 for v in values) == 1)
 
 
+@given(weights, weights, st.sampled_from([0.1, 0.3, 1.0]))
+def test_overlap(p: list[float], q: list[float], scale: float) -> None:
+    expected = float(torch.minimum(dense_of(p), scale * dense_of(q)).sum())
+    found = Distribution.of(dense_of(p)).overlap(Distribution.of(dense_of(q)), scale)
+    assert found == pytest.approx(expected)
+    assert found <= scale
+
+
 @given(weights, weights, st.sampled_from([0.3, 1.0]), st.sampled_from([0.4, 1.0]))
 def test_residual(p: list[float], q: list[float], scale: float, weight: float) -> None:
     """norm(max(weight * p - scale * q, 0)), and p itself where nothing is left."""

@@ -13,6 +13,7 @@ from foretoken.analysis.distributions import (
     acceptance_rate,
     lenient_acceptance_probability,
     lk_divergence,
+    rejection_sampling_probability,
 )
 from foretoken.analysis.formulas import (
     MAX_GAMMA,
@@ -47,5 +48,6 @@ __all__ = [
     "operations",
     "oracle_improvement",
     "pays",
+    "rejection_sampling_probability",
     "specdec_latency",
 ]

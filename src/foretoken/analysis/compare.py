@@ -52,11 +52,12 @@ class Assumptions:
     """The measured numbers that the predictions are computed from.
 
     Args:
-        alpha: E[sum of min(p, q)] over positions with a draft.
+        alpha: mean of `betas`.
         c: time of one drafted token over time of a plain target pass.
         verify_cost: [G+1] time of a pass over n drafted tokens over time of a plain pass.
         draft_lengths: tokens drafted at every position of each text, at most G.
-        betas: sum of min(p, q) at every position with a draft.
+        betas: the probability that the rule accepts the first drafted token, at every position
+            with a draft; in speculative sampling the sum of min(p, q).
         pass_seconds: time of a plain target pass.
     """
 

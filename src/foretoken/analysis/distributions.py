@@ -1,8 +1,8 @@
 """The acceptance rate from the two distributions, by Leviathan et al. (2023).
 
-It has definitions 3.1 and 3.2, theorem 3.5, corollary 3.6 and appendix A.5. p is the target's
-distribution and q the drafter's, as dense arrays [V]. Decoding keeps distributions on their support
-only; `foretoken.analysis.measure.overlap` is for those. The package exports these functions.
+It has definitions 3.1 and 3.2, theorem 3.5, corollary 3.6 and appendices A.2 and A.5. p is the
+target's distribution and q the drafter's, as dense arrays [V]. Decoding keeps distributions on
+their support only; `Distribution.overlap` is for those. The package exports these functions.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ __all__ = [
     "acceptance_rate",
     "lenient_acceptance_probability",
     "lk_divergence",
+    "rejection_sampling_probability",
 ]
 
 
@@ -87,6 +88,32 @@ def lenient_acceptance_probability(p: ArrayLike, q: ArrayLike, lenience: float) 
     if domain.positive("lenience", lenience) > 1:
         raise ConfigError(f"lenience: must be above 0 and at most 1, got {lenience}.")
     return float(np.minimum(p, lenience * q).sum() / lenience)
+
+
+def rejection_sampling_probability(p: ArrayLike, q: ArrayLike) -> float:
+    """Beta of rejection sampling without iteration: appendix A.2.
+
+    The textbook's rejection sampling accepts x, drawn from q, with probability p(x) / (M q(x)), M =
+    max over x of p(x) / q(x). If x is rejected, the token is drawn from p itself instead of trying
+    again. This is lossless, too, but accepts with probability
+
+        E over x from q of p / (M q) = 1 / M = min over x with p(x) > 0 of q(x) / p(x)
+
+    That is never more than speculative sampling's sum of min(p, q), for it is the sum over x of
+    p(x) min over x' of q(x') / p(x'), and each term is at most min(p(x), q(x)). Both are equal only
+    where q is proportional to p on p's support, as it is for a greedy (one-hot) p. The rule
+    `rejection` of this library is speculative sampling, not this.
+
+    Args:
+        p: [V] the target's probabilities.
+        q: [V] the drafter's.
+
+    Raises:
+        ConfigError: p and q are not distributions of one length.
+    """
+    p, q = _pair(p, q)
+    possible = p > 0
+    return min(1.0, float((q[possible] / p[possible]).min()))
 
 
 def _pair(

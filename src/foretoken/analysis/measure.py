@@ -1,29 +1,28 @@
 """Measure what the theory assumes: alpha, c, and the cost of a pass by the tokens it verifies.
 
 A `Laboratory` runs the target of an `LLM` with many draft lengths. It measures alpha as Leviathan
-et al. (2023) define it (corollary 3.6), over the target's own text and from p and q themselves. The
-drafter proposes at every position, nothing it proposes is kept, and beta = sum of min(p, q) of the
-first drafted token is recorded. Counting acceptances instead would weight positions by how often a
-step begins there. `foretoken plan --measure` and `foretoken.tuning` use it.
+et al. (2023) define it (corollary 3.6): the mean of the rule's beta (`AcceptanceRule.beta`), which
+is the sum of min(p, q) in speculative sampling. The drafter proposes at every position of a text,
+and each step gives one token. Counting acceptances instead would weight positions by how often a
+step begins there. The text is the target's own, or, under a lossy rule, what that rule makes of it.
+`foretoken plan --measure` and `foretoken.tuning` use it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
 
 from foretoken.analysis.compare import Assumptions, StepSample
 from foretoken.control import Budget, Fixed
 from foretoken.core.acceptance import AcceptanceRule, Accepted, TargetDistributions
-from foretoken.core.distribution import Distribution
 from foretoken.core.noise import StepNoise
 from foretoken.core.params import SamplingParams
-from foretoken.core.sampler import TreeDistributions
 from foretoken.core.tree import Draft, chain
 from foretoken.decode import Outcome
 from foretoken.drafters.base import Drafter
@@ -36,33 +35,57 @@ from foretoken.runtime.rows import INTERNAL_KEY
 from foretoken.speculation import Speculation, Strategy
 from foretoken.trace import Trace
 
-__all__ = ["Laboratory", "Recorder", "Watch", "overlap", "steps_of"]
+__all__ = ["Judge", "Laboratory", "Recorder", "Watch", "steps_of"]
+
+Judge: TypeAlias = Callable[[Draft, TargetDistributions, StepNoise], float]
+"""A figure of the first drafted token, such as `AcceptanceRule.beta`."""
 
 PASSES = 7
 """Timed passes per width and prompt, of which the median counts."""
 
 
-def overlap(p: Distribution, q: Distribution) -> float:
-    """Beta = sum over x of min(p(x), q(x)), for distributions on their support: theorem 3.5."""
-    q_probs = q.at(p.tokens).to(p.probs)  # [S]
-    return float(torch.minimum(p.probs, q_probs).sum())
-
-
 class Watch(AcceptanceRule):
-    """Rejects every draft and draws the next token from p: plain decoding that sees drafts."""
+    """Judges the first drafted token and commits one token, so that it sees every position.
+
+    Under a lossless rule, the token is drawn from p: the text is that of plain decoding. A lossy
+    rule decides itself on the first drafted token, so that the text is the rule's.
+
+    Args:
+        rule: decides on what is committed.
+        judges: what is recorded of the first drafted token; None is the rule's own beta.
+
+    Attributes:
+        betas: a list per judge, with an entry for every step that drafted.
+    """
 
     name: ClassVar[str] = "watch"
     lossless: ClassVar[bool] = True
     takes_trees: ClassVar[bool] = False
 
+    def __init__(self, rule: AcceptanceRule, judges: Sequence[Judge] | None = None) -> None:
+        super().__init__()
+        self._rule = rule
+        self._judges = (rule.beta,) if judges is None else judges
+        self.betas: list[list[float]] = [[] for _ in self._judges]
+
     def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
         """See `AcceptanceRule.accept`."""
-        reason = "watched only" if draft.tree.num_drafted else ""
-        return Accepted((), noise.draw(p[0], 0), reason=reason)
+        if not draft.tree.num_drafted:
+            return Accepted((), noise.draw(p[0], 0))
+        for judge, betas in zip(self._judges, self.betas, strict=True):
+            betas.append(judge(draft, p, noise))
+        return Accepted((), self._next(draft, p, noise), reason="watched only")
+
+    def _next(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> int:
+        """The token to commit."""
+        if self._rule.lossless:
+            return noise.draw(p[0], 0)
+        decision = self._rule.accept(draft.only([1]), p, noise)
+        return draft.tree.tokens[1] if decision.path else decision.token
 
 
 class Recorder(Fixed):
-    """A fixed draft length that records beta and the lengths of the drafts.
+    """A fixed draft length that records the lengths of the drafts.
 
     It does not shorten drafts at the end of the output, where `Fixed` does: no draft is kept, and
     every position should count alike.
@@ -72,14 +95,12 @@ class Recorder(Fixed):
         max_model_len: the context length, which drafts must not exceed.
 
     Attributes:
-        betas: sum of min(p, q) of the first drafted token, for every step that drafted.
         lengths: drafted tokens of every step.
     """
 
     def __init__(self, num_speculative_tokens: int, max_model_len: int) -> None:
         super().__init__(num_speculative_tokens)
         self._max_model_len = max_model_len
-        self.betas: list[float] = []
         self.lengths: list[int] = []
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
@@ -89,14 +110,8 @@ class Recorder(Fixed):
         return [Budget(length, max(0, min(length, room))) for room in rooms]
 
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
-        """Record one step; the logits are valid until the next pass."""
-        for outcome in outcomes:
-            request, tree = outcome.request, outcome.draft.tree
-            self.lengths.append(tree.num_drafted)
-            if tree.num_drafted:
-                before = request.output_ids[: -len(outcome.committed)]
-                p = TreeDistributions(outcome.output.scores, tree, request.sampler, before)
-                self.betas.append(overlap(p[0], outcome.draft.q_of(1)))
+        """Record one step."""
+        self.lengths += [outcome.draft.tree.num_drafted for outcome in outcomes]
 
 
 @dataclass
@@ -161,6 +176,25 @@ class Laboratory:
             pass_seconds=median(found.pass_seconds),
         )
 
+    def betas(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, judges: Sequence[Judge]
+    ) -> list[list[float]]:
+        """What every judge says of the first drafted token at every position with a draft.
+
+        Args:
+            prompts: token ids.
+            params: how to sample.
+            judges: see `Watch`.
+
+        Returns:
+            A list per judge, over the positions of all prompts.
+        """
+        watch = Watch(self._rule, judges)
+        for prompt in prompts:
+            recorder = Recorder(1, self.llm.max_model_len)
+            self._generate(prompt, params, Strategy(self._fresh_drafter(), recorder, watch))
+        return watch.betas
+
     def run(self, prompt: Sequence[int], params: SamplingParams, gamma: int) -> list[StepSample]:
         """Generate with this draft length and return what every step did.
 
@@ -178,12 +212,13 @@ class Laboratory:
     ) -> None:
         """Measure one prompt; time the passes right after it, under the same load."""
         recorder = Recorder(max_gamma, self.llm.max_model_len)
-        strategy = Strategy(self._fresh_drafter(), recorder, Watch())
+        watch = Watch(self._rule)
+        strategy = Strategy(self._fresh_drafter(), recorder, watch)
         request, trace = self._generate(prompt, params, strategy)
         # The average length of the context while generating.
         average = (len(prompt) + len(request.token_ids)) // 2
         passes = self._time_passes(request.token_ids[:average], max_gamma)
-        found.betas += recorder.betas
+        found.betas += watch.betas[0]
         found.lengths.append(tuple(recorder.lengths))
         found.curves.append([seconds / passes[0] for seconds in passes])
         found.pass_seconds.append(passes[0])

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 from typing import Any
+
+from foretoken.bench.rows import EnergyUse, Footprint, Steps
 
 __all__ = [
     "added",
     "drafting_share",
+    "energy_use",
     "first_difference",
     "joules",
     "mean_acceptance_length",
+    "steps",
     "tokens",
 ]
 
@@ -63,3 +68,39 @@ def joules(calls: Sequence[Mapping[str, Any]]) -> float | None:
     if any(call["joules"] is None for call in calls):
         return None
     return float(1000 * sum(call["joules"] for call in calls) / sum(map(tokens, calls)))
+
+
+def energy_use(
+    label: str, calls: Sequence[Mapping[str, Any]], footprint: Footprint
+) -> EnergyUse | None:
+    """Energy and emissions of these calls together; None without an energy counter."""
+    per_thousand = joules(calls)
+    if per_thousand is None:
+        return None
+    seconds = sum(call["seconds"] for call in calls)
+    watts, hours = sum(call["joules"] for call in calls) / seconds, seconds / 3600
+    watt_hours = watts * hours * footprint.pue
+    return EnergyUse(label, per_thousand, watts, hours, watt_hours, watt_hours * footprint.co2)
+
+
+def steps(label: str, calls: Sequence[Mapping[str, Any]]) -> Steps | None:
+    """Tokens and times of the steps of these calls; None for peers, which do not count."""
+    outputs = _counted(calls)
+    passes = sum(output["passes"] for output in outputs)
+    if not passes:
+        return None
+    generated = sum(len(output["token_ids"]) for output in outputs)
+    drafts = [seconds for output in outputs for seconds in output["draft_seconds"]]
+    verified = [
+        seconds
+        for output in outputs
+        for nodes, each in output["verify_seconds"].items()
+        if nodes != "1"
+        for seconds in each
+    ]
+    return Steps(
+        label,
+        generated / passes,
+        median(drafts) if drafts else None,
+        median(verified) if verified else None,
+    )

@@ -60,6 +60,7 @@ class Setting:
         gguf: the model for peers that read nothing else.
         threads: for every contestant.
         max_tokens: generated per request.
+        temperature: of sampling; 0 is greedy.
         max_prompt_tokens: the middle of longer prompts is cut out.
         max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory: of Foretoken's
             contestants, as `LLM` takes them.
@@ -73,6 +74,7 @@ class Setting:
     gguf: str | None = None
     threads: int = 1
     max_tokens: int = 128
+    temperature: float = 0.0
     max_prompt_tokens: int = 2048
     max_model_len: int | None = None
     max_num_seqs: int = 16
@@ -93,17 +95,19 @@ class Peer:
         family: what `--peers` calls the library.
         module: what Python imports.
         needs: fields of `Setting` that it requires.
+        samples: whether it is measured at other temperatures than 0, too.
     """
 
     family: str
     module: str
     needs: tuple[str, ...] = ()
+    samples: bool = False
 
 
 PEERS: dict[str, Peer] = {
-    "transformers-plain": Peer("transformers", "transformers"),
-    "transformers-lookup": Peer("transformers", "transformers"),
-    "transformers-assistant": Peer("transformers", "transformers", ("draft_model",)),
+    "transformers-plain": Peer("transformers", "transformers", samples=True),
+    "transformers-lookup": Peer("transformers", "transformers", samples=True),
+    "transformers-assistant": Peer("transformers", "transformers", ("draft_model",), samples=True),
     "llama.cpp-plain": Peer("llama.cpp", "llama_cpp", ("gguf",)),
     "llama.cpp-lookup": Peer("llama.cpp", "llama_cpp", ("gguf",)),
     "openvino-plain": Peer("openvino", "openvino_genai", ("gguf",)),
@@ -165,7 +169,8 @@ def peers(text: str, setting: Setting) -> list[Contestant]:
     A family stands for those of its configurations whose needs the setting meets.
 
     Raises:
-        ConfigError: a name is unknown, a need is not met, or a peer is not installed.
+        ConfigError: a name is unknown, a need is not met, a peer is not installed, or it is not
+            measured at this temperature.
     """
     chosen: dict[str, Contestant] = {}
     for name in filter(None, (part.strip() for part in text.split(","))):
@@ -173,6 +178,11 @@ def peers(text: str, setting: Setting) -> list[Contestant]:
             chosen[label] = Contestant(label, label)
     for label in chosen:
         check_installed(label)
+        if setting.temperature and not PEERS[label].samples:
+            raise ConfigError(
+                f"--temperature: {label} is measured in greedy decoding only: leave it out of "
+                "--peers."
+            )
     return list(chosen.values())
 
 

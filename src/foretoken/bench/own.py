@@ -12,15 +12,13 @@ from foretoken import models
 from foretoken.bench.contestants import Contestant, Setting
 from foretoken.bench.encode import encode, prompt_limit, random_ids
 from foretoken.bench.memory import kv_bytes, weight_bytes
+from foretoken.bench.scoring import mean_logprob
 from foretoken.core.params import SamplingParams
 from foretoken.llm import LLM
 from foretoken.outputs import RequestOutput
 from foretoken.trace import StepTrace
 
 __all__ = ["OwnRunner", "drafts_a_tree"]
-
-CONTROL_TEMPERATURE = 1.5
-"""So hot that hardly any token recurs."""
 
 CONTROL_TOKENS = 128
 """Length of a random prompt, if the context has room for it."""
@@ -100,22 +98,28 @@ class OwnRunner:
         self._llm.reset_drafter_memory()
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, seed: int | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        temperature: float = 0.0,
+        seeds: Sequence[int] = (),
     ) -> list[dict[str, Any]]:
-        """Tokens, times and counts of each prompt.
+        """Tokens, times and counts of each prompt (see `Runner.generate`)."""
+        params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
+        each = [params.model_copy(update={"seed": seed}) for seed in seeds]
+        outputs = self._llm.generate(list(prompts), each or params)
+        return [_counts(output) for output in outputs]
+
+    def judge(self, prompt: Sequence[int], token_ids: Sequence[int]) -> dict[str, Any]:
+        """The text of an output, and its mean log-probability under this model.
 
         Args:
-            prompts: token ids.
-            max_tokens: generated for each.
-            seed: of sampling at `CONTROL_TEMPERATURE`; None is greedy.
+            prompt: token ids.
+            token_ids: of the output.
         """
-        params = SamplingParams(
-            temperature=0 if seed is None else CONTROL_TEMPERATURE,
-            seed=seed,
-            max_tokens=max_tokens,
-            ignore_eos=True,
-        )
-        return [_counts(output) for output in self._llm.generate(list(prompts), params)]
+        assert self._llm.tokenizer is not None
+        text = self._llm.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return {"text": text, "logprob": mean_logprob(self._llm, prompt, token_ids)}
 
 
 def _draft_bytes(model: str | None, itemsize: int, quantization: str | None) -> int:
@@ -138,7 +142,7 @@ def _counts(output: RequestOutput) -> dict[str, Any]:
         "cached_prompt_tokens": metrics.cached_prompt_tokens,
         "drafter_failure": metrics.drafter_failure,
         "prefill_seconds": metrics.prefill_seconds,
-        "draft_seconds": metrics.draft_seconds,
+        "draft_seconds": [round(step.draft_seconds, 7) for step in drafting],
         "passes": metrics.target_passes,
         "drafts": metrics.num_drafts,
         "accepted": metrics.num_accepted_tokens,

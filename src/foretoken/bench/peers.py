@@ -85,8 +85,17 @@ class TransformersRunner:
         """Version and bytes."""
         return self._facts
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[dict[str, Any]]:
-        """Tokens; prompts of a batch are padded on the left, sources of an encoder on the right."""
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        temperature: float = 0.0,
+        seeds: Sequence[int] = (),
+    ) -> list[dict[str, Any]]:
+        """Tokens; prompts of a batch are padded on the left, sources of an encoder on the right.
+
+        A batch is sampled with its first seed.
+        """
         import torch
         from transformers import GenerationConfig
 
@@ -99,7 +108,7 @@ class TransformersRunner:
             masks.append([*seen, *pad] if has_encoder else [*pad, *seen])
         assistant = {k: v for k, v in self._options.items() if k == "assistant_model"}
         config = GenerationConfig(  # type: ignore[no-untyped-call]
-            do_sample=False,
+            **_transformers_sampling(temperature),
             num_beams=1,
             repetition_penalty=1.0,
             max_new_tokens=max_tokens,
@@ -108,6 +117,8 @@ class TransformersRunner:
             pad_token_id=0,
             **{k: v for k, v in self._options.items() if k not in assistant},
         )
+        if seeds:
+            torch.manual_seed(seeds[0])
         output = self._model.generate(
             torch.tensor(padded, device=self.device),
             attention_mask=torch.tensor(masks, device=self.device),
@@ -116,6 +127,13 @@ class TransformersRunner:
         )
         first = 1 if has_encoder else length  # behind the token that a decoder starts with
         return [{"token_ids": row[first:].tolist()} for row in output]
+
+
+def _transformers_sampling(temperature: float) -> dict[str, Any]:
+    """Sampling from the whole vocabulary, or none; Transformers would take the 50 best tokens."""
+    if not temperature:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
 
 
 class LlamaCppRunner:
@@ -156,8 +174,15 @@ class LlamaCppRunner:
             "weight_bytes": self._size,
         }
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[dict[str, Any]]:
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        temperature: float = 0.0,
+        seeds: Sequence[int] = (),
+    ) -> list[dict[str, Any]]:
         """Tokens, and the time to the first one."""
+        assert not temperature, "`peers` has refused it"
         (ids,) = prompts
         self._llama.reset()  # else it keeps the KV of an equal prompt
         began, first = time.perf_counter(), 0.0
@@ -204,10 +229,17 @@ class OpenVinoRunner:
             "weight_bytes": self._size,
         }
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[dict[str, Any]]:
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        temperature: float = 0.0,
+        seeds: Sequence[int] = (),
+    ) -> list[dict[str, Any]]:
         """Tokens, and the time to the first one as OpenVINO measures it."""
         import numpy as np
 
+        assert not temperature, "`peers` has refused it"
         config = self._genai.GenerationConfig()
         config.max_new_tokens = config.min_new_tokens = max_tokens
         config.ignore_eos = True

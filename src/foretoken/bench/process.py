@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from types import TracebackType
@@ -78,11 +79,19 @@ class Process:
         return list(self._ask(command="control", seeds=seeds, max_model_len=max_model_len))
 
     def generate(
-        self, prompts: list[list[int]], max_tokens: int, seed: int | None = None
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        temperature: float = 0.0,
+        seeds: Sequence[int] = (),
     ) -> dict[str, Any]:
         """One call: `seconds`, and `outputs` with the tokens of every prompt."""
-        request = {"prompts": prompts, "max_tokens": max_tokens, "seed": seed}
-        return dict(self._ask(command="generate", **request))
+        request = {"prompts": prompts, "max_tokens": max_tokens, "temperature": temperature}
+        return dict(self._ask(command="generate", **request, seeds=list(seeds)))
+
+    def judge(self, prompt: list[int], token_ids: list[int]) -> dict[str, Any]:
+        """See `Worker.judge`."""
+        return dict(self._ask(command="judge", prompt=prompt, token_ids=token_ids))
 
     def forget(self) -> None:
         """Make its drafter forget earlier outputs."""

@@ -54,11 +54,14 @@ def tables(results: Results) -> list[Table]:
     if len(results.kinds) > 1:
         found.append(("Speed by kind of prompt", *_by_kind(results, rows, _ratio)))
         found.append((ACCEPTANCE, *_by_kind(results, rows, _acceptance)))
+    if results.steps():
+        found.append(("Steps", *_steps(results)))
+    if results.agreements():
+        found.append(("Agreement", *_agreements(results)))
     found.append(("Memory", *_memory(results)))
     found.append(("Roofline", *_roofline(results)))
-    if any(row.joules is not None for row in overall):
-        joules = [[row.label, _or_dash(row.joules, ".1f")] for row in overall]
-        found.append(("Energy", ("contestant", "joules per 1,000 tokens"), joules))
+    if results.energy():
+        found.append(("Energy", *_energy(results)))
     if results.batches():
         found.append(("Batches", *_batches(results)))
     return found
@@ -74,6 +77,7 @@ def notes(results: Results) -> list[str]:
         "over their median; the median of all calls).",
         f"Energy: {results.energy_source}.",
     ]
+    found += _about_energy(results) + _about_agreement(results)
     found += [
         f"{label}: version {facts['version']}, weights {facts['dtype']}"
         + ("." if facts["dtype"] == baseline["dtype"] else f", not {baseline['dtype']}.")
@@ -168,6 +172,74 @@ def _memory(results: Results) -> tuple[Sequence[str], list[list[str]]]:
     return header, found
 
 
+def _steps(results: Results) -> tuple[Sequence[str], list[list[str]]]:
+    header = ("contestant", "Tok.: tokens per pass", "t_d: ms of a draft", "t_v: ms of its pass")
+    found = [
+        [
+            one.label,
+            f"{one.tokens:.2f}",
+            *(_milliseconds(seconds) for seconds in (one.draft_seconds, one.verify_seconds)),
+        ]
+        for one in results.steps()
+    ]
+    return header, found
+
+
+def _agreements(results: Results) -> tuple[Sequence[str], list[list[str]]]:
+    header = ("contestant", "lossless", "outputs equal", "tokens equal", "first difference")
+    found = [
+        [
+            one.label,
+            {True: "yes", False: "no", None: "-"}[results.facts[one.label].get("lossless")],
+            f"{one.equal} of {one.outputs}",
+            f"{one.equal_tokens:.1%}",
+            _or_dash(one.first_difference, ".1f"),
+            f"{one.bleu:.1f}",
+            f"{one.logprob:.3f}",
+        ]
+        for one in results.agreements()
+    ]
+    return (*header, "relative BLEU", "log p of a token"), found
+
+
+def _about_agreement(results: Results) -> list[str]:
+    if not results.agreements():
+        return []
+    return [
+        f"Agreement is with the output of {BASELINE.label} for the same prompt and seed. First "
+        "difference: the mean position in outputs that differ, from 0. Relative BLEU: sacreBLEU's "
+        f"with {BASELINE.label}'s outputs as references. log p: the mean over tokens, in nats, "
+        f"under the model of {BASELINE.label} at temperature 1. Another lossless rule may draw "
+        "other samples from the same distribution: its log p is about the same."
+    ]
+
+
+def _energy(results: Results) -> tuple[Sequence[str], list[list[str]]]:
+    header = ("contestant", "joules per 1,000 tokens", "average W", "hours", "Wh", "g CO2")
+    found = [
+        [
+            one.label,
+            f"{one.joules:.1f}",
+            f"{one.watts:.1f}",
+            f"{one.hours:.4f}",
+            f"{one.watt_hours:.3f}",
+            f"{one.co2:.3f}",
+        ]
+        for one in results.energy()
+    ]
+    return header, found
+
+
+def _about_energy(results: Results) -> list[str]:
+    if not results.energy():
+        return []
+    footprint = results.footprint
+    return [
+        "Wh are average watts times hours times a power usage effectiveness (PUE) of "
+        f"{footprint.pue:g}, with {footprint.co2:g} g of CO2 per Wh, for all calls on the prompts."
+    ]
+
+
 def _roofline(results: Results) -> tuple[Sequence[str], list[list[str]]]:
     header = ("contestant", "ms to stream the weights once", "ms of a step", "of the roofline")
     found = [
@@ -201,6 +273,10 @@ def _interval(interval: Interval | None) -> str:
 
 def _or_dash(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1000 * seconds:.3g}"
 
 
 def _megabytes(size: int | None) -> str:

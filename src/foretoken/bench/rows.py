@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from foretoken.bench.ratios import Interval
 
-__all__ = ["ALL", "CONTROL", "BatchPoint", "Memory", "Row"]
+__all__ = ["ALL", "CONTROL", "BatchPoint", "EnergyUse", "Footprint", "Memory", "Row", "Steps"]
 
 ALL = "all"
 """All kinds of prompts together, without the control."""
@@ -48,6 +48,57 @@ class Row:
     promised: bool
     learning: int
     joules: float | None
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What steps bring and cost: Xia et al., "Speculative Decoding" (2023), tables 2 and 3.
+
+    Args:
+        label: the contestant.
+        tokens: Tok., tokens per target pass, passes without a draft included.
+        draft_seconds: t_d, median time of a draft; None if nothing was drafted.
+        verify_seconds: t_v, median time of a pass with a draft; None likewise.
+    """
+
+    label: str
+    tokens: float
+    draft_seconds: float | None
+    verify_seconds: float | None
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """How energy is turned into emissions; the defaults are those of Xia et al. (2023).
+
+    Args:
+        pue: power usage effectiveness: what the data centre takes for each joule of the machine.
+        co2: grams of CO2 per Wh.
+    """
+
+    pue: float = 1.1
+    co2: float = 0.385
+
+
+@dataclass(frozen=True)
+class EnergyUse:
+    """Energy of all calls of one contestant, as Xia et al. (2023) compute it.
+
+    Args:
+        label: the contestant.
+        joules: per 1,000 tokens, by the counter.
+        watts: average power.
+        hours: how long the calls took.
+        watt_hours: watts * hours * PUE.
+        co2: grams.
+    """
+
+    label: str
+    joules: float
+    watts: float
+    hours: float
+    watt_hours: float
+    co2: float
 
 
 @dataclass(frozen=True)

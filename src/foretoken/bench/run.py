@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from itertools import cycle, islice
 from typing import Any
 
+from foretoken.bench.agreement import bleu_metric, unjudged
 from foretoken.bench.contestants import BASELINE, OWN, Contestant, Setting
 from foretoken.bench.energy import open_meter
 from foretoken.bench.journal import Journal
@@ -26,6 +27,9 @@ FORMAT = "foretoken-bench-1"
 
 WARM_UP_TOKENS = 16
 
+CONTROL_TEMPERATURE = 1.5
+"""So hot that hardly any token recurs."""
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -35,13 +39,15 @@ class Unit:
         id: unique in the run.
         kind: of the prompts.
         prompts: one or a batch.
-        seed: of a control prompt, whose tokens are random and whose output is sampled.
+        temperature: of sampling; 0 is greedy.
+        seeds: one per prompt if it is sampled. All contestants have the same, in every round.
     """
 
     id: str
     kind: str
     prompts: tuple[Prompt, ...]
-    seed: int | None = None
+    temperature: float = 0.0
+    seeds: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ class Plan:
         rounds: calls of every contestant on every prompt.
         batch_sizes: numbers of prompts at once, besides 1.
         control: how many prompts of random tokens; the contestants that are not peers sample
-            their continuation at temperature 1.5.
+            their continuation at `CONTROL_TEMPERATURE`.
     """
 
     contestants: tuple[Contestant, ...]
@@ -81,17 +87,26 @@ class Plan:
 
     def units(self) -> list[Unit]:
         """Every prompt alone, then the control, then batches of the sample's first prompts."""
-        alone = [Unit(prompt.id, prompt.kind, (prompt,)) for prompt in self.prompts]
+        alone = [self._unit(prompt.id, prompt.kind, (prompt,)) for prompt in self.prompts]
         batches = [
-            Unit(f"batch of {size}", "batch", tuple(islice(cycle(self.prompts), size)))
+            self._unit(f"batch of {size}", "batch", tuple(islice(cycle(self.prompts), size)))
             for size in self.batch_sizes
         ]
         return alone + self.control_units() + batches
 
+    def _unit(self, name: str, kind: str, prompts: tuple[Prompt, ...]) -> Unit:
+        """Prompts at the temperature of the setting."""
+        temperature = self.setting.temperature
+        seeds = [prompt.seed + index for index, prompt in enumerate(prompts)]
+        return Unit(name, kind, prompts, temperature, tuple(seeds) if temperature else ())
+
     def control_units(self) -> list[Unit]:
         """The prompts of random tokens."""
         prompts = [Prompt(f"random {seed}", CONTROL, "") for seed in range(self.control)]
-        return [Unit(one.id, CONTROL, (one,), seed) for seed, one in enumerate(prompts)]
+        return [
+            Unit(one.id, CONTROL, (one,), CONTROL_TEMPERATURE, (seed,))
+            for seed, one in enumerate(prompts)
+        ]
 
     def header(self) -> dict[str, Any]:
         """What the results depend on. Rounds are not part of it: more may be added later."""
@@ -129,7 +144,7 @@ def _jobs(plan: Plan, facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Job]:
             one.label
             for one in plan.contestants
             if (len(unit.prompts) == 1 or facts[one.label]["batches"])
-            and (unit.seed is None or one.kind == OWN)
+            and (unit.kind != CONTROL or one.kind == OWN)
         ]
         for index in range(plan.rounds):
             for label in order(able, index):
@@ -145,9 +160,11 @@ def run(plan: Plan, journal: Journal, show: Callable[[str, int, int], object]) -
         show: called with what is being done, the number of calls done, and that of all calls.
 
     Raises:
-        ForetokenError: a contestant cannot be loaded, or has ended; or SciPy is missing.
+        ForetokenError: a contestant cannot be loaded, or has ended; or SciPy or sacreBLEU is
+            missing.
     """
-    scipy_stats()  # the report needs it: refuse before hours of measuring, not after
+    scipy_stats()  # the report needs both: refuse before hours of measuring, not after
+    bleu_metric()
     if _complete(plan, journal):
         return
     with ExitStack() as stack:
@@ -166,6 +183,7 @@ def _complete(plan: Plan, journal: Journal) -> bool:
     if not all(one.label in known for one in plan.contestants):
         return False
     ended = any(record["type"] == "roofline" for record in journal.records)
+    ended = ended and not unjudged(journal.records)
     return ended and not pending(plan, journal, known)
 
 
@@ -207,6 +225,7 @@ class _Session:
         self._show("done", len(jobs), len(jobs))
         for label, process in self._processes.items():
             self._journal.add({"type": "memory", "label": label, **process.memory()})
+        self._judge()
         self._roofline()  # last, because it makes the baseline's process larger
 
     def _warm_up(self) -> None:
@@ -220,6 +239,19 @@ class _Session:
                 for unit in units:
                     process.generate(self._tokens(unit), WARM_UP_TOKENS)
             process.forget()
+
+    def _judge(self) -> None:
+        """Let the baseline's model say what it thinks of every output; after all that is timed."""
+        open_calls = unjudged(self._journal.records)
+        known: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+        for done, call in enumerate(open_calls):
+            self._show("judging outputs", done, len(open_calls))
+            key = call["unit"], tuple(call["outputs"][0]["token_ids"])
+            if key not in known:
+                prompt, tokens = self._ids[call["unit"]], list(key[1])
+                known[key] = self._processes[BASELINE.label].judge(prompt, tokens)
+            names = {name: call[name] for name in ("contestant", "unit", "round")}
+            self._journal.add({"type": "judgement", **names, **known[key]})
 
     def _roofline(self) -> None:
         """Measure the time to stream each contestant's weights, in the baseline's process."""
@@ -237,7 +269,7 @@ class _Session:
             self._processes[job.label].forget()
         before = self._meter.read() if self._meter else []
         answer = self._processes[job.label].generate(
-            prompts, self._plan.setting.max_tokens, job.unit.seed
+            prompts, self._plan.setting.max_tokens, job.unit.temperature, job.unit.seeds
         )
         joules = self._meter.joules(before, self._meter.read()) if self._meter else None
         return {
@@ -247,6 +279,7 @@ class _Session:
             "kind": job.unit.kind,
             "batch": len(prompts),
             "round": job.round,
+            "temperature": job.unit.temperature,
             "prompt_tokens": [len(ids) for ids in prompts],
             "joules": joules,
             **answer,

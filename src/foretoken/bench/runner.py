@@ -9,7 +9,7 @@ __all__ = ["Runner"]
 
 
 class Runner(Protocol):
-    """A loaded contestant. It decodes greedily and goes on past an end-of-sequence token."""
+    """A loaded contestant. It goes on past an end-of-sequence token."""
 
     @property
     def device(self) -> str:
@@ -20,6 +20,19 @@ class Runner(Protocol):
         """Its `version`, `batches` (whether it takes several prompts at once), and bytes."""
         ...
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[dict[str, Any]]:
-        """Continue every prompt by `max_tokens` tokens: `token_ids`, times and counts of each."""
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        temperature: float = 0.0,
+        seeds: Sequence[int] = (),
+    ) -> list[dict[str, Any]]:
+        """Continue every prompt by `max_tokens` tokens: `token_ids`, times and counts of each.
+
+        Args:
+            prompts: token ids.
+            max_tokens: generated for each.
+            temperature: 0 is greedy; only contestants that can sample get another one.
+            seeds: one for each prompt if it is sampled.
+        """
         ...

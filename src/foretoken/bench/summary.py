@@ -8,17 +8,29 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
+from foretoken.bench.agreement import Agreement, agreements
 from foretoken.bench.calls import (
     added,
     drafting_share,
+    energy_use,
     first_difference,
     joules,
     mean_acceptance_length,
+    steps,
     tokens,
 )
 from foretoken.bench.contestants import BASELINE, OWN, Contestant
 from foretoken.bench.ratios import Interval, bootstrap_ratio, geometric_mean
-from foretoken.bench.rows import ALL, CONTROL, BatchPoint, Memory, Row
+from foretoken.bench.rows import (
+    ALL,
+    CONTROL,
+    BatchPoint,
+    EnergyUse,
+    Footprint,
+    Memory,
+    Row,
+    Steps,
+)
 from foretoken.bench.run import facts_of
 
 __all__ = ["Results"]
@@ -31,11 +43,17 @@ class Results:
         records: all of them.
         contestants: the baseline first; those without a call are left out.
         seed: of the bootstrap.
+        footprint: how energy is turned into emissions.
     """
 
     def __init__(
-        self, records: Sequence[Mapping[str, Any]], contestants: Sequence[Contestant], seed: int = 0
+        self,
+        records: Sequence[Mapping[str, Any]],
+        contestants: Sequence[Contestant],
+        seed: int = 0,
+        footprint: Footprint | None = None,
     ) -> None:
+        self.footprint = footprint or Footprint()
         self._records = records
         self._seed = seed
         self._contestants = {one.label: one for one in contestants}
@@ -146,6 +164,20 @@ class Results:
             if step is not None
         ]
 
+    def steps(self) -> list[Steps]:
+        """Tokens and times of the steps of every contestant that counts them."""
+        found = [steps(label, self._all_calls(label)) for label in self.labels]
+        return [one for one in found if one is not None]
+
+    def energy(self) -> list[EnergyUse]:
+        """Energy and emissions of every contestant; empty without an energy counter."""
+        found = [energy_use(label, self._all_calls(label), self.footprint) for label in self.labels]
+        return [one for one in found if one is not None]
+
+    def agreements(self) -> list[Agreement]:
+        """How near the outputs are to the baseline's; empty if all are equal to them."""
+        return agreements(self._records)
+
     def drafter_failures(self) -> dict[str, str]:
         """The contestants whose drafter failed and was given up, with the reason."""
         found = {
@@ -179,19 +211,22 @@ class Results:
                 {"label": label, "stream_seconds": stream, "step_seconds": step}
                 for label, stream, step in self.roofline()
             ],
+            "steps": [asdict(one) for one in self.steps()],
+            "agreement": [asdict(one) for one in self.agreements()],
             "energy": self.energy_source,
+            "energy_use": [asdict(one) for one in self.energy()],
+            "footprint": asdict(self.footprint),
             "spread": self.spread,
         }
 
     # Inside
 
     def _outputs(self, label: str) -> list[Mapping[str, Any]]:
-        return [
-            output
-            for unit in self.units(label)
-            for call in self._calls[label, unit]
-            for output in call["outputs"]
-        ]
+        return [output for call in self._all_calls(label) for output in call["outputs"]]
+
+    def _all_calls(self, label: str) -> list[Mapping[str, Any]]:
+        """The calls on single prompts, without the control."""
+        return [call for unit in self.units(label) for call in self._calls[label, unit]]
 
     def _speed(self, label: str, unit: str) -> float:
         return float(median(tokens(call) / call["seconds"] for call in self._calls[label, unit]))
@@ -249,11 +284,11 @@ class Results:
         """Whether the tokens must be the baseline's.
 
         They must under a lossless rule with the same weights, for chains and in float32 for trees.
-        Sampled tokens, the control's, must only under rules that keep them for a seed (`coupled`).
+        Sampled tokens must only under rules that keep them for a seed (`coupled`).
         """
         one, facts = self._contestants[label], self.facts[label]
         same = one.quantization == self._contestants[BASELINE.label].quantization
-        sampled = any(call["kind"] == CONTROL for call in calls)
+        sampled = any(call["temperature"] for call in calls)
         if one.kind != OWN or not same:
             return False
         if not facts["same_samples" if sampled else "lossless"]:
@@ -267,7 +302,7 @@ class Results:
 
     def _memory(self, label: str, peak: int) -> Memory:
         facts = self.facts[label]
-        calls = [call for unit in self.units(label) for call in self._calls[label, unit]]
+        calls = self._all_calls(label)
         longest = max(call["prompt_tokens"][0] + tokens(call) for call in calls)
         each = facts.get("kv_bytes")
         return Memory(

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from foretoken.bench.contestants import OWN, Contestant, Setting
@@ -60,17 +60,22 @@ class Worker:
         return [self._own.control(seed, max_model_len) for seed in seeds]
 
     def generate(
-        self, prompts: list[list[int]], max_tokens: int, seed: int | None = None
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        temperature: float = 0.0,
+        seeds: Sequence[int] = (),
     ) -> dict[str, Any]:
-        """One timed call for one prompt or a batch; with a seed it is sampled (see `OwnRunner`)."""
+        """One timed call for one prompt or a batch (see `Runner.generate`)."""
         gc.collect()
         began = time.perf_counter()
-        if seed is None:
-            outputs = self._runner.generate(prompts, max_tokens)
-        else:
-            assert self._own is not None
-            outputs = self._own.generate(prompts, max_tokens, seed)
+        outputs = self._runner.generate(prompts, max_tokens, temperature, seeds)
         return {"seconds": time.perf_counter() - began, "outputs": outputs}
+
+    def judge(self, prompt: list[int], token_ids: list[int]) -> dict[str, Any]:
+        """Text and mean log-probability of an output; only Foretoken's contestants can."""
+        assert self._own is not None
+        return self._own.judge(prompt, token_ids)
 
     def forget(self) -> None:
         """Forget earlier outputs; peers keep none."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foretoken.cli.bench_options import Amount, BenchEngine, Contenders, Target
+from foretoken.cli.bench_options import Amount, BenchEngine, Contenders, Emissions, Target
 from foretoken.cli.console import display, errors, plain
 from foretoken.cli.files import write_whole
 from foretoken.cli.flat import flat, in_panel
@@ -32,6 +32,7 @@ EXAMPLES = examples(
     "foretoken bench questions.jsonl  # none, ngram and Transformers",
     "foretoken bench mine.txt --method suffix --method ngram_table --all",
     "foretoken bench mine.txt --peers transformers,openvino --gguf model.gguf",
+    "foretoken bench mine.txt --temperature 0.8 --method suffix",
     "foretoken bench mine.txt --batch-sizes 4,16 --output results",
     "foretoken bench mine.txt --output results --resume  # after Ctrl-C",
 )
@@ -48,6 +49,7 @@ def bench(
     target: Target,
     engine: BenchEngine,
     amount: Amount,
+    emissions: Emissions,
     output: Annotated[
         Path, in_panel("Output", "Folder for the records, the table and the report.", metavar="DIR")
     ] = Path("foretoken-bench"),
@@ -58,19 +60,21 @@ def bench(
 ) -> None:
     """Compare methods and peers on your prompts.
 
-    Every contestant has a process of its own. They take turns, decode
-    greedily, and get the same prompts, output lengths and threads. Results
-    are ratios to plain decoding (none) with bootstrap intervals. Exits with
-    1 if the output of a lossless method differs from plain decoding's.
+    Every contestant has a process of its own. They take turns, and get the
+    same prompts, seeds, output lengths and threads. Results are ratios to
+    plain decoding (none) with bootstrap intervals. Exits with 1 if an
+    output that must be plain decoding's differs.
     """
     plan = _plan(prompts, contenders, target, engine, amount)
     journal = _journal(plan, output, resume=resume)
+    from foretoken.bench.rows import Footprint
     from foretoken.bench.run import run
     from foretoken.bench.summary import Results
 
     with _progress(quiet=json_output) as show:
         run(plan, journal, show)
-    results = Results(journal.records, plan.contestants, amount.seed)
+    footprint = Footprint(emissions.pue, emissions.co2)
+    results = Results(journal.records, plan.contestants, amount.seed, footprint)
     _write(plan, results, output, as_object=json_output)
     if broken := results.broken():
         names = ", ".join(dict.fromkeys(row.label for row in broken))
@@ -101,6 +105,7 @@ def _plan(
         gguf=None if gguf is None else str(gguf.resolve()),
         threads=target.threads or _threads(),
         max_tokens=amount.max_tokens,
+        temperature=amount.temperature,
         max_prompt_tokens=amount.max_prompt_tokens,
         max_model_len=target.max_model_len,
         **{"max_num_seqs": max((16, *sizes)), **engine.arguments()},

@@ -13,7 +13,7 @@ from foretoken.cli.root import UsageError
 if TYPE_CHECKING:
     from foretoken.bench.prompts_file import Prompt
 
-__all__ = ["Amount", "BenchEngine", "Contenders", "Target"]
+__all__ = ["Amount", "BenchEngine", "Contenders", "Emissions", "Target"]
 
 _DEFAULT_PEERS = "transformers-plain"
 _DEFAULT_PER_KIND = 5
@@ -74,6 +74,17 @@ class BenchEngine(EngineOptions):
 
 
 @dataclass(frozen=True)
+class Emissions:
+    """How measured energy is turned into emissions; see `bench.rows.Footprint`."""
+
+    pue: Annotated[
+        float,
+        in_panel("Output", "Power usage effectiveness, where energy can be measured.", min=1),
+    ] = 1.1
+    co2: Annotated[float, in_panel("Output", "Grams of CO2 per Wh.", min=0)] = 0.385
+
+
+@dataclass(frozen=True)
 class Amount:
     """How much to measure."""
 
@@ -84,6 +95,14 @@ class Amount:
     everything: Annotated[bool, in_panel("Amount", "Use all prompts of the file.", "--all")] = False
     rounds: Annotated[int, in_panel("Amount", "Runs of every prompt.", min=1)] = 3
     max_tokens: Annotated[int, in_panel("Amount", "Tokens to generate per prompt.", min=2)] = 128
+    temperature: Annotated[
+        float,
+        in_panel(
+            "Amount",
+            "Sampling; a prompt has the same seed for all contestants. 0 is greedy.",
+            min=0,
+        ),
+    ] = 0.0
     max_prompt_tokens: Annotated[
         int, in_panel("Amount", "Limit of prompt tokens; longer prompts lose their middle.", min=2)
     ] = 2048

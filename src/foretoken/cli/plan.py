@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from foretoken.cli.console import display, plain, working
 from foretoken.cli.flat import flat, in_panel, refuse_given
-from foretoken.cli.options import ModelOptions, SpeculationOptions, parse_object
+from foretoken.cli.options import ModelOptions
+from foretoken.cli.plan_drafters import DrafterOptions
+from foretoken.cli.plan_lenience import measure_lenience, read_leniences, show_lenience
 from foretoken.cli.plan_report import show_plan, show_trials
 from foretoken.cli.plan_theory import Plan, planned
 from foretoken.cli.plan_trials import (
@@ -22,9 +24,6 @@ from foretoken.cli.report import as_json
 from foretoken.cli.root import UsageError, examples
 from foretoken.cli.sampling_options import SamplingOptions
 
-if TYPE_CHECKING:
-    from foretoken.config import SpeculativeConfig
-
 __all__ = ["EXAMPLES", "plan"]
 
 EXAMPLES = examples(
@@ -32,6 +31,7 @@ EXAMPLES = examples(
     "foretoken plan --alpha 0.8 --c 0.05 --c-hat 0.02 --plots figures",
     "foretoken plan --measure --method ngram  # then predicted and measured, side by side",
     "foretoken plan --measure --draft-model ./small --prompts mine.jsonl --temperature 1",
+    "foretoken plan --measure --lenience 1,0.5,0.3,0.1 --method ngram --method suffix",
 )
 
 DEFAULT_MAX_GAMMA = 10
@@ -94,42 +94,14 @@ class MeasureOptions:
         int | None,
         in_panel("Measure", "Runs of every length.", min=1, show_default=str(DEFAULT_ROUNDS)),
     ] = None
-
-
-@dataclass(frozen=True)
-class DrafterOptions:
-    """The drafter to measure."""
-
-    method: Annotated[
+    lenience: Annotated[
         str | None,
-        in_panel("Measure", "Drafter (`foretoken methods`).", show_default="ngram"),
+        in_panel(
+            "Measure",
+            "Instead of speed: alpha of every --method under these leniences.",
+            metavar="L,L,...",
+        ),
     ] = None
-    draft_model: Annotated[
-        str | None, in_panel("Measure", "Folder, .gguf file or alias of a draft model.")
-    ] = None
-    speculative_config: Annotated[
-        str | None,
-        in_panel("Measure", "All of this as a JSON object, with more fields.", metavar="JSON"),
-    ] = None
-
-    def config(self) -> SpeculativeConfig:
-        """The configuration. Its rule is the theory's, rejection, unless the JSON names another.
-
-        Raises:
-            UsageError: the JSON is not an object, contradicts a flag, or sets the draft length.
-            ConfigError: a value is unknown or out of range.
-        """
-        fields = parse_object("--speculative-config", self.speculative_config)
-        for name in ("num_speculative_tokens", "controller"):
-            if name in fields:
-                raise UsageError(f"{name} in --speculative-config: --gammas says how much to draft")
-        shared = SpeculationOptions(
-            method=self.method,
-            draft_model=self.draft_model,
-            acceptance=None if "acceptance" in fields else "rejection",
-            speculative_config=self.speculative_config,
-        )
-        return shared.config()
 
 
 @flat
@@ -151,9 +123,13 @@ def plan(
     for every draft length (Leviathan et al., 2023, equation 1 and theorems
     3.8 and 3.11). With --measure: measures alpha, c and the cost of
     verification, predicts every speed-up from them, and measures it too.
+    With --measure --lenience: measures alpha by lenience (table 5).
     """
     if plots is not None:
         check_plots(plots)
+    if trial.lenience is not None:
+        _lenience(trial, drafter, target, sampling, theory, plots, json_output=json_output)
+        return
     if trial.measure:
         refuse_given("--measure finds this out by itself", theory)
         found = _measured(trial, drafter, target, sampling, quiet=json_output)
@@ -196,11 +172,37 @@ def _measured(
     with working("Starting", quiet=quiet):
         config = drafter.config()
         params = sampling.params()
-    if config.method == "none":
-        raise UsageError("--method none drafts nothing: there is nothing to measure")
     rounds = DEFAULT_ROUNDS if trial.rounds is None else trial.rounds
     laboratory = open_laboratory(target, config, quiet=quiet)
     return run_trials(laboratory, texts, params, gammas, rounds, quiet=quiet)
+
+
+def _lenience(
+    trial: MeasureOptions,
+    drafter: DrafterOptions,
+    target: ModelOptions,
+    sampling: SamplingOptions,
+    theory: TheoryOptions,
+    plots: Path | None,
+    *,
+    json_output: bool,
+) -> None:
+    """Measure alpha by lenience, and print the table or one JSON object."""
+    assert trial.lenience is not None
+    if not trial.measure:
+        raise UsageError("--lenience: only --measure uses this")
+    refuse_given("--measure finds this out by itself", theory)
+    for name, value in (("--gammas", trial.gammas), ("--rounds", trial.rounds), ("--plots", plots)):
+        if value is not None:
+            raise UsageError(f"{name}: --lenience measures alpha only")
+    leniences = read_leniences(trial.lenience)
+    texts = read_texts(trial.prompts)
+    params = sampling.params()
+    found = measure_lenience(target, drafter, texts, params, leniences, quiet=json_output)
+    if json_output:
+        display().out(as_json(found.as_dict()))
+    else:
+        show_lenience(found)
 
 
 def _gammas(text: str) -> list[int]:

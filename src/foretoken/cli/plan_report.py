@@ -96,7 +96,8 @@ def _setting(found: Trials, model: str) -> list[str]:
     milliseconds = assumed.pass_seconds * 1e3
     lines = [
         f"{model}, {found.method}, rule {found.acceptance}, {how}, {found.prompts} prompt(s)",
-        f"alpha {assumed.alpha:.3f}: mean of sum min(p, q) over {len(assumed.betas)} positions",
+        f"alpha {assumed.alpha:.3f}: mean probability that {found.acceptance} accepts, "
+        f"over {len(assumed.betas)} positions",
         f"c {assumed.c:.4f}: time of a drafted token over a pass of {milliseconds:.2f} ms",
         f"verification, v(0) = 1: {costs}",
     ]

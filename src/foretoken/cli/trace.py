@@ -1,7 +1,8 @@
-"""`foretoken trace`: draw a recorded run like figure 1 of Leviathan et al. (2023)."""
+"""`foretoken trace`: draw a recorded run like figures 1 and 5 of Leviathan et al. (2023)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ from rich.table import Table
 
 from foretoken.cli.console import display, plain
 from foretoken.cli.report import as_json
-from foretoken.cli.root import examples
+from foretoken.cli.root import UsageError, examples
 from foretoken.cli.trace_picture import legend, picture
 from foretoken.cli.trace_summary import TraceSummary, kept
 
@@ -22,6 +23,7 @@ __all__ = ["EXAMPLES", "trace"]
 EXAMPLES = examples(
     'foretoken generate "Count to ten." --trace steps.json',
     "foretoken trace steps.json",
+    "foretoken trace steps.json plain.json --timeline --svg timeline.svg",
     "foretoken trace steps.json --json | jq .mean_acceptance_length",
 )
 
@@ -29,12 +31,20 @@ _BAR_CELLS = 30
 
 
 def trace(
-    file: Annotated[
-        Path,
+    files: Annotated[
+        list[Path],
         typer.Argument(
-            help="Written by `foretoken generate --trace FILE`.", metavar="FILE", show_default=False
+            help="Written by `foretoken generate --trace FILE`; several for one timeline.",
+            metavar="FILE",
+            show_default=False,
         ),
     ],
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="Show when the target and the drafter computed.")
+    ] = False,
+    svg: Annotated[
+        Path | None, typer.Option(help="Write the timeline as SVG.", metavar="FILE")
+    ] = None,
     json_output: Annotated[
         bool, typer.Option("--json", help="Print the summary only, as one JSON object.")
     ] = False,
@@ -42,7 +52,14 @@ def trace(
     """Show what every step drafted, accepted and corrected, a line per step."""
     from foretoken.trace import Trace
 
-    recorded = Trace.load(file)
+    if timeline or svg is not None:
+        if json_output:
+            raise UsageError("--json prints the summary: leave out --timeline and --svg")
+        _timelines(files, svg, shown=timeline)
+        return
+    if len(files) > 1:
+        raise UsageError("only --timeline and --svg take several traces: give one file")
+    recorded = Trace.load(files[0])
     summary = TraceSummary.of(recorded)
     if json_output:
         print(as_json(summary.as_dict()))
@@ -56,6 +73,21 @@ def trace(
     if summary.positions:
         console.print()
         console.print(_positions(summary))
+
+
+def _timelines(files: Sequence[Path], svg: Path | None, *, shown: bool) -> None:
+    """Show the timelines of traces, write them as SVG, or both."""
+    from foretoken.cli.trace_svg import check_drawing, write_svg
+    from foretoken.cli.trace_timeline import show_timelines, timeline_of
+    from foretoken.trace import Trace
+
+    if svg is not None:
+        check_drawing(svg)
+    found = [timeline_of(file.stem, Trace.load(file)) for file in files]
+    if shown:
+        show_timelines(found)
+    if svg is not None:
+        write_svg(svg, found)
 
 
 def _steps(recorded: Trace) -> Table:

@@ -109,6 +109,16 @@ class Distribution:
         other_probs = other.at(self.tokens).to(self.probs)
         return (weight * self.probs - scale * other_probs).clamp(min=0)
 
+    def overlap(self, other: Distribution, scale: float = 1.0) -> float:
+        """Sum over x of `min(self(x), scale * other(x))`.
+
+        With p and q it is the probability that a token drawn from q is accepted (Leviathan et al.,
+        theorem 3.5). Over `scale` it is that under lenience (their appendix A.5). Rounding does not
+        take it above 1 or `scale`. Arguments as in `excess`.
+        """
+        other_probs = other.at(self.tokens).to(self.probs)  # [S]
+        return min(float(torch.minimum(self.probs, scale * other_probs).sum()), scale, 1.0)
+
     def residual(
         self, other: Distribution, scale: float = 1.0, weight: float = 1.0
     ) -> Distribution:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.analysis.measure import Laboratory, overlap
+from foretoken.analysis.measure import Laboratory
 from foretoken.config import SpeculativeConfig
 from foretoken.control import Fixed
 from foretoken.core.distribution import Distribution
@@ -87,8 +87,8 @@ class Text:
 
     def betas(self, model: Target) -> list[float]:
         """Sum of min(p, q) for every generated token, with q from `model` on the target's KV."""
-        q = self._distributions(model, commit=False)
-        return [min(1.0, overlap(*pair)) for pair in zip(self._p, q, strict=True)]
+        drafted = self._distributions(model, commit=False)
+        return [p.overlap(q) for p, q in zip(self._p, drafted, strict=True)]
 
     def _distributions(self, model: Target, *, commit: bool) -> list[Distribution]:
         """The sampler's distribution of every generated token, by this model."""

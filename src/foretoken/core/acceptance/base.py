@@ -119,3 +119,16 @@ class AcceptanceRule(ABC):
         Returns:
             The accepted path, and the token after it.
         """
+
+    def beta(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> float:
+        """The probability that the first drafted token is accepted, given its q: the rule's beta.
+
+        Rules compute it from p and q where they can. This is for all others: 1 if `accept` keeps
+        the token that was drafted and 0 if not, whose mean is the same.
+
+        Args:
+            draft: as in `accept`, with at least one drafted token.
+            p: as in `accept`.
+            noise: as in `accept`.
+        """
+        return float(bool(self.accept(draft.only([1]), p, noise).path))

@@ -47,6 +47,10 @@ class Block(AcceptanceRule):
         reason = f"prefix of {kept} has weight {kept_weight:.3g}"
         return Accepted(path, noise.draw(distribution, kept), (kept + 1,), reason)
 
+    def beta(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> float:
+        """Sum of min(p, q), as for any draft of one token; see `AcceptanceRule.beta`."""
+        return p[0].overlap(draft.q_of(1))
+
 
 def _pass_probability(draft: Draft, p: TargetDistributions, i: int, weight: float) -> float:
     """h_i: the probability that the prefix of length i passes; `weight` is w_i."""

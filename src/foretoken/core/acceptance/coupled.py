@@ -43,3 +43,10 @@ class Coupled(AcceptanceRule):
                 return Accepted(tuple(path), token, children, reason)
             path.append(match)
             node, depth = match, depth + 1
+
+    def beta(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> float:
+        """Sum of min(p, q) if p or q is one-hot; else the decision; see `AcceptanceRule.beta`."""
+        q = draft.q_of(1)
+        if p[0].certain is None and q.certain is None:
+            return super().beta(draft, p, noise)
+        return p[0].overlap(q)

@@ -62,6 +62,10 @@ class KSequential(AcceptanceRule):
             node, depth = path[-1], depth + 1
         return Accepted(tuple(path), noise.draw(p[node], depth), tuple(rejected))
 
+    def beta(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> float:
+        """Sum of min(p, q), as for any draft of one token; see `AcceptanceRule.beta`."""
+        return p[0].overlap(draft.q_of(1))
+
 
 @dataclass(frozen=True)
 class Selection:

@@ -49,3 +49,10 @@ class Lenient(AcceptanceRule):
             return distribution.prob(token) >= lenience * float(distribution.probs.max())
 
         return accept_longest(draft, p, noise, passes, f"p below {lenience:g} of the best")
+
+    def beta(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> float:
+        """Sum of min(p / l, q) if sampled (A.5), else the decision; see `AcceptanceRule.beta`."""
+        assert isinstance(self.options, self.Options)
+        if p.greedy:
+            return super().beta(draft, p, noise)
+        return p[0].overlap(draft.q_of(1), self.options.lenience) / self.options.lenience

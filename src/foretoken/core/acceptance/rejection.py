@@ -29,6 +29,10 @@ class Rejection(AcceptanceRule):
         """See `AcceptanceRule.accept`."""
         return accept_by_ratio(draft, p, noise, lenience=1.0)
 
+    def beta(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> float:
+        """Sum of min(p, q): theorem 3.5; see `AcceptanceRule.beta`."""
+        return p[0].overlap(draft.q_of(1))
+
 
 def accept_by_ratio(
     draft: Draft, p: TargetDistributions, noise: StepNoise, lenience: float
