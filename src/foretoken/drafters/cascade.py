@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from annotated_types import Ge, Le
 
@@ -22,7 +22,7 @@ from foretoken.core.distribution import Distribution
 from foretoken.core.tree import Draft, chain
 from foretoken.decode import Outcome, StepTimes, step
 from foretoken.drafters.admission import most_tokens, open_row, rows_that_fit
-from foretoken.drafters.base import Drafter, DrafterOptions
+from foretoken.drafters.base import Drafter, DrafterOptions, InnerConfig
 from foretoken.request import Request
 from foretoken.runtime.target import Target
 
@@ -38,7 +38,7 @@ class CascadeOptions(DrafterOptions):
         inner_num_speculative_tokens: draft length of the inner drafter, in tokens.
     """
 
-    drafter: Mapping[str, Any]
+    drafter: InnerConfig
     inner_num_speculative_tokens: Annotated[int, Ge(1), Le(64)] = 3
 
 

@@ -21,7 +21,7 @@ from foretoken.control.evidence import path_probs, prior_rate
 from foretoken.core.distribution import Distribution
 from foretoken.core.tree import Draft, TokenTree
 from foretoken.decode import Outcome, StepTimes
-from foretoken.drafters.base import Drafter, DrafterOptions, layers_of
+from foretoken.drafters.base import Drafter, DrafterOptions, InnerConfig, layers_of
 from foretoken.drafters.model_set import drafters_in
 from foretoken.request import Request
 
@@ -36,7 +36,7 @@ class CombineOptions(DrafterOptions):
             the folder of draft models that `foretoken train boost` has written.
     """
 
-    drafters: Annotated[tuple[Mapping[str, Any], ...], MinLen(2)]
+    drafters: Annotated[tuple[InnerConfig, ...], MinLen(2)]
 
     @field_validator("drafters", mode="before")
     @classmethod
