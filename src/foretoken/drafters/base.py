@@ -167,6 +167,14 @@ class Drafter(ABC):
     def forget(self) -> None:  # noqa: B027 - most drafters keep no state
         """Forget everything that ended requests left for later ones."""
 
+    def ignore_times(self) -> None:  # noqa: B027 - most drafters do
+        """From now on, let no measured time decide what is drafted.
+
+        It is called once, before the first draft, if the output's bits depend on the drafts: seeded
+        runs are then reproducible only if drafts do not depend on the clock. A drafter that
+        combines others passes it on.
+        """
+
 
 def layers_of(drafters: Sequence[Drafter]) -> tuple[int, ...]:
     """Ids of all layers whose hidden states these drafters need, ascending."""

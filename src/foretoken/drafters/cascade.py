@@ -209,6 +209,10 @@ class Cascade(Drafter):
         """The inner drafter forgets earlier requests."""
         self._drafter.forget()
 
+    def ignore_times(self) -> None:
+        """The inner drafter does not decide by the clock: its drafts may change the bits of q."""
+        self._drafter.ignore_times()
+
     def _free(self, key: int) -> None:
         inner = self._inner.pop(key, None)
         if inner is not None:

@@ -144,6 +144,11 @@ class HorizontalCascade(Drafter):
         for stage in self._stages:
             stage.forget()
 
+    def ignore_times(self) -> None:
+        """No drafter decides by the clock."""
+        for stage in self._stages:
+            stage.ignore_times()
+
 
 class _Stage:
     """One drafter of the cascade, and for each request the tokens that it was shown last.
@@ -198,3 +203,6 @@ class _Stage:
 
     def forget(self) -> None:
         self._drafter.forget()
+
+    def ignore_times(self) -> None:
+        self._drafter.ignore_times()
