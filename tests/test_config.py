@@ -177,7 +177,7 @@ def test_as_dict_shows_every_field_that_takes_effect() -> None:
         "model": None,
         "acceptance": {"rule": "lenient", "lenience": 0.3},
         "controller": {"rule": "fixed"},
-        "window": 512,
+        "window": None,
         "draft_temperature": None,
     }
 
