@@ -19,21 +19,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
-from annotated_types import Ge
 from numpy.typing import NDArray
-from pydantic import FiniteFloat, model_validator
+from pydantic import model_validator
 from transformers import PreTrainedTokenizerBase
 
-from foretoken.control import Budget
 from foretoken.core.config import PathText
 from foretoken.core.distribution import Distribution
 from foretoken.core.params import GREEDY_BELOW
-from foretoken.core.tree import Draft, chain
-from foretoken.drafters.base import Drafter, DrafterOptions
+from foretoken.drafters.counted import CountedChains, CountedOptions
 from foretoken.drafters.text.corpus import check_target
 from foretoken.drafters.text.ngrams import FILE, NgramTables
 from foretoken.request import Request
@@ -41,18 +38,14 @@ from foretoken.request import Request
 __all__ = ["CorpusNgramDrafter", "CorpusNgramOptions", "SmoothedNgrams", "load_corpus"]
 
 
-class CorpusNgramOptions(DrafterOptions):
-    """Options of `corpus_ngram`.
+class CorpusNgramOptions(CountedOptions):
+    """Options of `corpus_ngram`, besides those of `CountedOptions`.
 
     Args:
         corpus: a file made by `foretoken ngrams build`.
-        draft_temperature: the probabilities are raised to the power 1 / draft_temperature. With 0
-            the most probable token is drafted, for sampled requests too. None is 0 for greedy
-            requests and 1 (q is the smoothed distribution) for sampled ones.
     """
 
     corpus: PathText = ""
-    draft_temperature: Annotated[FiniteFloat, Ge(0)] | None = None
 
     @model_validator(mode="after")
     def _has_corpus(self) -> Self:
@@ -85,7 +78,7 @@ class SmoothedNgrams:
 
         Args:
             context: the tokens before it, at least one; only the last two matter.
-            temperature: see `CorpusNgramOptions.draft_temperature`.
+            temperature: see `CountedOptions.draft_temperature`.
         """
         tokens, probs = self.probabilities(context)
         if temperature < GREEDY_BELOW:
@@ -146,7 +139,7 @@ def load_corpus(
     return SmoothedNgrams(tables)
 
 
-class CorpusNgramDrafter(Drafter):
+class CorpusNgramDrafter(CountedChains):
     """Chains drawn from the corpus' smoothed distribution, which is q.
 
     Args:
@@ -158,32 +151,11 @@ class CorpusNgramDrafter(Drafter):
     def __init__(
         self, ngrams: SmoothedNgrams, options: CorpusNgramOptions, *, coupled: bool
     ) -> None:
+        super().__init__(options, coupled=coupled, context_length=2)
         self._ngrams = ngrams
-        self._options = options
-        self._coupled = coupled
 
-    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Chains up to the budget's limits."""
-        return [
-            self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)
-        ]
-
-    def _propose(self, request: Request, budget: Budget) -> Draft:
-        temperature = self._temperature(request)
-        noise = request.noise.at(len(request.token_ids)).drafting(coupled=self._coupled)
-        context = request.token_ids[-2:]
-        tokens, distributions, path_prob = [request.root], [], 1.0
-        for depth in range(budget.chain):
-            distributions.append(self._ngrams.distribution(context, temperature))
-            tokens.append(noise.draw(distributions[-1], depth))
-            token_prob = distributions[-1].prob(tokens[-1])
-            path_prob *= token_prob
-            if budget.stops_below(token_prob, path_prob):
-                break
-            context = [context[-1], tokens[-1]]
-        return Draft(chain(tokens), tuple(distributions))
-
-    def _temperature(self, request: Request) -> float:
-        if self._options.draft_temperature is None:
-            return 0.0 if request.params.greedy else 1.0
-        return self._options.draft_temperature
+    def successors(
+        self, request: Request, context: Sequence[int], temperature: float
+    ) -> Distribution | None:
+        """See `CountedChains.successors`: every context has some."""
+        return self._ngrams.distribution(context, temperature)

@@ -18,13 +18,12 @@ from typing import Annotated
 
 import torch
 from annotated_types import Ge, Le
-from pydantic import FiniteFloat
 
 from foretoken.control import Budget
 from foretoken.core.distribution import Distribution
 from foretoken.core.params import GREEDY_BELOW
-from foretoken.core.tree import Draft, chain
-from foretoken.drafters.base import Drafter, DrafterOptions
+from foretoken.core.tree import Draft
+from foretoken.drafters.counted import CountedChains, CountedOptions
 from foretoken.request import Request
 
 __all__ = ["NgramTable", "NgramTableDrafter", "NgramTableOptions"]
@@ -33,19 +32,15 @@ ORDERS = (2, 3, 4)
 """An n-gram of order n is a context of n - 1 tokens and its successor."""
 
 
-class NgramTableOptions(DrafterOptions):
-    """Options of `ngram_table`.
+class NgramTableOptions(CountedOptions):
+    """Options of `ngram_table`, besides those of `CountedOptions`.
 
     Args:
         window: number of latest tokens that are counted. None counts the whole text, as the source
             does: memory then grows with the text, and with it the time to read a prompt.
-        draft_temperature: the counts are raised to the power 1 / draft_temperature. With 0 the most
-            frequent successor is drafted, for sampled requests too. None is 0 for greedy requests
-            and 1 (q is the relative frequency) for sampled ones.
     """
 
     window: Annotated[int, Ge(2), Le(1_000_000)] | None = None
-    draft_temperature: Annotated[FiniteFloat, Ge(0)] | None = None
 
 
 class NgramTable:
@@ -104,7 +99,7 @@ class NgramTable:
         return {}
 
 
-class NgramTableDrafter(Drafter):
+class NgramTableDrafter(CountedChains):
     """Chains from the tables of each request's own text.
 
     Args:
@@ -113,40 +108,23 @@ class NgramTableDrafter(Drafter):
     """
 
     def __init__(self, options: NgramTableOptions, *, coupled: bool) -> None:
-        self._options = options
-        self._coupled = coupled
+        super().__init__(options, coupled=coupled, context_length=max(ORDERS) - 1)
+        self._window = options.window
         self._tables: dict[int, NgramTable] = {}
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         """Chains that end where no context has a successor."""
-        return [
-            self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)
-        ]
+        for request in batch:
+            table = self._tables.setdefault(request.key, NgramTable(self._window))
+            table.catch_up(request.token_ids)
+        return super().propose(batch, budgets)
 
-    def _propose(self, request: Request, budget: Budget) -> Draft:
-        table = self._tables.setdefault(request.key, NgramTable(self._options.window))
-        table.catch_up(request.token_ids)
-        temperature = self._temperature(request)
-        noise = request.noise.at(len(request.token_ids)).drafting(coupled=self._coupled)
-        context = request.token_ids[-max(ORDERS) :]
-        tokens, distributions, path_prob = [request.root], [], 1.0
-        for depth in range(budget.chain):
-            counts = table.successors(context)
-            if not counts:
-                break
-            distributions.append(distribution_of_counts(counts, temperature))
-            tokens.append(noise.draw(distributions[-1], depth))
-            token_prob = distributions[-1].prob(tokens[-1])
-            path_prob *= token_prob
-            if budget.stops_below(token_prob, path_prob):
-                break
-            context = [*context[1 - max(ORDERS) :], tokens[-1]]
-        return Draft(chain(tokens), tuple(distributions))
-
-    def _temperature(self, request: Request) -> float:
-        if self._options.draft_temperature is None:
-            return 0.0 if request.params.greedy else 1.0
-        return self._options.draft_temperature
+    def successors(
+        self, request: Request, context: Sequence[int], temperature: float
+    ) -> Distribution | None:
+        """See `CountedChains.successors`."""
+        counts = self._tables[request.key].successors(context)
+        return distribution_of_counts(counts, temperature) if counts else None
 
     def release(self, request: Request) -> None:
         """Forget the request's tables."""
@@ -160,7 +138,7 @@ def distribution_of_counts(counts: dict[int, int], temperature: float) -> Distri
 
     Args:
         counts: token -> count, in the order of the last occurrence.
-        temperature: see `NgramTableOptions.draft_temperature`.
+        temperature: see `CountedOptions.draft_temperature`.
     """
     if temperature < GREEDY_BELOW:
         best = max(counts.values())
