@@ -1,28 +1,30 @@
-"""`corpus_ngram`: unigrams, bigrams and trigrams counted in the user's own text files.
+"""`corpus_ngram`: unigrams, bigrams and trigrams of text files, or of the target's own text.
 
 These are the negligible-cost approximation models of Leviathan et al., "Fast Inference from
-Transformers via Speculative Decoding". `foretoken ngrams build` makes the tables (see
-`foretoken.drafters.text.ngrams`). Let n(..) be counts and T(..) numbers of different successors.
-The distribution after tokens a, b is interpolated as by Witten and Bell ("The Zero-Frequency
-Problem", method C):
+Transformers via Speculative Decoding" (tables 3 and 5 have a unigram and a bigram model).
+`foretoken ngrams` makes the tables (see `foretoken.drafters.text.ngrams`). Let n(..) be counts and
+T(..) numbers of different successors. The distribution after tokens a, b is interpolated as by
+Witten and Bell ("The Zero-Frequency Problem", method C):
 
     P(c | b)    = (n(b, c)    + T(b)    * P(c))     / (n(b)    + T(b))
     P(c | a, b) = (n(a, b, c) + T(a, b) * P(c | b)) / (n(a, b) + T(a, b))
 
 Its support is the set of tokens that followed b in the corpus, and P(c) is the relative frequency
 of c among them. If nothing followed b, the support is the set of all tokens of the corpus. Every
-successor of a, b is a successor of b, so the support does not depend on a. This distribution is q,
-and sampling stays exact.
+successor of a, b is a successor of b, so the support does not depend on a. `order` 2 drafts from
+P(c | b), and `order` 1 from the relative frequencies of all tokens of the corpus, whatever came
+before. This distribution is q, and sampling stays exact.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 import torch
+from annotated_types import Ge, Le
 from numpy.typing import NDArray
 from pydantic import model_validator
 from transformers import PreTrainedTokenizerBase
@@ -42,16 +44,19 @@ class CorpusNgramOptions(CountedOptions):
     """Options of `corpus_ngram`, besides those of `CountedOptions`.
 
     Args:
-        corpus: a file made by `foretoken ngrams build`.
+        corpus: a file made by `foretoken ngrams build` or `foretoken ngrams write`.
+        order: tokens of the longest n-grams that are used: 3 (trigrams), 2 (bigrams), or 1, which
+            always drafts the same token for greedy requests: the most frequent one.
     """
 
     corpus: PathText = ""
+    order: Annotated[int, Ge(1), Le(3)] = 3
 
     @model_validator(mode="after")
     def _has_corpus(self) -> Self:
         if not self.corpus:
             raise ValueError(
-                "method 'corpus_ngram' needs 'corpus': a file made by 'foretoken ngrams build'."
+                "method 'corpus_ngram' needs 'corpus': a file made by 'foretoken ngrams'."
             )
         return self
 
@@ -61,10 +66,13 @@ class SmoothedNgrams:
 
     Args:
         tables: the counts of the corpus.
+        order: see `CorpusNgramOptions.order`.
     """
 
-    def __init__(self, tables: NgramTables) -> None:
+    def __init__(self, tables: NgramTables, order: int = 3) -> None:
         self._tables = tables
+        self._order = order
+        self._of_corpus: dict[float, Distribution] = {}  # temperature -> the same for all contexts
 
     @cached_property
     def _corpus(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -81,21 +89,18 @@ class SmoothedNgrams:
             temperature: see `CountedOptions.draft_temperature`.
         """
         tokens, probs = self.probabilities(context)
-        if temperature < GREEDY_BELOW:
-            return Distribution.one_hot(int(tokens[probs.argmax()]))
-        if temperature != 1:
-            probs = (probs / probs.max()) ** (1 / temperature)
-            probs /= probs.sum()
-        distribution = Distribution(
-            torch.from_numpy(probs), torch.from_numpy(tokens.astype(np.int64))
-        )
-        # At a low temperature, small probabilities may underflow to 0.
-        return distribution.normalised(distribution.probs)
+        if probs is not self._corpus[1]:
+            return _at(tokens, probs, temperature)
+        if temperature not in self._of_corpus:
+            self._of_corpus = {temperature: _at(tokens, probs, temperature)}
+        return self._of_corpus[temperature]
 
     def probabilities(
         self, context: Sequence[int]
     ) -> tuple[NDArray[np.integer[Any]], NDArray[np.float64]]:
         """The support [S] as ascending token ids, and its smoothed probabilities [S]."""
+        if self._order == 1:
+            return self._corpus
         tables = self._tables
         row = tables.bigrams(context[-1])
         if row.start == row.stop:
@@ -103,12 +108,28 @@ class SmoothedNgrams:
         tokens = tables.bigram_tokens[row]
         unigrams = tables.unigrams[tokens]
         probs = _interpolated(tables.bigram_counts[row], unigrams / unigrams.sum())
-        row = tables.trigrams(*context[-2:]) if len(context) > 1 else slice(0, 0)
+        if self._order == 2 or len(context) < 2:
+            return tokens, probs
+        row = tables.trigrams(*context[-2:])
         if row.start < row.stop:
             counts = np.zeros(len(tokens))
             counts[tokens.searchsorted(tables.trigram_tokens[row])] = tables.trigram_counts[row]
             probs = _interpolated(counts, probs)
         return tokens, probs
+
+
+def _at(
+    tokens: NDArray[np.integer[Any]], probs: NDArray[np.float64], temperature: float
+) -> Distribution:
+    """The distribution of tokens [S] with probabilities [S] at a temperature."""
+    if temperature < GREEDY_BELOW:
+        return Distribution.one_hot(int(tokens[probs.argmax()]))
+    if temperature != 1:
+        probs = (probs / probs.max()) ** (1 / temperature)
+        probs /= probs.sum()
+    distribution = Distribution(torch.from_numpy(probs), torch.from_numpy(tokens.astype(np.int64)))
+    # At a low temperature, small probabilities may underflow to 0.
+    return distribution.normalised(distribution.probs)
 
 
 def _interpolated(counts: NDArray[Any], shorter: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -120,12 +141,13 @@ def _interpolated(counts: NDArray[Any], shorter: NDArray[np.float64]) -> NDArray
 
 
 def load_corpus(
-    path: str, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None
+    path: str, order: int, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None
 ) -> SmoothedNgrams:
     """Load the distribution of a corpus and check that it fits the target.
 
     Args:
-        path: a file made by `foretoken ngrams build`.
+        path: a file made by `foretoken ngrams`.
+        order: see `CorpusNgramOptions.order`.
         vocab_size: V, the width of the target's logits.
         tokenizer: the target's tokenizer, or None if it has none.
 
@@ -136,7 +158,7 @@ def load_corpus(
     tables = NgramTables.load(path)
     highest = int(tables.unigrams.nonzero()[0][-1])
     check_target(path, FILE.made_by, highest, tables.fingerprint, vocab_size, tokenizer)
-    return SmoothedNgrams(tables)
+    return SmoothedNgrams(tables, order)
 
 
 class CorpusNgramDrafter(CountedChains):
