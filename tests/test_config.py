@@ -177,8 +177,10 @@ def test_as_dict_shows_every_field_that_takes_effect() -> None:
         "model": None,
         "acceptance": {"rule": "lenient", "lenience": 0.3},
         "controller": {"rule": "fixed"},
-        "window": 512,
         "draft_temperature": None,
+        "draft_top_k": None,
+        "draft_top_p": None,
+        "window": None,
     }
 
 

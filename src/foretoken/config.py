@@ -18,7 +18,7 @@ from foretoken.control import Fixed, controller_class
 from foretoken.control.cost_model import CostModel
 from foretoken.core.acceptance import AcceptanceRule, rule_class
 from foretoken.core.config import Config
-from foretoken.drafters.base import Drafter, DrafterOptions
+from foretoken.drafters.base import Drafter, DrafterOptions, with_method
 from foretoken.drafters.online import OnlineOptions
 from foretoken.drafters.registry import drafter_spec, spec_of
 from foretoken.drafters.spec import DrafterSpec
@@ -84,9 +84,7 @@ class SpeculativeConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _infer_method(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("model") is not None and "method" not in value:
-            return {**value, "method": "draft_model"}
-        return value
+        return with_method(value) if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:
@@ -169,7 +167,9 @@ class SpeculativeConfig(Config):
     @property
     def _steady(self) -> bool:
         """Whether the method, or one that it combines, needs drafts of constant size."""
-        return _is_steady(self.drafter_spec, dict(self.options))
+        combined = dict(self.options).get("drafters") or ()
+        inner = (SpeculativeConfig.parse(fields) for fields in combined)
+        return self.drafter_spec.steady or any(config._steady for config in inner)
 
     @property
     def controller_options(self) -> Config:
@@ -209,10 +209,3 @@ def _name_in(field: str, value: str | Mapping[str, Any]) -> str:
 
 def _options_in(value: str | dict[str, Any] | None) -> dict[str, Any]:
     return {k: v for k, v in value.items() if k != "rule"} if isinstance(value, dict) else {}
-
-
-def _is_steady(spec: DrafterSpec, options: Mapping[str, Any]) -> bool:
-    """Whether a method, or one that it combines at any depth, needs drafts of constant size."""
-    inner = options.get("drafters") or ()
-    named = [fields for fields in inner if isinstance(fields.get("method"), str)]
-    return spec.steady or any(_is_steady(drafter_spec(f["method"]), f) for f in named)

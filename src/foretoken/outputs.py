@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.core.acceptance.base import Origin
 from foretoken.core.shown import colours_as_html, colours_as_text, shortened
-from foretoken.trace import Trace
+from foretoken.trace import StepTrace, Trace
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -94,6 +94,22 @@ class Metrics:
     """How often the request lost its row to older requests and was computed again."""
     drafter_failure: str | None = None
     """Why the request continued without drafts, in one line; None if its drafter did not fail."""
+
+    def count(self, step: StepTrace) -> None:
+        """Count a step. If a stop cut it, what lies behind the end of the output does not count."""
+        self.generated_tokens += step.committed
+        self.target_passes += 1
+        if not step.drafted:
+            return
+        kept = len(step.kept)
+        self.num_drafts += 1
+        self.num_draft_tokens += len(step.drafted)
+        self.num_accepted_tokens += kept
+        self.num_rejected_tokens += len(step.refused)
+        missing = max(step.depths) - len(self.accepted_per_position)
+        self.accepted_per_position.extend([0] * missing)
+        for position in range(kept):
+            self.accepted_per_position[position] += 1
 
     @property
     def mean_acceptance_length(self) -> float:

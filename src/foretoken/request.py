@@ -231,8 +231,8 @@ class Request:
             del self.token_ids[num_tokens:]
             for per_token in (self._origins, self._texts, self._logprobs):
                 del per_token[num_generated:]
-            self._count(draft, accepted, len(streamed))
             step.committed = len(streamed)
+            self.metrics.count(step)
             self._trace.steps.append(step)
             self._fresh.extend(streamed)
         return streamed
@@ -295,24 +295,6 @@ class Request:
             self._finish("stop", token)
         elif self._detokenizer.stopped_at is not None:
             self._finish("stop", self._detokenizer.stopped_at)
-
-    def _count(self, draft: Draft, accepted: Accepted, committed: int) -> None:
-        metrics = self.metrics
-        metrics.generated_tokens = len(self._origins)
-        metrics.target_passes += 1
-        if not draft.tree.num_drafted:
-            return
-        kept = min(len(accepted.path), committed)
-        metrics.num_drafts += 1
-        metrics.num_draft_tokens += draft.tree.num_drafted
-        metrics.num_accepted_tokens += kept
-        if committed > len(accepted.path):  # else the output stopped before them
-            metrics.num_rejected_tokens += len(accepted.rejected)
-        deepest = max(draft.tree.depths)
-        missing = deepest - len(metrics.accepted_per_position)
-        metrics.accepted_per_position.extend([0] * missing)
-        for depth in range(kept):
-            metrics.accepted_per_position[depth] += 1
 
     def record_times(self, draft: float, verify: float, accept: float) -> None:
         """Add a step's times (seconds, of the whole batch) to the metrics and the trace."""

@@ -53,6 +53,27 @@ class StepTrace:
     verify_seconds: float = 0.0
     accept_seconds: float = 0.0
 
+    @property
+    def depths(self) -> list[int]:
+        """Depth of every drafted token; 1 is right below the root."""
+        found: list[int] = []
+        for parent in self.parents:
+            found.append(1 if parent < 0 else found[parent] + 1)
+        return found
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The accepted tokens that are part of the output."""
+        return self.accepted[: self.committed]
+
+    @property
+    def refused(self) -> tuple[int, ...]:
+        """The rejected tokens, without those at positions behind the end of the output."""
+        if self.committed > len(self.accepted):  # no stop has cut the step
+            return self.rejected
+        depths = self.depths
+        return tuple(index for index in self.rejected if depths[index] <= self.committed)
+
 
 @dataclass
 class Trace:

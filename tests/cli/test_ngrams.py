@@ -1,12 +1,17 @@
-"""`ngrams build`: a file that `--method corpus_ngram` takes."""
+"""`ngrams build` and `ngrams write`: files that `--method corpus_ngram` takes."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from foretoken.drafters.text.ngrams import NgramTables
-from tests.cli.conftest import Run
+import pytest
+
+from foretoken import LLM
+from foretoken.drafters.text.ngrams import NgramTables, count_ngrams
+from foretoken.training import own_text
+from foretoken.training.self_data import SelfTalk
+from tests.cli.conftest import Run, error_of
 
 
 def test_build_and_use(run: Run, tiny: Path, tmp_path: Path) -> None:
@@ -22,3 +27,49 @@ def test_build_and_use(run: Run, tiny: Path, tmp_path: Path) -> None:
     drafted = run("generate", "the cat", *arguments, "--speculative-config", config)
     assert drafted.exit_code == 0, drafted.stderr
     assert drafted.stdout == run("generate", "the cat", *arguments, "--method", "none").stdout
+
+
+def test_write_counts_what_the_model_writes_by_itself(
+    run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_text, "_ROWS", 2)
+    output = tmp_path / "own.ngrams"
+    written = run("ngrams", "write", "--model", tiny, "--tokens", 60, "--output", output)
+    assert written.exit_code == 0, written.stderr
+    llm = LLM(tiny)
+    talks = SelfTalk(llm).write(range(2))
+    texts = [each.tokens[start:stop] for each in talks for start, stop in each.answers]
+    expected = count_ngrams([texts[0][:60]], llm.engine.target.vocab_size, llm.tokenizer)
+    found = NgramTables.load(output)
+    assert found.num_tokens == 60
+    assert found.fingerprint == expected.fingerprint
+    for name in ("unigrams", "bigram_tokens", "bigram_counts", "trigram_tokens"):
+        assert (getattr(found, name) == getattr(expected, name)).all()
+    config = json.dumps({"method": "corpus_ngram", "corpus": str(output), "order": 1})
+    arguments = ("--model", tiny, "--max-tokens", 8)
+    drafted = run("generate", "the cat", *arguments, "--speculative-config", config)
+    assert drafted.stdout == run("generate", "the cat", *arguments, "--method", "none").stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("prompts.jsonl", '{"prompt": "the cat"}\n' * 2, None),
+        ("notes.txt", "the cat sat on the mat", "there are no prompts to answer"),
+        ("broken.jsonl", "{", "line 1: not JSON"),
+    ],
+)
+def test_write_answers_prompts(
+    run: Run, tiny: Path, tmp_path: Path, name: str, text: str, message: str | None
+) -> None:
+    data, output = tmp_path / name, tmp_path / "own.ngrams"
+    data.write_text(text)
+    result = run(
+        "ngrams", "write", "--model", tiny, "--tokens", 900, "--data", data, "--output", output
+    )
+    if message is None:
+        assert result.exit_code == 0, result.stderr
+        assert 8 <= NgramTables.load(output).num_tokens <= 2 * 384
+    else:
+        assert message in error_of(result)
+        assert not output.exists()

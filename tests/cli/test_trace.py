@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from foretoken import LLM, Origin, SamplingParams, StepTrace, Trace
 from foretoken.cli.trace_picture import picture
 from foretoken.cli.trace_summary import TraceSummary
 from tests.cli.conftest import Run, error_of
+from tests.tiny import tiny_model, tiny_tokenizer
 
 PIECES = {1: " the", 2: " cat", 3: " sat", 4: "\n", 5: " dog", 6: "\t"}
 
@@ -79,26 +83,86 @@ def test_styles_say_the_same() -> None:
 
 
 def test_summary_counts() -> None:
-    summary = TraceSummary.of(Trace([CORRECTED, BONUS, PLAIN, CUT, TREE]))
-    assert (summary.steps, summary.tokens, summary.drafts) == (5, 3 + 3 + 1 + 1 + 3, 4)
+    summary = TraceSummary(Trace([CORRECTED, BONUS, PLAIN, CUT, TREE]))
+    metrics = summary.metrics
+    assert (metrics.target_passes, metrics.num_drafts) == (5, 4)
+    assert metrics.generated_tokens == 3 + 3 + 1 + 1 + 3
     assert summary.positions == [(4, 4), (4, 3), (2, 0), (1, 0)]
-    assert summary.mean_acceptance_length == 1 + 7 / 4
-    assert summary.acceptance_rate == 7 / (7 + 1 + 3)
-    assert TraceSummary.of(Trace([PLAIN])).mean_acceptance_length == 1
-    assert TraceSummary.of(Trace()).acceptance_rate == 0
+    assert metrics.mean_acceptance_length == 1 + 7 / 4
+    assert metrics.acceptance_rate == 7 / (7 + 1 + 3)
+    assert TraceSummary(Trace([PLAIN])).metrics.mean_acceptance_length == 1
+    assert TraceSummary(Trace()).metrics.acceptance_rate == 0
 
 
-def test_summary_agrees_with_the_metrics(tiny: Path) -> None:
-    llm = LLM(tiny, speculative_config={"method": "ngram"})
-    params = SamplingParams(temperature=0, max_tokens=50, allowed_token_ids=(40, 41))
-    (output,) = llm.generate("hello", params)
-    summary, metrics = TraceSummary.of(output.trace).as_dict(), output.metrics.as_dict()
-    shared = set(summary) & set(metrics)
-    assert {"num_drafts", "num_accepted_tokens", "accepted_per_position"} <= shared
-    assert summary["num_accepted_tokens"] > 0
-    assert all(summary[name] == pytest.approx(metrics[name]) for name in shared)
-    assert summary["steps"] == metrics["target_passes"]
-    assert summary["tokens"] == metrics["generated_tokens"]
+def test_what_a_stop_cut_off_does_not_count() -> None:
+    """After the first token of the path, only its own sibling was refused; later ones were not."""
+    tree = step((1, 2, 3, 5), (1, 3), parents=(-1, -1, 1, 1), rejected=(0, 2), committed=1)
+    assert (tree.kept, tree.refused) == ((1,), (0,))
+    assert TraceSummary(Trace([tree])).metrics.num_rejected_tokens == 1
+    whole = replace(tree, committed=3)
+    assert (whole.kept, whole.refused) == ((1, 3), (0, 2))
+    chain = replace(CORRECTED, committed=2)  # the stop is the last accepted token
+    assert (chain.kept, chain.refused) == ((0, 1), ())
+    assert picture(chain, PIECES).plain == "·the ·cat ·sat ↵"
+
+
+STOPS = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 5),
+        "temperature": st.sampled_from([0.0, 1.0]),
+        "max_tokens": st.integers(1, 12),
+        "stop": st.lists(st.sampled_from(["(", "I(", "H)", "IH"]), max_size=2).map(tuple),
+        "stop_token_ids": st.lists(st.sampled_from([8, 9]), max_size=1).map(tuple),
+        "min_tokens": st.integers(0, 6),
+        "include_stop_str_in_output": st.booleans(),
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def tiny_llms() -> list[LLM]:
+    """Chains and trees over a model whose end of sequence is the token of `I`."""
+    model = tiny_model()
+    model.generation_config.eos_token_id = 41
+    drafts = {"method": "draft_model", "model": model, "acceptance": "rejection"}
+    methods: list[dict[str, Any]] = [
+        {"method": "ngram_table"},
+        {**drafts, "acceptance": "block", "draft_temperature": 3.0},
+        {**drafts, "draft_temperature": 3.0},
+        {**drafts, "draft_temperature": 3.0, "tree": [2, 2, 1]},
+    ]
+    tokenizer = tiny_tokenizer()
+    return [
+        LLM(model, tokenizer=tokenizer, speculative_config={"controller": "fixed", **fields})
+        for fields in methods
+    ]
+
+
+def test_summary_agrees_with_the_metrics_wherever_an_output_stops(tiny_llms: list[LLM]) -> None:
+    """Random stops: strings, tokens, the end of sequence inside a draft, and lengths."""
+    cut = 0
+
+    @settings(max_examples=60, deadline=None, derandomize=True)
+    @given(which=st.integers(0, 3), stops=STOPS)
+    def agrees(which: int, stops: dict[str, Any]) -> None:
+        nonlocal cut
+        stops["min_tokens"] = min(stops["min_tokens"], stops["max_tokens"])
+        params = SamplingParams(**stops, allowed_token_ids=(8, 9, 40, 41, 42))
+        prompt = [40, 41, 8, 9, 40, 41, 8, 9, 40, 40, 41]
+        (output,) = tiny_llms[which].generate([prompt], params)
+        found = TraceSummary(output.trace).as_dict()
+        metrics = output.metrics.as_dict()
+        shared = set(found) & set(metrics)
+        assert {"num_rejected_tokens", "num_accepted_tokens", "accepted_per_position"} <= shared
+        assert all(found[name] == pytest.approx(metrics[name]) for name in shared)
+        assert found["steps"] == metrics["target_passes"]
+        assert found["tokens"] == metrics["generated_tokens"] == len(output.token_ids)
+        steps = list(output.trace)
+        assert all(len(each.refused) == len(each.rejected) for each in steps[:-1])
+        cut += len(steps[-1].refused) < len(steps[-1].rejected)
+
+    agrees()
+    assert cut > 3, "too few stops before a rejected token to tell anything"
 
 
 def test_command(run: Run, tmp_path: Path) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from foretoken import ConfigError, SamplingParams
+from foretoken import ConfigError, SamplingParams, SpeculativeConfig
 from foretoken.control import Budget
 from foretoken.control.evidence import by_match, by_rank
 from foretoken.core.acceptance import RULES
@@ -16,6 +17,7 @@ from foretoken.core.distribution import Distribution
 from foretoken.core.tree import Draft, TokenTree, chain
 from foretoken.decode import Outcome, StepTimes
 from foretoken.drafters.combine import Ensemble, Switch, SwitchOptions, merge
+from foretoken.drafters.model_set import write_drafters
 from foretoken.drafters.ngram import NgramDrafter, NgramOptions
 from foretoken.drafters.none import NoDrafter
 from tests.control.worlds import request_of
@@ -31,6 +33,9 @@ from tests.enumeration import (
 from tests.invariants.test_controllers import outcome
 from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import tiny_model
+
+NOTHING = ({"method": "none"}, {"method": "none"})
+"""Options of two drafters that a test makes itself."""
 
 
 def test_merging_deterministic_drafts() -> None:
@@ -93,7 +98,7 @@ def test_an_ensemble_of_lookups_looks_up() -> None:
 
 def test_the_switch_settles_on_the_better_drafter() -> None:
     """One that yields five tokens a step against one that yields one, at the same cost."""
-    switch = Switch([NoDrafter(), NoDrafter()], SwitchOptions(drafters=({}, {}), try_every=8))
+    switch = Switch([NoDrafter(), NoDrafter()], SwitchOptions(drafters=NOTHING, try_every=8))
     request, used = request_of(), []
     for _ in range(64):
         switch.propose([request], [Budget(4, 4)])
@@ -110,20 +115,20 @@ def test_the_switch_chooses_and_credits_in_drafting_steps_only() -> None:
 
     Plain steps are cheaper, and would speak for whoever is chosen in them.
     """
-    switch = Switch([NoDrafter(), NoDrafter()], SwitchOptions(drafters=({}, {}), try_every=4))
+    switch = Switch([NoDrafter(), NoDrafter()], SwitchOptions(drafters=NOTHING, try_every=4))
     request, used = request_of(), []
     for step in range(64):
         drafting = step % 2 == 0
         switch.propose([request], [Budget(4, 4) if drafting else Budget(4, 0)])
         choice = switch._choices[request.key]
-        arms = [(arm.tokens, arm.seconds) for arm in choice.arms]
+        arms = [(arm.tokens, arm.cost) for arm in choice.arms]
         current, passed = choice.current, 4 if drafting and choice.current == 1 else 0
         result: Outcome = outcome(request, 4 * drafting, passed)
         switch.observe([result], StepTimes(0.001 * drafting, 0.01 if drafting else 1e-6, 0.0))
         if drafting:
             used.append(current)
         else:
-            assert [(arm.tokens, arm.seconds) for arm in choice.arms] == arms
+            assert [(arm.tokens, arm.cost) for arm in choice.arms] == arms
             assert current == used[-1]
     assert used[:2] == [0, 1]
     assert used[4:] == [(number // 4) % 2 if number % 4 == 0 else 1 for number in range(5, 33)]
@@ -213,6 +218,42 @@ def test_a_cascade_saves_passes_of_the_middle_model() -> None:
         middle = drafter._model if method == "cascade" else drafter._scorer._model  # type: ignore[attr-defined]
         passes[name] = middle.num_passes
     assert passes["cascade"] < passes["alone"]
+
+
+NGRAM = {"method": "ngram", "prompt_lookup_min": 1}
+
+
+@pytest.mark.parametrize("method", ["ensemble", "switch", "horizontal_cascade", "cascade"])
+def test_an_inner_model_without_a_method_is_a_draft_model(method: str) -> None:
+    """In every option that configures another drafter, as in the outer configuration."""
+
+    def fields(inner: dict[str, Any]) -> dict[str, Any]:
+        if method == "cascade":
+            return {"drafter": inner}
+        tokens = {"tokens": [2, 2]} if method == "horizontal_cascade" else {}
+        return {"drafters": [inner, NGRAM], **tokens}
+
+    model = tiny_model(seed=1)
+    params = SamplingParams(temperature=0, max_tokens=12)
+    runs = []
+    for inner in ({"model": model}, {"method": "draft_model", "model": model}):
+        (output,) = tiny_llm(tiny_model(), method, **fields(inner)).generate([PROMPTS[0]], params)
+        runs.append((output.metrics.drafter_failure, [step.drafted for step in output.trace]))
+    if method != "switch":  # which chooses by the clock
+        assert runs[0] == runs[1]
+    assert runs[0][0] is None
+    with pytest.raises(ConfigError, match="a drafter needs a 'method'") as caught:
+        tiny_llm(tiny_model(), method, **fields({"prompt_lookup_min": 1}))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_of_drafters_inside_a_combination(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        tiny_model(seed=1).save_pretrained(tmp_path / name)
+    write_drafters(tmp_path, ["one", "two"])
+    inner = {"method": "ensemble", "drafters": str(tmp_path)}
+    config = SpeculativeConfig.parse({"method": "switch", "drafters": [inner, NGRAM]})
+    assert config.controller_name == "cost_model"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from foretoken import SamplingParams
+from foretoken import ConfigError, SamplingParams
 from foretoken.control import Budget
 from foretoken.core.tree import Draft
 from foretoken.drafters.corpus_ngram import (
@@ -30,17 +30,18 @@ def ngrams() -> SmoothedNgrams:
     return SmoothedNgrams(count_ngrams(TEXTS, V))
 
 
-def expected(context: list[int]) -> dict[int, float]:
+def expected(context: list[int], order: int = 3) -> dict[int, float]:
     """The formulas of the module's docstring, from counts taken afresh."""
     ones, twos, threes = (ngrams_of(TEXTS, order) for order in (1, 2, 3))
     *_, a, b = [-1, *context]
-    support = [c for c in range(V) if twos[b, c]]
+    support = [c for c in range(V) if twos[b, c]] if order > 1 else []
     if not support:
         total = sum(ones.values())
         return {c: ones[(c,)] / total for c in range(V) if ones[(c,)]}
     total = sum(ones[(c,)] for c in support)
     distribution = {c: ones[(c,)] / total for c in support}
-    for counts in ({c: twos[b, c] for c in support}, {c: threes[a, b, c] for c in support}):
+    counted = [{c: twos[b, c] for c in support}, {c: threes[a, b, c] for c in support}]
+    for counts in counted[: order - 1]:
         number = sum(counts.values())
         types = sum(count > 0 for count in counts.values())
         if number:
@@ -53,17 +54,21 @@ def expected(context: list[int]) -> dict[int, float]:
 CONTEXTS = [[b] for b in range(9)] + [[a, b] for a in range(9) for b in range(9)]
 
 
-def test_the_distribution_is_the_formula(ngrams: SmoothedNgrams) -> None:
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_the_distribution_is_the_formula(order: int) -> None:
+    ngrams = SmoothedNgrams(count_ngrams(TEXTS, V), order)
     for context in CONTEXTS:
-        distribution = expected(context)
+        distribution = expected(context, order)
         tokens, probs = ngrams.probabilities(context)
         assert tokens.tolist() == list(distribution)
         assert probs.tolist() == pytest.approx(list(distribution.values()))
         assert probs.sum() == pytest.approx(1)
 
 
+@pytest.mark.parametrize("order", [1, 3])
 @pytest.mark.parametrize("temperature", [0.0, 0.01, 0.5, 1.0, 2.0])
-def test_temperature(ngrams: SmoothedNgrams, temperature: float) -> None:
+def test_temperature(temperature: float, order: int) -> None:
+    ngrams = SmoothedNgrams(count_ngrams(TEXTS, V), order)
     for context in CONTEXTS:
         tokens, probs = ngrams.probabilities(context)
         distribution = ngrams.distribution(context, temperature)
@@ -110,3 +115,14 @@ def test_greedy_requests_get_the_mode(ngrams: SmoothedNgrams) -> None:
 def test_a_budget_with_thresholds(ngrams: SmoothedNgrams) -> None:
     assert propose(ngrams, SamplingParams(seed=1), Budget(5, 5, 0.999)).tree.num_drafted == 1
     assert propose(ngrams, SamplingParams(seed=1), Budget(0, 0)).tree.num_drafted == 0
+
+
+def test_order_1_drafts_the_most_frequent_token() -> None:
+    ngrams = SmoothedNgrams(count_ngrams([[4, 5, 4, 5, 4, 6]], V), 1)
+    greedy = propose(ngrams, SamplingParams(temperature=0), Budget(3, 3))
+    assert greedy.tree.tokens == (2, 4, 4, 4)
+    sampled = propose(ngrams, SamplingParams(seed=2), Budget(3, 3))
+    for node in (1, 2, 3):
+        assert sampled.q_of(node).probs.tolist() == pytest.approx([3 / 6, 2 / 6, 1 / 6])
+    with pytest.raises(ConfigError, match="order: input should be less than or equal to 3"):
+        CorpusNgramOptions(corpus="given", order=4)

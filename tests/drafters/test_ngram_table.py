@@ -21,7 +21,7 @@ from foretoken.drafters.ngram_table import (
 from foretoken.request import Request
 
 
-def table_of(tokens: list[int], window: int = 512) -> NgramTable:
+def table_of(tokens: list[int], window: int | None = None) -> NgramTable:
     table = NgramTable(window)
     table.catch_up(tokens)
     return table
@@ -75,6 +75,74 @@ def test_more_new_tokens_than_the_window_holds() -> None:
     table.catch_up([1, 2, 7, 7, 7, 4, 5, 6])
     assert table.successors([4]) == {5: 1}
     assert table.successors([2]) == {}
+
+
+class Akunu:
+    """The source's predictor, written to be read.
+
+    Exact contexts take the place of their FNV hashes, which could collide. The source says nothing
+    about ties: whichever successor its hash table has first wins. Here it is the latest.
+
+    Args:
+        window: latest tokens of the history that contexts are read from.
+    """
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._tables: dict[int, dict[tuple[int, ...], list[int]]] = {2: {}, 3: {}, 4: {}}
+        self._text: list[int] = []
+
+    def update(self, token: int) -> None:
+        """Enter a token into the tables; nothing ever leaves them."""
+        self._text.append(token)
+        for order, table in self._tables.items():
+            if len(self._text) >= order:
+                context = tuple(self._text[-order:-1])
+                table.setdefault(context, []).append(token)
+
+    def draft(self, length: int) -> list[int]:
+        """Predict token after token, each from the history and the predictions before it."""
+        history = self._text[-self._window :]
+        drafted: list[int] = []
+        while len(drafted) < length:
+            token = self._predict([*history, *drafted])
+            if token is None:
+                break
+            drafted.append(token)
+        return drafted
+
+    def _predict(self, history: list[int]) -> int | None:
+        for order in (4, 3, 2):
+            if len(history) >= order - 1:
+                seen = self._tables[order].get(tuple(history[1 - order :]), [])
+                if seen:
+                    last = {token: at for at, token in enumerate(seen)}
+                    return max(last, key=lambda token: (seen.count(token), last[token]))
+        return None
+
+
+@given(
+    text=st.lists(st.integers(0, 4), min_size=1, max_size=60),
+    prompt=st.integers(1, 60),
+    chunks=st.lists(st.integers(1, 6), max_size=20),
+    window=st.integers(3, 20),
+    length=st.integers(1, 6),
+)
+def test_drafts_are_those_of_the_source(
+    text: list[int], prompt: int, chunks: list[int], window: int, length: int
+) -> None:
+    """Nothing is pruned, the prompt is counted whole, and the source's window has no effect."""
+    source, seen = Akunu(window), 0
+    drafter = NgramTableDrafter(NgramTableOptions(), coupled=False)
+    params = SamplingParams(temperature=0)
+    request = Request(text[:prompt], params, vocab_size=5, max_model_len=999)
+    for size in (prompt, *chunks):
+        for token in text[seen : seen + size]:
+            source.update(token)
+        seen = min(len(text), seen + size)
+        request.token_ids = text[:seen]
+        (draft,) = drafter.propose([request], [Budget(length, length)])
+        assert list(draft.tree.tokens[1:]) == source.draft(length)
 
 
 def propose(tokens: list[int], params: SamplingParams, **options: Any) -> Request:

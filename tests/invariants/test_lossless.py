@@ -12,7 +12,9 @@ import pytest
 from foretoken.core.acceptance import PLUGINS, RULES, rule_class
 from foretoken.core.distribution import Distribution
 from foretoken.core.plugins import plugin_names
+from foretoken.core.truncation import truncated
 from tests.enumeration import (
+    DistributionOf,
     Siblings,
     chains,
     decisions,
@@ -90,6 +92,27 @@ def test_trees_with_impossible_tokens(rule: str, siblings: Siblings) -> None:
     p, q = random_distributions(5, 3, zeros=3), random_distributions(5, 8, zeros=2)
     outcomes = output_distribution(REGISTERED[rule](), trees(q, siblings, 2, 1), p, length=2)
     assert distance(outcomes, p, 2) < TOLERANCE
+
+
+def truncated_q(seed: int, top_k: int, top_p: float) -> DistributionOf:
+    """A random q, of which only the most probable tokens are left."""
+    whole = random_distributions(5, seed)
+    return lambda context: truncated(whole(context), top_k, top_p)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(2, 1.0), (0, 0.7), (4, 0.8), (1, 1.0)])
+@pytest.mark.parametrize("rule", LOSSLESS)
+def test_a_truncated_q(rule: str, top_k: int, top_p: float) -> None:
+    """`draft_top_k` and `draft_top_p`: chains, and trees with and without replacement."""
+    p, q = random_distributions(5, 2, zeros=1), truncated_q(102, top_k, top_p)
+    outcomes = output_distribution(REGISTERED[rule](), chains(q, 2), p, length=3)
+    assert distance(outcomes, p, 3) < TOLERANCE
+    for siblings in (independent, without_replacement):
+        if takes(rule, siblings) and top_k != 1:  # else there is no second sibling
+            depth = 2 if (rule, top_k) == ("rejection", 2) else 1
+            drafts = trees(q, siblings, 2, depth)
+            outcomes = output_distribution(REGISTERED[rule](), drafts, p, depth + 1)
+            assert distance(outcomes, p, depth + 1) < TOLERANCE
 
 
 @pytest.mark.parametrize("rule", list(REGISTERED))

@@ -161,6 +161,21 @@ def test_trees_of_independent_siblings(model: PreTrainedModel) -> None:
     assert any(step.accepted[:1] in ((1,), (2,)) for step in steps)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"draft_temperature": 1.5, "draft_top_p": 0.7},
+        {"draft_top_k": 3, "tree": [2, 1], "expansion": "sample"},
+    ],
+)
+def test_a_q_with_parameters_of_its_own(model: PreTrainedModel, fields: dict[str, Any]) -> None:
+    draft_model = tiny_model(seed=1, vocab_size=VOCAB)
+    config = speculative_config("draft_model", "rejection", None, model=draft_model, **fields)
+    llm = LLM(model, speculative_config=config, max_num_seqs=64)
+    assert p_value(sample(llm, 1.0), exact_distribution(model, 1.0)) > ALARM / len(CASES)
+
+
 def test_a_wrong_distribution_is_caught(model: PreTrainedModel) -> None:
     """The same samples against the distribution of another temperature."""
     counts = sample(LLM(model, max_num_seqs=64), 1.0)

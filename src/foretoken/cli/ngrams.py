@@ -1,17 +1,21 @@
-"""`foretoken ngrams`: count the n-grams of text files, for `--method corpus_ngram`."""
+"""`foretoken ngrams`: count the n-grams of files or of a model's text, for `corpus_ngram`."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foretoken.cli.console import display, plain
+from foretoken.cli.console import display, plain, working
 from foretoken.cli.files import check_writable
-from foretoken.cli.options import DEFAULT_MODEL
+from foretoken.cli.flat import flat
+from foretoken.cli.options import DEFAULT_MODEL, ModelOptions
 from foretoken.cli.root import examples
-from foretoken.cli.session import open_tokenizer
+from foretoken.cli.session import open_llm, open_tokenizer
+
+if TYPE_CHECKING:
+    from foretoken.drafters.text.ngrams import NgramTables
 
 __all__ = ["EXAMPLES", "app"]
 
@@ -19,6 +23,9 @@ EXAMPLES = examples(
     "foretoken ngrams build notes.txt mail/*.txt --output my.ngrams",
     "foretoken generate 'Dear' --method corpus_ngram "
     '--speculative-config \'{"corpus": "my.ngrams"}\'',
+    "foretoken ngrams write --tokens 20000 --output own.ngrams",
+    "foretoken plan --measure --method corpus_ngram "
+    '--speculative-config \'{"corpus": "own.ngrams", "order": 1}\'',
 )
 
 app = typer.Typer(rich_markup_mode="rich", epilog=EXAMPLES, no_args_is_help=True)
@@ -26,7 +33,7 @@ app = typer.Typer(rich_markup_mode="rich", epilog=EXAMPLES, no_args_is_help=True
 
 @app.callback()
 def ngrams() -> None:
-    """Count n-grams, to draft from your own text files."""
+    """Count n-grams, to draft from your own text files or from a model's own text."""
 
 
 @app.command(epilog=EXAMPLES)
@@ -42,10 +49,46 @@ def build(
     total = sum(file.stat().st_size for file in files)
     tokenizer = open_tokenizer(model)
     from foretoken.drafters.text.ngrams import build_ngrams
-    from foretoken.models.progress import bytes_text, progress
+    from foretoken.models.progress import progress
 
     with progress("Counting n-grams", "a second per megabyte", total) as shown:
         tables = build_ngrams(files, tokenizer, shown)
+    _save(tables, output)
+
+
+@app.command(epilog=EXAMPLES)
+@flat
+def write(
+    target: ModelOptions,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens that the model writes.")] = 50_000,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Prompts to answer, as for `foretoken train`; may be given several times.",
+            show_default="the model talks with itself",
+        ),
+    ] = None,
+) -> None:
+    """Let a model write, and count unigrams, bigrams and trigrams of its text.
+
+    Half of its answers are greedy and half are sampled, as for
+    `foretoken train`. An n-gram model of the target's own text drafts
+    what the target writes most often, at next to no cost.
+    """
+    check_writable(output)
+    llm = open_llm(target, None, max_num_seqs=16)
+    from foretoken.training.own_text import ngrams_of_target
+
+    with working(f"Writing {tokens:,} tokens"):
+        tables = ngrams_of_target(llm, tokens, data or ())
+    _save(tables, output)
+
+
+def _save(tables: NgramTables, output: Path) -> None:
+    """Write the file, and say what is in it."""
+    from foretoken.models.progress import bytes_text
+
     tables.save(output)
     size = bytes_text(output.stat().st_size)
     counts = f"{tables.num_tokens:,} tokens, {len(tables.bigram_tokens):,} bigrams, "

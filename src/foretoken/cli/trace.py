@@ -13,7 +13,7 @@ from foretoken.cli.console import display, plain
 from foretoken.cli.report import as_json
 from foretoken.cli.root import UsageError, examples
 from foretoken.cli.trace_picture import legend, picture
-from foretoken.cli.trace_summary import TraceSummary, kept
+from foretoken.cli.trace_summary import TraceSummary
 
 if TYPE_CHECKING:
     from foretoken.trace import Trace
@@ -60,7 +60,7 @@ def trace(
     if len(files) > 1:
         raise UsageError("only --timeline and --svg take several traces: give one file")
     recorded = Trace.load(files[0])
-    summary = TraceSummary.of(recorded)
+    summary = TraceSummary(recorded)
     if json_output:
         print(as_json(summary.as_dict()))
         return
@@ -96,19 +96,21 @@ def _steps(recorded: Trace) -> Table:
     table.add_column("kept", justify="right", style="note", no_wrap=True)
     table.add_column("tokens", overflow="fold")
     for number, step in enumerate(recorded, start=1):
-        share = f"{kept(step)}/{len(step.drafted)}" if step.drafted else ""
+        share = f"{len(step.kept)}/{len(step.drafted)}" if step.drafted else ""
         table.add_row(str(number), share, picture(step, recorded.pieces))
     return table
 
 
 def _figures(summary: TraceSummary) -> str:
-    seconds = summary.draft_seconds + summary.verify_seconds + summary.accept_seconds
+    metrics = summary.metrics
+    seconds = metrics.draft_seconds + metrics.verify_seconds + metrics.accept_seconds
     return (
-        f"{summary.tokens} tokens in {summary.steps} steps, {summary.drafts} with a draft\n"
-        f"mean acceptance length {summary.mean_acceptance_length:.2f}, "
-        f"acceptance rate {summary.acceptance_rate:.2f}\n"
-        f"{seconds:.2f} s: draft {summary.draft_seconds:.2f}, verify {summary.verify_seconds:.2f}, "
-        f"accept {summary.accept_seconds:.2f}"
+        f"{metrics.generated_tokens} tokens in {metrics.target_passes} steps, "
+        f"{metrics.num_drafts} with a draft\n"
+        f"mean acceptance length {metrics.mean_acceptance_length:.2f}, "
+        f"acceptance rate {metrics.acceptance_rate:.2f}\n"
+        f"{seconds:.2f} s: draft {metrics.draft_seconds:.2f}, verify {metrics.verify_seconds:.2f}, "
+        f"accept {metrics.accept_seconds:.2f}"
     )
 
 

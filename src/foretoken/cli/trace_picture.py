@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from foretoken.cli.console import safe
-from foretoken.cli.trace_summary import kept
 
 if TYPE_CHECKING:
     from foretoken.trace import StepTrace
@@ -53,7 +52,7 @@ class _Picture:
     def __init__(self, step: StepTrace, pieces: Mapping[int, str]) -> None:
         self._step = step
         self._pieces = pieces
-        self._kept = set(step.accepted[: kept(step)])
+        self._kept, self._refused = set(step.kept), set(step.refused)
         # The node that the correction or the bonus token follows; -1 is the root.
         self._end = step.accepted[-1] if step.accepted else -1
 
@@ -67,7 +66,7 @@ class _Picture:
         text = self._piece(self._step.drafted[index])
         if index in self._kept:
             return Text(text, "draft")
-        if index in self._step.rejected:
+        if index in self._refused:
             return Text(REJECTED + text, "rejected")
         return Text(text, "unreached")
 

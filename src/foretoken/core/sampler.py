@@ -21,7 +21,7 @@ from foretoken.core.grammar import Grammar
 from foretoken.core.params import GREEDY_BELOW, SamplingParams
 from foretoken.core.rules import OutputRules
 from foretoken.core.tree import TokenTree
-from foretoken.core.truncation import truncate
+from foretoken.core.truncation import Limits, truncate
 from foretoken.errors import ConfigError, RequestError
 
 __all__ = ["Sampler", "TreeDistributions"]
@@ -162,7 +162,11 @@ class Sampler:
         return logits
 
     def distribution(
-        self, logits: Tensor, output_ids: Sequence[int], temperature: float | None = None
+        self,
+        logits: Tensor,
+        output_ids: Sequence[int],
+        temperature: float | None = None,
+        limits: Limits | None = None,
     ) -> Distribution:
         """The distribution at one position: p for the target's logits, q for a draft model's.
 
@@ -170,6 +174,8 @@ class Sampler:
             logits: [V] logits of the position.
             output_ids: all tokens generated before it, including drafted ones.
             temperature: replaces the request's temperature (`draft_temperature`); None keeps it.
+            limits: replace the request's min_p, top_k and top_p (`draft_top_k`, `draft_top_p`);
+                None keeps them.
 
         Raises:
             RequestError: the largest logit is not finite.
@@ -180,7 +186,7 @@ class Sampler:
             best = logits.max(-1)
             check_finite(best.values)
             return Distribution.one_hot(int(best.indices))
-        return truncate(logits / temperature, self.params)
+        return truncate(logits / temperature, self.params if limits is None else limits)
 
     def untempered(self, logits: Tensor, output_ids: Sequence[int]) -> Distribution:
         """The distribution at temperature 1, without truncation; arguments as in `shaped`.

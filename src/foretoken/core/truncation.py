@@ -2,33 +2,64 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
 from foretoken.core.distribution import Distribution
 from foretoken.core.params import SamplingParams
 
-__all__ = ["truncate"]
+__all__ = ["Limits", "Truncation", "truncate", "truncated"]
 
 _NUCLEUS_CANDIDATES = 1024
 """Number of most probable tokens that `nucleus` tries before it sorts the whole vocabulary."""
 
 
-def truncate(logits: Tensor, params: SamplingParams) -> Distribution:
+@dataclass(frozen=True)
+class Truncation:
+    """How a draft's q is truncated; the fields are those of `SamplingParams`."""
+
+    min_p: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+Limits: TypeAlias = SamplingParams | Truncation
+"""What has min_p, top_k and top_p."""
+
+
+def truncate(logits: Tensor, limits: Limits) -> Distribution:
     """The distribution after min-p, top-k and top-p, in this order, as in vLLM.
 
     Args:
         logits: [V] logits, already divided by the temperature.
-        params: only min_p, top_k and top_p are read.
+        limits: only min_p, top_k and top_p are read.
     """
-    if params.min_p > 0:
+    if limits.min_p > 0:
         probs = logits.softmax(-1)
-        logits = logits.masked_fill(probs < params.min_p * probs.max(), -torch.inf)
-    if 1 <= params.top_k < len(logits):
+        logits = logits.masked_fill(probs < limits.min_p * probs.max(), -torch.inf)
+    if 1 <= limits.top_k < len(logits):
         # Tokens that tie with the k-th stay, as in Transformers.
-        logits = logits.masked_fill(logits < logits.topk(params.top_k).values[-1], -torch.inf)
+        logits = logits.masked_fill(logits < logits.topk(limits.top_k).values[-1], -torch.inf)
     distribution = Distribution.of(logits.softmax(-1))
-    return distribution if params.top_p == 1 else nucleus(distribution, params.top_p)
+    return distribution if limits.top_p == 1 else nucleus(distribution, limits.top_p)
+
+
+def truncated(distribution: Distribution, top_k: int, top_p: float) -> Distribution:
+    """The same for a distribution that was not made from logits.
+
+    Args:
+        distribution: what to truncate.
+        top_k: see `SamplingParams`.
+        top_p: see `SamplingParams`.
+    """
+    probs = distribution.probs
+    if 1 <= top_k < len(probs):
+        kept = torch.where(probs < probs.topk(top_k).values[-1], 0.0, probs)
+        distribution = distribution.normalised(kept / kept.sum())
+    return distribution if top_p == 1 else nucleus(distribution, top_p)
 
 
 def nucleus(distribution: Distribution, top_p: float) -> Distribution:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeAlias
 
+from pydantic import AfterValidator
 from torch import Tensor
 
 from foretoken.control.base import Budget
@@ -19,7 +21,32 @@ from foretoken.drafters.online import Learnable
 from foretoken.drafters.overlap import VocabularyOverlap
 from foretoken.request import Request
 
-__all__ = ["Drafter", "DrafterOptions", "layers_of"]
+__all__ = ["Drafter", "DrafterOptions", "InnerConfig", "layers_of", "with_method"]
+
+
+def with_method(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A drafter's configuration with its method: `draft_model` if only `model` is given.
+
+    Args:
+        fields: what the user wrote; without both it is returned as it is.
+    """
+    if fields.get("model") is not None and "method" not in fields:
+        return {**fields, "method": "draft_model"}
+    return fields
+
+
+def _inner(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = with_method(fields)
+    if "method" not in found:
+        raise ValueError(
+            "a drafter needs a 'method', such as 'suffix' or 'eagle', or the 'model' that drafts"
+        )
+    return found
+
+
+InnerConfig: TypeAlias = Annotated[Mapping[str, Any], AfterValidator(_inner)]
+"""The type of an option that configures another drafter: `method` and that method's own fields. If
+only `model` is given, the method is `draft_model`, as in `SpeculativeConfig`."""
 
 
 class DrafterOptions(Config):
@@ -139,6 +166,14 @@ class Drafter(ABC):
 
     def forget(self) -> None:  # noqa: B027 - most drafters keep no state
         """Forget everything that ended requests left for later ones."""
+
+    def ignore_times(self) -> None:  # noqa: B027 - most drafters do
+        """From now on, let no measured time decide what is drafted.
+
+        It is called once, before the first draft, if the output's bits depend on the drafts: seeded
+        runs are then reproducible only if drafts do not depend on the clock. A drafter that
+        combines others passes it on.
+        """
 
 
 def layers_of(drafters: Sequence[Drafter]) -> tuple[int, ...]:

@@ -99,9 +99,10 @@ def pad_token_id(parts: DrafterParts) -> int:
 
 
 def build_corpus_ngram(parts: DrafterParts) -> Drafter:
-    """Trigrams of the user's own text."""
+    """N-grams of the user's own text, or of the target's."""
     options = parts.options
-    ngrams = load_corpus(options.corpus, parts.target.vocab_size, parts.tokenizer)
+    vocab_size = parts.target.vocab_size
+    ngrams = load_corpus(options.corpus, options.order, vocab_size, parts.tokenizer)
     return CorpusNgramDrafter(ngrams, options, coupled=parts.coupled)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from annotated_types import Ge, Le
 
@@ -22,7 +22,7 @@ from foretoken.core.distribution import Distribution
 from foretoken.core.tree import Draft, chain
 from foretoken.decode import Outcome, StepTimes, step
 from foretoken.drafters.admission import most_tokens, open_row, rows_that_fit
-from foretoken.drafters.base import Drafter, DrafterOptions
+from foretoken.drafters.base import Drafter, DrafterOptions, InnerConfig
 from foretoken.request import Request
 from foretoken.runtime.target import Target
 
@@ -38,7 +38,7 @@ class CascadeOptions(DrafterOptions):
         inner_num_speculative_tokens: draft length of the inner drafter, in tokens.
     """
 
-    drafter: Mapping[str, Any]
+    drafter: InnerConfig
     inner_num_speculative_tokens: Annotated[int, Ge(1), Le(64)] = 3
 
 
@@ -208,6 +208,10 @@ class Cascade(Drafter):
     def forget(self) -> None:
         """The inner drafter forgets earlier requests."""
         self._drafter.forget()
+
+    def ignore_times(self) -> None:
+        """The inner drafter does not decide by the clock: its drafts may change the bits of q."""
+        self._drafter.ignore_times()
 
     def _free(self, key: int) -> None:
         inner = self._inner.pop(key, None)

@@ -2,7 +2,9 @@
 
 Merging is SpecInfer's (Miao et al., section 4): the drafts become branches of one tree, which one
 pass verifies. Switching is a bandit on goodput: each request uses the drafter with the most
-committed tokens per second of recent steps, and tries the others from time to time.
+committed tokens per second of recent steps, and tries the others from time to time. Where the
+output's bits depend on the drafts, it counts tokens per step instead, so that the clock decides
+nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from foretoken.control.evidence import path_probs, prior_rate
 from foretoken.core.distribution import Distribution
 from foretoken.core.tree import Draft, TokenTree
 from foretoken.decode import Outcome, StepTimes
-from foretoken.drafters.base import Drafter, DrafterOptions, layers_of
+from foretoken.drafters.base import Drafter, DrafterOptions, InnerConfig, layers_of
 from foretoken.drafters.model_set import drafters_in
 from foretoken.request import Request
 
@@ -36,7 +38,7 @@ class CombineOptions(DrafterOptions):
             the folder of draft models that `foretoken train boost` has written.
     """
 
-    drafters: Annotated[tuple[Mapping[str, Any], ...], MinLen(2)]
+    drafters: Annotated[tuple[InnerConfig, ...], MinLen(2)]
 
     @field_validator("drafters", mode="before")
     @classmethod
@@ -87,6 +89,11 @@ class Several(Drafter):
         """Every drafter forgets earlier requests."""
         for drafter in self._drafters:
             drafter.forget()
+
+    def ignore_times(self) -> None:
+        """No drafter decides by the clock."""
+        for drafter in self._drafters:
+            drafter.ignore_times()
 
 
 class Ensemble(Several):
@@ -193,19 +200,19 @@ def _child(tokens: Sequence[int], parents: Sequence[int], parent: int, token: in
 
 @dataclass
 class _Arm:
-    """The bandit's record of one drafter: decayed sums of committed tokens and seconds."""
+    """The bandit's record of one drafter: decayed sums of committed tokens and of costs."""
 
     tokens: float = 0.0
-    seconds: float = 0.0
+    cost: float = 0.0
 
-    def add(self, tokens: int, seconds: float) -> None:
+    def add(self, tokens: int, cost: float) -> None:
         self.tokens = 0.9 * self.tokens + tokens
-        self.seconds = 0.9 * self.seconds + seconds
+        self.cost = 0.9 * self.cost + cost
 
     @property
     def goodput(self) -> float:
-        """Committed tokens per second; infinite for a drafter that was not tried yet."""
-        return self.tokens / self.seconds if self.seconds else float("inf")
+        """Committed tokens per unit of cost; infinite for a drafter that was not tried yet."""
+        return self.tokens / self.cost if self.cost else float("inf")
 
 
 @dataclass
@@ -229,6 +236,8 @@ class _Choice:
 class Switch(Several):
     """Each request drafts with the drafter that had the best goodput in its recent steps.
 
+    The cost of a step is its duration, or 1 after `ignore_times`.
+
     Args:
         drafters: the drafters, in the order of the options.
         options: see `SwitchOptions`.
@@ -238,6 +247,7 @@ class Switch(Several):
         super().__init__(drafters)
         self._options = options
         self._choices: dict[int, _Choice] = {}
+        self._timed = True
         self.drafts_trees = any(drafter.drafts_trees for drafter in drafters)
         self.reads_target_kv = any(drafter.reads_target_kv for drafter in drafters)
         self.independent_siblings = all(
@@ -265,17 +275,22 @@ class Switch(Several):
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
         """Record the step's goodput for the drafter in use, and show it the outcome."""
-        seconds = times.draft + times.verify + times.accept
+        cost = times.draft + times.verify + times.accept if self._timed else 1.0
         for outcome in outcomes:
             choice = self._choice(outcome.request)
             if choice.drafting:
-                choice.arms[choice.current].add(len(outcome.accepted.path) + 1, seconds)
+                choice.arms[choice.current].add(len(outcome.accepted.path) + 1, cost)
             choice.drafting = (
                 False  # until the next draft: plain steps do not count for any drafter
             )
             for index, drafter in enumerate(self._drafters):
                 if index == choice.current or drafter.hidden_layers:
                     drafter.observe([outcome], times)
+
+    def ignore_times(self) -> None:
+        """Choose by committed tokens per step."""
+        self._timed = False
+        super().ignore_times()
 
     def release(self, request: Request) -> None:
         """Forget the request. A rewind, in contrast, keeps the records of the drafters."""

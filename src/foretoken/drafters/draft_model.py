@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from foretoken.core.common_prefix import common_prefix
 from foretoken.core.tree import TokenTree
 from foretoken.drafters.admission import most_tokens, open_row, rows_that_fit
+from foretoken.drafters.sampled import OF_Q
 from foretoken.drafters.scorer import GrowingScorer
 from foretoken.drafters.tree_options import TreeOptions
 from foretoken.request import Request
@@ -65,7 +66,7 @@ class DraftModelOptions(TreeOptions):
 
     def refused_for_text(self) -> str | None:
         """Why vocabulary 'text' cannot be used with the other options; None if it can."""
-        for name in ("tree", "expansion", "draft_temperature"):
+        for name in ("tree", "expansion", *OF_Q):
             if name in self.model_fields_set:
                 return (
                     f"{name}: with vocabulary 'text' drafts are greedy chains: remove it, or set "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from annotated_types import Ge, MinLen
 from pydantic import model_validator
@@ -20,7 +20,7 @@ from foretoken.control import Budget
 from foretoken.core.distribution import Distribution
 from foretoken.core.tree import Draft, chain
 from foretoken.decode import Outcome, StepTimes
-from foretoken.drafters.base import Drafter, DrafterOptions
+from foretoken.drafters.base import Drafter, DrafterOptions, InnerConfig
 from foretoken.errors import CompatibilityError
 from foretoken.request import Request
 
@@ -35,7 +35,7 @@ class HorizontalOptions(DrafterOptions):
         tokens: most tokens that each drafter adds, in the same order.
     """
 
-    drafters: Annotated[tuple[Mapping[str, Any], ...], MinLen(2)]
+    drafters: Annotated[tuple[InnerConfig, ...], MinLen(2)]
     tokens: tuple[Annotated[int, Ge(1)], ...]
 
     @model_validator(mode="after")
@@ -144,6 +144,11 @@ class HorizontalCascade(Drafter):
         for stage in self._stages:
             stage.forget()
 
+    def ignore_times(self) -> None:
+        """No drafter decides by the clock."""
+        for stage in self._stages:
+            stage.ignore_times()
+
 
 class _Stage:
     """One drafter of the cascade, and for each request the tokens that it was shown last.
@@ -198,3 +203,6 @@ class _Stage:
 
     def forget(self) -> None:
         self._drafter.forget()
+
+    def ignore_times(self) -> None:
+        self._drafter.ignore_times()

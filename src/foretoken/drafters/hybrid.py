@@ -10,18 +10,18 @@ Where a trained draft contains the beginning of the lookup, the rest of the look
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from foretoken.control import Budget
 from foretoken.control.evidence import agreed, disagreed, path_probs, prior_rate
 from foretoken.core.distribution import Distribution
 from foretoken.core.tree import Draft, TokenTree
 from foretoken.decode import Outcome, StepTimes
-from foretoken.drafters.base import Drafter, DrafterOptions
+from foretoken.drafters.base import Drafter, DrafterOptions, InnerConfig
 from foretoken.drafters.combine import Several
 from foretoken.request import Request
 
@@ -40,14 +40,11 @@ class HybridOptions(DrafterOptions):
             that of `hybrid`. `num_speculative_tokens` is the most nodes of a trained draft.
     """
 
-    lookup: Mapping[str, Any] = {"method": "suffix"}
-    drafter: Mapping[str, Any] = {"method": "eagle"}
+    lookup: InnerConfig = Field({"method": "suffix"})
+    drafter: InnerConfig = Field({"method": "eagle"})
 
     @model_validator(mode="after")
-    def _parts_are_complete(self) -> Self:
-        for name, part in (("lookup", self.lookup), ("drafter", self.drafter)):
-            if "method" not in part:
-                raise ValueError(f"{name} needs a 'method', such as 'suffix' or 'eagle'.")
+    def _drafter_fits(self) -> Self:
         if "model" in self.drafter:
             raise ValueError("drafter takes the 'model' of 'hybrid': set it there.")
         most = self.drafter.get("num_speculative_tokens", 1)

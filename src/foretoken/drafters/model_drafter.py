@@ -21,6 +21,7 @@ from foretoken.control import Budget
 from foretoken.core.distribution import Distribution
 from foretoken.core.noise import Noise
 from foretoken.core.tree import Draft, TokenTree
+from foretoken.core.truncation import Truncation
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.scorer import GrowingScorer, Scorer
 from foretoken.drafters.shapes import Node, Shape
@@ -79,7 +80,7 @@ class ModelDrafter(Drafter):
 
     Args:
         scorer: the drafting model with its KV.
-        options: temperature and expansion.
+        options: parameters of q, and expansion.
         shape: which nodes get children, and how many.
         coupled: whether to draw with the target's own noise.
     """
@@ -274,7 +275,8 @@ class ModelDrafter(Drafter):
         temperature = self._temperature(request)
         if self._options.takes_most_probable(temperature):
             return most_probable(_named(sampler.untempered(logits, output), ids), width)
-        distribution = _named(sampler.distribution(logits, output, temperature), ids)
+        limits = self._truncation(request)
+        distribution = _named(sampler.distribution(logits, output, temperature, limits), ids)
         depth = 0 if node is None else node.depth
         noise = request.noise.at(len(request.token_ids)).drafting(coupled=self._coupled)
         if self._options.expansion == "sample_with_replacement":
@@ -284,6 +286,18 @@ class ModelDrafter(Drafter):
     def _temperature(self, request: Request) -> float:
         own = self._options.draft_temperature
         return request.params.temperature if own is None else own
+
+    def _truncation(self, request: Request) -> Truncation | None:
+        """How q is truncated, if not as the request's p."""
+        top_k, top_p = self._options.draft_top_k, self._options.draft_top_p
+        if top_k is None and top_p is None:
+            return None
+        params = request.params
+        return Truncation(
+            params.min_p,
+            params.top_k if top_k is None else top_k,
+            params.top_p if top_p is None else top_p,
+        )
 
 
 def _spread(logits: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:

@@ -1,27 +1,29 @@
-"""`ngram_table`: frequency tables of short contexts, with back-off, over a sliding window.
+"""`ngram_table`: frequency tables of short contexts, with back-off.
 
-The n-gram drafter of the akunu engine. Tables of orders 2 to 4 count the prompt and every committed
-token, and forget tokens that leave the window. The successor is read from the longest context that
-has one. A draft continues its own predictions. Greedy requests get the most frequent successor (the
-latest on a tie). Sampled requests get a token drawn from the counts. The distribution of the counts
-is q, so speculative sampling stays exact.
+The n-gram drafter of the akunu engine. Tables of orders 2 to 4 count the whole prompt and every
+committed token, and forget nothing. The successor is read from the longest context that has one. A
+draft continues its own predictions. Greedy requests get the most frequent successor; on a tie the
+latest one, where the source takes whichever its hash table has first. There, hashes of the contexts
+are the keys, and a window bounds the history that contexts are read from; it is longer than any
+context, so no draft depends on it.
+
+Beyond the source: `window` counts the latest tokens alone. Sampled requests get a token drawn from
+the counts, whose distribution is q, so speculative sampling stays exact.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Annotated
 
 import torch
 from annotated_types import Ge, Le
-from pydantic import FiniteFloat
 
 from foretoken.control import Budget
 from foretoken.core.distribution import Distribution
 from foretoken.core.params import GREEDY_BELOW
-from foretoken.core.tree import Draft, chain
-from foretoken.drafters.base import Drafter, DrafterOptions
+from foretoken.core.tree import Draft
+from foretoken.drafters.counted import CountedChains, CountedOptions
 from foretoken.request import Request
 
 __all__ = ["NgramTable", "NgramTableDrafter", "NgramTableOptions"]
@@ -30,69 +32,62 @@ ORDERS = (2, 3, 4)
 """An n-gram of order n is a context of n - 1 tokens and its successor."""
 
 
-class NgramTableOptions(DrafterOptions):
-    """Options of `ngram_table`.
+class NgramTableOptions(CountedOptions):
+    """Options of `ngram_table`, besides those of `CountedOptions`.
 
     Args:
-        window: number of latest tokens that are counted.
-        draft_temperature: the counts are raised to the power 1 / draft_temperature. With 0 the most
-            frequent successor is drafted, for sampled requests too. None is 0 for greedy requests
-            and 1 (q is the relative frequency) for sampled ones.
+        window: number of latest tokens that are counted. None counts the whole text, as the source
+            does: memory then grows with the text, and with it the time to read a prompt.
     """
 
-    window: Annotated[int, Ge(2), Le(1_000_000)] = 512
-    draft_temperature: Annotated[FiniteFloat, Ge(0)] | None = None
+    window: Annotated[int, Ge(2), Le(1_000_000)] | None = None
 
 
 class NgramTable:
-    """Successor counts of every context in the last `window` tokens of one text.
+    """Successor counts of every context of one text.
 
     Args:
-        window: number of latest tokens that are counted.
+        window: number of latest tokens that are counted; None counts all of them.
     """
 
-    def __init__(self, window: int) -> None:
+    def __init__(self, window: int | None = None) -> None:
         self._window = window
         # context -> successor -> count, with successors in the order of their last occurrence
         self._counts: dict[tuple[int, ...], dict[int, int]] = {}
-        self._history: deque[int] = deque()
-        self._seen = 0
+        self._first = self._seen = 0  # the counted tokens are those from `_first` up to `_seen`
 
     def catch_up(self, tokens: Sequence[int]) -> None:
         """Count the new committed tokens, and forget those that left the window."""
-        start = max(self._seen, len(tokens) - self._window)
-        if start > self._seen:  # n-grams across the gap do not exist in the text
+        first = 0 if self._window is None else max(0, len(tokens) - self._window)
+        if first >= self._seen:  # no counted token is in the window any more
             self._counts.clear()
-            self._history.clear()
-        for token in tokens[start:]:
-            self._append(token)
+            self._first = self._seen = first
+        for stop in range(self._seen + 1, len(tokens) + 1):
+            self._count(tokens, stop)
         self._seen = len(tokens)
+        for start in range(self._first, first):
+            self._forget(tokens, start)
+        self._first = first
 
-    def _append(self, token: int) -> None:
-        history = self._history
-        history.append(token)
-        recent = [history[i] for i in range(-min(len(history), max(ORDERS)), 0)]
+    def _count(self, tokens: Sequence[int], stop: int) -> None:
+        """Count the n-grams that end before index `stop`."""
         for order in ORDERS:
-            if order <= len(recent):
-                *context, successor = recent[-order:]
+            if order <= stop - self._first:
+                *context, successor = tokens[stop - order : stop]
                 counts = self._counts.setdefault(tuple(context), {})
                 counts[successor] = counts.pop(successor, 0) + 1
-        if len(history) > self._window:
-            self._forget_oldest()
 
-    def _forget_oldest(self) -> None:
-        history = self._history
-        oldest = [history[i] for i in range(min(len(history), max(ORDERS)))]
+    def _forget(self, tokens: Sequence[int], start: int) -> None:
+        """Forget the n-grams that begin at index `start`."""
         for order in ORDERS:
-            if order <= len(oldest):
-                *context, successor = oldest[:order]
+            if start + order <= len(tokens):
+                *context, successor = tokens[start : start + order]
                 counts = self._counts[tuple(context)]
                 counts[successor] -= 1
                 if not counts[successor]:
                     del counts[successor]
                 if not counts:
                     del self._counts[tuple(context)]
-        history.popleft()
 
     def successors(self, tokens: Sequence[int]) -> dict[int, int]:
         """Successor -> count after the longest known context at the end of `tokens`, or empty."""
@@ -104,7 +99,7 @@ class NgramTable:
         return {}
 
 
-class NgramTableDrafter(Drafter):
+class NgramTableDrafter(CountedChains):
     """Chains from the tables of each request's own text.
 
     Args:
@@ -113,40 +108,23 @@ class NgramTableDrafter(Drafter):
     """
 
     def __init__(self, options: NgramTableOptions, *, coupled: bool) -> None:
-        self._options = options
-        self._coupled = coupled
+        super().__init__(options, coupled=coupled, context_length=max(ORDERS) - 1)
+        self._window = options.window
         self._tables: dict[int, NgramTable] = {}
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         """Chains that end where no context has a successor."""
-        return [
-            self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)
-        ]
+        for request in batch:
+            table = self._tables.setdefault(request.key, NgramTable(self._window))
+            table.catch_up(request.token_ids)
+        return super().propose(batch, budgets)
 
-    def _propose(self, request: Request, budget: Budget) -> Draft:
-        table = self._tables.setdefault(request.key, NgramTable(self._options.window))
-        table.catch_up(request.token_ids)
-        temperature = self._temperature(request)
-        noise = request.noise.at(len(request.token_ids)).drafting(coupled=self._coupled)
-        context = request.token_ids[-max(ORDERS) :]
-        tokens, distributions, path_prob = [request.root], [], 1.0
-        for depth in range(budget.chain):
-            counts = table.successors(context)
-            if not counts:
-                break
-            distributions.append(distribution_of_counts(counts, temperature))
-            tokens.append(noise.draw(distributions[-1], depth))
-            token_prob = distributions[-1].prob(tokens[-1])
-            path_prob *= token_prob
-            if budget.stops_below(token_prob, path_prob):
-                break
-            context = [*context[1 - max(ORDERS) :], tokens[-1]]
-        return Draft(chain(tokens), tuple(distributions))
-
-    def _temperature(self, request: Request) -> float:
-        if self._options.draft_temperature is None:
-            return 0.0 if request.params.greedy else 1.0
-        return self._options.draft_temperature
+    def successors(
+        self, request: Request, context: Sequence[int], temperature: float
+    ) -> Distribution | None:
+        """See `CountedChains.successors`."""
+        counts = self._tables[request.key].successors(context)
+        return distribution_of_counts(counts, temperature) if counts else None
 
     def release(self, request: Request) -> None:
         """Forget the request's tables."""
@@ -160,7 +138,7 @@ def distribution_of_counts(counts: dict[int, int], temperature: float) -> Distri
 
     Args:
         counts: token -> count, in the order of the last occurrence.
-        temperature: see `NgramTableOptions.draft_temperature`.
+        temperature: see `CountedOptions.draft_temperature`.
     """
     if temperature < GREEDY_BELOW:
         best = max(counts.values())

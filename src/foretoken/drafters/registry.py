@@ -246,7 +246,7 @@ METHODS: dict[str, DrafterSpec] = {
         CorpusNgramOptions,
         build_corpus_ngram,
         4,
-        summary="trigrams of your own text files (`foretoken ngrams build`)",
+        summary="n-grams of your own text files, or of the target's text (`foretoken ngrams`)",
     ),
     "rest": DrafterSpec(
         RestOptions,

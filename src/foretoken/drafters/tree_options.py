@@ -8,18 +8,17 @@ from annotated_types import Ge, Le, Len
 from pydantic import field_validator, model_validator
 
 from foretoken.core.params import GREEDY_BELOW
-from foretoken.drafters.base import DrafterOptions
+from foretoken.drafters.sampled import OF_Q, SampledOptions
 from foretoken.drafters.shapes import Chain, Dynamic, Paths, Shape, Widths
 from foretoken.drafters.tree_file import MAX_NODES, TreeFile, is_tree_file
 
 __all__ = ["TreeOptions", "shape_of"]
 
 
-class TreeOptions(DrafterOptions):
-    """Options shared by all methods that draft with a model.
+class TreeOptions(SampledOptions):
+    """Options shared by all methods that draft with a model, besides those of `SampledOptions`.
 
     Args:
-        draft_temperature: temperature of the draft. None takes the request's; 0 drafts the argmax.
         tree: the shape of the draft. None is a chain. [4, 2, 2, 1] gives the root four children,
             each of them two, and so on. [[0], [0, 0], [1]] names the nodes by their ranks (see
             `Paths`). "dynamic" grows EAGLE-2's tree (see `Dynamic`). A `Path`, or text that ends
@@ -31,7 +30,6 @@ class TreeOptions(DrafterOptions):
             `auto` is `sample` for sampled requests and `top_k` for greedy ones.
     """
 
-    draft_temperature: Annotated[float, Ge(0), Le(100)] | None = None
     tree: (
         Literal["dynamic"]
         | Annotated[tuple[Annotated[int, Ge(1), Le(64)], ...], Len(1)]
@@ -74,10 +72,10 @@ class TreeOptions(DrafterOptions):
             for name in ("tree_top_k", "tree_depth"):
                 if name in self.model_fields_set:
                     raise ValueError(f"{name} is for tree 'dynamic': remove it.")
-        if self.draft_temperature is not None and (
-            self.tree == "dynamic" or self.expansion == "top_k"
-        ):
-            raise ValueError("draft_temperature has no effect where children are the top-k.")
+        if self.tree == "dynamic" or self.expansion == "top_k":
+            for name in OF_Q:
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} has no effect where children are the top-k.")
         return self
 
     def takes_most_probable(self, temperature: float) -> bool:

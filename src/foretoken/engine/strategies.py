@@ -128,9 +128,11 @@ class StrategyFactory:
         """Build a strategy. If the configuration names no rule, it has the `LLM`'s."""
         rule = config.rule if config.names_rule else self.config.rule
         drafter = self.drafter(config, rule)
+        same_bits = rule.ignores_draft_lengths and self._is_exact(drafter)
+        if not same_bits:
+            drafter.ignore_times()
         learner = None
         if config.online is not None:
-            same_bits = rule.ignores_draft_lengths and self._is_exact(drafter)
             learner = learner_for(
                 config.method_name, drafter, config.online, self._target, same_bits=same_bits
             )

@@ -26,7 +26,7 @@ from foretoken.errors import ForetokenError
 
 __all__ = ["FILE", "NgramTables", "build_ngrams", "count_ngrams"]
 
-FILE = TensorFile("foretoken-ngrams", 1, "n-gram file", "foretoken ngrams build")
+FILE = TensorFile("foretoken-ngrams", 1, "n-gram file", "foretoken ngrams")
 MAX_VOCAB = 1 << 21
 """Largest vocabulary: counting packs three token ids into 63 bits."""
 
@@ -187,12 +187,17 @@ def build_ngrams(
     return counter.tables(fingerprint(tokenizer))
 
 
-def count_ngrams(texts: Iterable[Sequence[int]], vocab_size: int) -> NgramTables:
+def count_ngrams(
+    texts: Iterable[Sequence[int]],
+    vocab_size: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> NgramTables:
     """Count the n-grams of texts that are given as token ids.
 
     Args:
         texts: the token ids of each text.
         vocab_size: V; all token ids are below it.
+        tokenizer: whose tokens they are, if that is known.
 
     Raises:
         ForetokenError: there are no tokens, or a token is outside the vocabulary.
@@ -201,7 +206,7 @@ def count_ngrams(texts: Iterable[Sequence[int]], vocab_size: int) -> NgramTables
     for text in texts:
         counter.begin_text()
         counter.add(np.array(text, dtype=np.int64))
-    return counter.tables(None)
+    return counter.tables(None if tokenizer is None else fingerprint(tokenizer))
 
 
 class _Counter:

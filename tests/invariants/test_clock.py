@@ -1,0 +1,84 @@
+"""Where the output's bits depend on the drafts, the clock decides nothing.
+
+Every run has a clock of its own, which shows random times. What is drafted must not depend on it.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+
+from foretoken import SamplingParams
+from foretoken.runtime import target
+from tests.matrix import PROMPTS, SPECULATIVE, fits, tiny_llm
+from tests.tiny import tiny_model
+
+NGRAMS: list[dict[str, Any]] = [
+    {"method": "ngram", "prompt_lookup_min": 1},
+    {"method": "ngram_table"},
+    {"method": "random"},
+]
+SWITCH = {"method": "switch", "drafters": NGRAMS, "try_every": 3}
+SWITCHES: dict[str, dict[str, Any]] = {
+    "switch": {"drafters": NGRAMS, "try_every": 3},
+    "ensemble": {"drafters": [SWITCH, NGRAMS[0]]},
+    "horizontal_cascade": {"drafters": [SWITCH, NGRAMS[0]], "tokens": [2, 2]},
+    "cascade": {"drafter": SWITCH},
+}
+
+
+def drafted(
+    monkeypatch: pytest.MonkeyPatch, clock: int, method: str, rule: str, **fields: Any
+) -> list[tuple[tuple[int, ...], int]]:
+    """What every step drafted and added, under the default controller and a clock."""
+    dice, now = random.Random(clock), 0.0
+
+    def perf_counter() -> float:
+        nonlocal now
+        now += 10 ** dice.uniform(-6, -1)
+        return now
+
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "perf_counter", perf_counter)
+        llm = tiny_llm(tiny_model(), method, rule, controller=None, **fields)
+        outputs = llm.generate(PROMPTS[:3], SamplingParams(seed=5, max_tokens=40, top_k=4))
+    return [(step.drafted, step.token) for output in outputs for step in output.trace]
+
+
+CHOOSING = (*SWITCHES, "hybrid", "draft_model", "suffix")
+"""Methods with a choice that may be timed, and one of each kind of default controller."""
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        name if name in CHOOSING else pytest.param(name, marks=pytest.mark.slow)
+        for name in SPECULATIVE
+        if fits(name, "rejection")
+    ],
+)
+def test_drafts_do_not_depend_on_the_clock(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    fields = SWITCHES.get(method, {})
+    runs = [drafted(monkeypatch, clock, method, "rejection", **fields) for clock in (1, 2)]
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("method", ["switch", "hybrid", "draft_model"])
+def test_nor_on_a_target_whose_bits_depend_on_the_drafts(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr(target, "probe", lambda *_, **__: False)
+    fields = SWITCHES.get(method, {})
+    runs = [drafted(monkeypatch, clock, method, "coupled", **fields) for clock in (1, 2)]
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("method", ["switch", "draft_model"])
+def test_elsewhere_they_may(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """Else the tests above would show nothing. The tokens stay the same."""
+    fields = SWITCHES.get(method, {})
+    runs = [drafted(monkeypatch, clock, method, "coupled", **fields) for clock in (1, 2)]
+    assert runs[0] != runs[1]
