@@ -59,6 +59,9 @@ class Drafter(ABC):
     """Whether it drafts on the target's own KV. It can then continue only the committed tokens, not
     another drafter's tokens."""
 
+    quotes_references: bool = False
+    """Whether it drafts from `Request.references`, too."""
+
     hidden_layers: tuple[int, ...] = ()
     """Layers of the target whose hidden states it needs (ids as in `runtime.network.Need`).
     `observe_prefill` and `Outcome.hidden` then show it those of all committed tokens but the last.
