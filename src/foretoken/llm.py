@@ -22,6 +22,7 @@ from foretoken.engine.prompts import (
     is_conversation,
     one_per_prompt,
 )
+from foretoken.engine.references import GivenReferences
 from foretoken.engine.strategies import Speculative
 from foretoken.errors import ConfigError, PromptError
 from foretoken.models.loaded import LoadedModel
@@ -198,6 +199,7 @@ class LLM:
         sampling_params: Sampling | Sequence[Sampling] = None,
         *,
         speculative_config: Speculative | Sequence[Speculative] = None,
+        references: GivenReferences | Sequence[GivenReferences] = None,
         trace: bool = False,
         **unknown: Any,
     ) -> list[RequestOutput]:
@@ -211,6 +213,10 @@ class LLM:
             speculative_config: one for all, or one per prompt; None takes the `LLM`'s. One without
                 `acceptance` uses the `LLM`'s rule. Draft models and files are loaded at the first
                 use of a configuration and kept.
+            references: texts (or lists of token ids) that the output may quote although its prompt
+                does not have them, such as retrieved documents: one list for all prompts, or a list
+                with one such list (or None) per prompt. The model does not read them. The methods
+                `copy`, `ngram` and `suffix`, and combinations of them with others, draft from them.
             trace: compute p of every drafted token for the trace, also of those that the rule did
                 not reach.
             **unknown: refused, with the place where they belong.
@@ -221,16 +227,18 @@ class LLM:
         Raises:
             PromptError: a prompt is empty, too long, or has ids outside the vocabulary.
             ConfigError: parameters do not fit the model or the number of prompts.
-            CompatibilityError: a drafter does not fit the model or the rule.
+            CompatibilityError: a drafter does not fit the model or the rule, or quotes no
+                references.
             RequestError: a request ended with an error while it ran; `outputs` has all results.
         """
         _refuse("generate", unknown)
         listed = as_list(prompts)
         params = one_per_prompt("sampling_params", listed, sampling_params)
         configs = one_per_prompt("speculative_config", listed, speculative_config)
+        texts = self.engine.references.read_all(len(listed), references)
         jobs = [
             self.engine.job(*each, trace=trace)
-            for each in zip(listed, params, configs, strict=True)
+            for each in zip(listed, params, configs, texts, strict=True)
         ]
         return self.engine.run(jobs)
 
@@ -240,6 +248,7 @@ class LLM:
         sampling_params: Sampling = None,
         *,
         speculative_config: Speculative = None,
+        references: GivenReferences = None,
         trace: bool = False,
         **unknown: Any,
     ) -> Generator[StreamChunk, None, None]:
@@ -251,6 +260,7 @@ class LLM:
             prompt: one prompt.
             sampling_params: as in `generate`; n must be 1.
             speculative_config: as in `generate`.
+            references: one list, as in `generate`.
             trace: as in `generate`.
             **unknown: as in `generate`.
 
@@ -262,7 +272,8 @@ class LLM:
         params = SamplingParams.parse(sampling_params)
         if params.n != 1:
             raise ConfigError(f"n: a stream has one output, got {params.n}.")
-        job = self.engine.job(prompt, params, speculative_config, trace=trace)
+        texts = self.engine.references.read(references)
+        job = self.engine.job(prompt, params, speculative_config, texts, trace=trace)
         return self.engine.stream(job)
 
     def chat(
@@ -271,6 +282,7 @@ class LLM:
         sampling_params: Sampling | Sequence[Sampling] = None,
         *,
         speculative_config: Speculative | Sequence[Speculative] = None,
+        references: GivenReferences | Sequence[GivenReferences] = None,
         trace: bool = False,
         **unknown: Any,
     ) -> list[RequestOutput]:
@@ -282,7 +294,11 @@ class LLM:
                     'messages: a conversation is a list of {"role": ..., "content": ...}.'
                 )
         return self.generate(
-            messages, sampling_params, speculative_config=speculative_config, trace=trace
+            messages,
+            sampling_params,
+            speculative_config=speculative_config,
+            references=references,
+            trace=trace,
         )
 
     def encode(self, prompt: Prompt) -> list[int]:

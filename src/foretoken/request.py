@@ -16,6 +16,7 @@ from foretoken.core.detokenizer import Detokenizer
 from foretoken.core.grammar import Grammar
 from foretoken.core.noise import Noise, fresh_seed
 from foretoken.core.params import SamplingParams
+from foretoken.core.references import NO_REFERENCES, References
 from foretoken.core.rules import DecodingRules
 from foretoken.core.sampler import Sampler, TreeDistributions
 from foretoken.core.source import Source
@@ -45,6 +46,7 @@ class Request:
         grammar: the compiled `params.structured_outputs`, for this request alone (it has state).
         source: what the encoder reads; None for a decoder-only model.
         rules: what an encoder-decoder's generation config does to its logits.
+        references: texts that drafters may quote, besides what the request reads and writes.
 
     Attributes:
         beams: the state of its beam search; None without one.
@@ -64,6 +66,7 @@ class Request:
         grammar: Grammar | None = None,
         source: Source | None = None,
         rules: DecodingRules | None = None,
+        references: References = NO_REFERENCES,
     ) -> None:
         assert prompt_ids, "the caller refuses empty prompts"
         self.key = next(_keys)
@@ -71,6 +74,7 @@ class Request:
         self.params = params
         self.prompt_ids = tuple(prompt_ids)
         self.source = source
+        self.references = references
         self.token_ids = list(prompt_ids)
         self.trace_all = trace_all
         room = max_model_len - len(prompt_ids)

@@ -291,6 +291,55 @@ def test_a_line_that_fails_leaves_the_others(
     assert "1 of 2 lines ended with an error" in error_of(result)
 
 
+def test_answers_may_quote_files(run: Run, tiny: Path, llm: LLM, tmp_path: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=20)
+    (expected,) = llm.chat(MESSAGES, params)
+    (quoted,) = llm.chat(MESSAGES, params, references=[expected.text])
+    file, lists = tmp_path / "answer.txt", tmp_path / "lists.jsonl"
+    file.write_text(expected.text + "\n")
+    lists.write_text(f"[]\n[{json.dumps(expected.text)}]\n")
+    fixed = ["--controller", "fixed"]
+    given = ["generate", "-m", tiny, *SHORT, *fixed]
+
+    def passes(value: object) -> int:
+        assert isinstance(value, dict)
+        assert value["text"] == quoted.text == expected.text
+        return int(value["metrics"]["target_passes"])
+
+    alone = passes(parsed(run(*given, "hello", "--json")))
+    assert passes(parsed(run(*given, "hello", "--json", "--reference", file))) < alone
+    assert run(*given, "hello", "--reference", file).stdout == expected.text + "\n"
+    several = run(*given, "hello", "--n", 2, "--temperature", 1, "--reference", file)
+    assert several.exit_code == 0, several.stderr
+    lines = run(*given, "--jsonl", "--line-references", lists, stdin="hello\nhello")
+    first, second = map(json.loads, lines.stdout.splitlines())
+    assert passes(second) < passes(first) == alone
+    lines = run(*given, "--jsonl", "--reference", file, stdin="hello\nhello")
+    assert [passes(json.loads(line)) < alone for line in lines.stdout.splitlines()] == [True] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--reference", "FILE", "--method", "none"], "method 'none' does not quote them"),
+        (["--reference", "missing.txt"], "missing.txt: No such file"),
+        (["--line-references", "FILE"], "--line-references: it is for --jsonl"),
+        (["--line-references", "FILE", "--jsonl"], "line 1 is not a JSON list of texts"),
+        (["--line-references", "LISTS", "--jsonl"], "--line-references: 2 lines for 1 prompts"),
+    ],
+)
+def test_bad_references(
+    run: Run, tiny: Path, tmp_path: Path, options: list[str], message: str
+) -> None:
+    files = {"FILE": tmp_path / "a.txt", "LISTS": tmp_path / "b.jsonl"}
+    files["FILE"].write_text("some text")
+    files["LISTS"].write_text("[]\n[]")
+    given = [files.get(option, option) for option in options]
+    result = run("generate", "-m", tiny, *SHORT, *given, stdin="hello")
+    assert result.exit_code != 0
+    assert message in error_of(result)
+
+
 def test_beams(run: Run, tiny: Path, llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, beam_width=3, length_penalty=2)
     (expected,) = llm.chat(MESSAGES, params)

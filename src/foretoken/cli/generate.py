@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from foretoken.cli.options import (
     SpeculationOptions,
 )
 from foretoken.cli.prompt import read_lines, read_prompt
+from foretoken.cli.references import ReferenceOptions
 from foretoken.cli.report import as_json, show_summary
 from foretoken.cli.root import UsageError, examples
 from foretoken.cli.sampling_options import SamplingOptions
@@ -42,6 +44,7 @@ EXAMPLES = examples(
     'foretoken generate "Count to ten." --trace steps.json',
     "foretoken generate Hi --speculative-config '{\"prompt_lookup_max\": 6}'",
     "foretoken generate --model DIR --file sentences.txt --jsonl",
+    'foretoken generate "What does the manual say?" --reference manual.txt',
     'foretoken generate "Translate to French: good morning." --beam-width 4',
 )
 
@@ -105,6 +108,7 @@ def generate(
     *,
     target: ModelOptions,
     speculation: SpeculationOptions,
+    references: ReferenceOptions,
     sampling: SamplingOptions,
     engine: GenerateEngine,
     languages: LanguageOptions,
@@ -146,6 +150,7 @@ def generate(
     if n == 1 and not jsonl:
         engine.refuse_what_is_for_several()
     lines = read_lines(prompt, file) if jsonl else [read_prompt(prompt, file)]
+    quoted = references.read(len(lines), lines=jsonl)
     with working("Starting", quiet=quiet):
         config = speculation.config_for(target.model, beams=beam_width > 1)
         beams = {"beam_width": beam_width, "length_penalty": length_penalty}
@@ -153,18 +158,22 @@ def generate(
     llm = open_llm(target, config, quiet=quiet, **engine.arguments())
     prompts = [languages.prompt(shaped(llm, line, chat)) for line in lines]
     if jsonl:
-        generate_lines(llm, lines, prompts, params)
+        generate_lines(llm, lines, prompts, params, quoted)
         return
     (text,), (conversation,) = lines, prompts
+    texts = None if quoted is None else quoted[0]
     if json_output:
         with working("Generating", quiet=quiet):
-            result = llm.generate([conversation], params, trace=trace is not None)[0]
+            (result,) = llm.generate(
+                [conversation], params, references=texts, trace=trace is not None
+            )
         print(as_json({"model": target.model, **_fields(llm, text, result)}))
         outputs = list(result.outputs)
     elif n > 1:
-        outputs = _several(llm, conversation, params, quiet=quiet)
+        outputs = _several(llm, conversation, params, texts, quiet=quiet)
     else:
-        outputs = [_stream(llm, conversation, params, trace=trace is not None, quiet=quiet)]
+        traced = trace is not None
+        outputs = [_stream(llm, conversation, params, texts, trace=traced, quiet=quiet)]
     if trace is not None:
         write_whole(trace, json.dumps(outputs[0].trace.as_dict()) + "\n")
 
@@ -194,12 +203,18 @@ def _check(
 
 
 def _stream(
-    llm: LLM, prompt: Prompt, params: SamplingParams, *, trace: bool, quiet: bool
+    llm: LLM,
+    prompt: Prompt,
+    params: SamplingParams,
+    references: Sequence[str] | None,
+    *,
+    trace: bool,
+    quiet: bool,
 ) -> CompletionOutput:
     writer = TokenWriter()
     output = None
     with closing(writer):
-        for chunk in llm.stream(prompt, params, trace=trace):
+        for chunk in llm.stream(prompt, params, references=references, trace=trace):
             writer.write(chunk.tokens)
             output = chunk.output
     assert output is not None, "the last chunk has the output"
@@ -209,11 +224,16 @@ def _stream(
 
 
 def _several(
-    llm: LLM, prompt: Prompt, params: SamplingParams, *, quiet: bool
+    llm: LLM,
+    prompt: Prompt,
+    params: SamplingParams,
+    references: Sequence[str] | None,
+    *,
+    quiet: bool,
 ) -> list[CompletionOutput]:
     """Generate all answers in one batch and show them one after the other."""
     with working(f"Generating {params.n} answers", quiet=quiet):
-        outputs = llm.generate([prompt], params)[0].outputs
+        outputs = llm.generate([prompt], params, references=references)[0].outputs
     console = display()
     for output in outputs:
         if output.index > 0:

@@ -11,6 +11,7 @@ from foretoken.errors import ForetokenError, PromptError
 
 if TYPE_CHECKING:
     from foretoken.core.params import SamplingParams
+    from foretoken.core.references import References
     from foretoken.engine.jobs import Job
     from foretoken.llm import LLM, Prompt
 
@@ -18,7 +19,11 @@ __all__ = ["generate_lines"]
 
 
 def generate_lines(
-    llm: LLM, lines: Sequence[str], prompts: Sequence[Prompt], params: SamplingParams
+    llm: LLM,
+    lines: Sequence[str],
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    references: Sequence[Sequence[str]] | None = None,
 ) -> None:
     """Generate for all lines together, and print each result as soon as those before it are done.
 
@@ -27,13 +32,18 @@ def generate_lines(
         lines: the lines as they were read.
         prompts: one prompt per line.
         params: sampling parameters of all of them.
+        references: what the drafts for each line may quote; None for nothing.
 
     Raises:
         PromptError: a line is no prompt. Then nothing is generated.
         ForetokenError: a request failed. The other lines are complete.
     """
     engine = llm.engine
-    jobs = [_job(llm, number, prompt, params) for number, prompt in enumerate(prompts, 1)]
+    quoted = engine.references.read_all(len(prompts), references)
+    jobs = [
+        _job(llm, number, prompt, params, texts)
+        for number, (prompt, texts) in enumerate(zip(prompts, quoted, strict=True), 1)
+    ]
     failed = 0
     try:
         engine.start(jobs)
@@ -51,9 +61,11 @@ def generate_lines(
         )
 
 
-def _job(llm: LLM, number: int, prompt: Prompt, params: SamplingParams) -> Job:
+def _job(
+    llm: LLM, number: int, prompt: Prompt, params: SamplingParams, references: References
+) -> Job:
     try:
-        return llm.engine.job(prompt, params)
+        return llm.engine.job(prompt, params, references=references)
     except PromptError as error:
         raise PromptError(f"line {number}: {error}") from None
 

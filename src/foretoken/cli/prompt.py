@@ -13,7 +13,7 @@ import typer
 from foretoken.cli.root import UsageError
 from foretoken.errors import ForetokenError
 
-__all__ = ["read_lines", "read_prompt"]
+__all__ = ["decoded", "read_lines", "read_prompt"]
 
 STDIN = "-"
 
@@ -33,13 +33,13 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
     if argument is not None and file is not None:
         raise UsageError("give PROMPT or --file, not both")
     if file is not None:
-        text = _decode(file.read_bytes(), str(file))
+        text = decoded(file.read_bytes(), str(file))
     elif argument is not None and argument != STDIN:
         text = _checked(argument)
     elif argument is None and sys.stdin.isatty():
         raise UsageError("no prompt: give PROMPT, --file FILE, or pipe text in")
     else:
-        text = _decode(typer.get_binary_stream("stdin").read(), "standard input")
+        text = decoded(typer.get_binary_stream("stdin").read(), "standard input")
     if not text:
         raise UsageError("the prompt is empty")
     return text
@@ -58,7 +58,16 @@ def read_lines(argument: str | None, file: Path | None) -> list[str]:
     return [line.removesuffix("\r") for line in read_prompt(argument, file).split("\n")]
 
 
-def _decode(content: bytes, source: str) -> str:
+def decoded(content: bytes, source: str) -> str:
+    """The text of a file or of standard input, without its last line end.
+
+    Args:
+        content: UTF-8.
+        source: what to call it if it is not.
+
+    Raises:
+        ForetokenError: it is not UTF-8 text.
+    """
     try:
         return content.decode("utf-8").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:

@@ -7,7 +7,7 @@ A tree of the root alone is plain autoregressive decoding (invariant 3).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -127,11 +127,15 @@ class Draft:
             (`Drafter.looks_up`) says here how it found each token: by the length of the match, or
             by the rank of the token (`control.evidence`). Controllers learn an acceptance rate for
             each feature.
+        draws: (node, q) of all draws in order, if a token that was drawn several times below the
+            same path has one node for these draws; `q` has that of the first. Empty if every node
+            was drawn once.
     """
 
     tree: TokenTree
     q: Sequence[Distribution]
     features: tuple[int, ...] = ()
+    draws: tuple[tuple[int, Distribution], ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.q) == self.tree.num_drafted, "every drafted node has a distribution"
@@ -146,6 +150,42 @@ class Draft:
     def deterministic(tree: TokenTree, features: tuple[int, ...] = ()) -> Draft:
         """A draft that was not sampled: every q is one-hot at its token."""
         return Draft(tree, OneHots(tree.tokens[1:]), features)
+
+    @staticmethod
+    def drawn(tree: TokenTree, draws: Sequence[tuple[int, Distribution]]) -> Draft:
+        """A draft with shared nodes, if there are more draws than nodes.
+
+        Args:
+            tree: siblings are in the order of their first draws.
+            draws: (node, q) in the order of the draws; every drafted node has at least one.
+        """
+        first: dict[int, Distribution] = {}
+        for node, q in draws:
+            first.setdefault(node, q)
+        q_of_nodes = tuple(first[node] for node in range(1, len(tree)))
+        return Draft(tree, q_of_nodes, draws=tuple(draws) if len(draws) > len(first) else ())
+
+    @property
+    def all_draws(self) -> Iterable[tuple[int, Distribution]]:
+        """(node, q) of every draw, in order."""
+        return self.draws or enumerate(self.q, 1)
+
+    def tries(self, node: int) -> Iterator[tuple[int, Distribution]]:
+        """The draws below a node, in order: the child that each gave, and its q.
+
+        A rule that tests drawn tokens one by one tests these. A child that was drawn several times
+        is there several times.
+        """
+        if self.draws:
+            return iter(self._draws_below.get(node, ()))
+        return ((child, self.q_of(child)) for child in self.tree.children[node])
+
+    @cached_property
+    def _draws_below(self) -> dict[int, list[tuple[int, Distribution]]]:
+        below: dict[int, list[tuple[int, Distribution]]] = {}
+        for node, q in self.draws:
+            below.setdefault(self.tree.parents[node], []).append((node, q))
+        return below
 
     def only(self, nodes: Sequence[int]) -> Draft:
         """The draft with these drafted nodes only.
@@ -164,6 +204,7 @@ class Draft:
             TokenTree((tree.tokens[0], *tokens), parents),
             OneHots(tokens) if one_hot else tuple(self.q[node - 1] for node in nodes),
             tuple(self.features[node - 1] for node in nodes) if self.features else (),
+            tuple((new_index[node], q) for node, q in self.draws if node in new_index),
         )
 
     def q_of(self, node: int) -> Distribution:

@@ -77,6 +77,10 @@ class Drafter(ABC):
     independent_siblings: bool = False
     """Whether the children of a node are independent draws from one shared q object."""
 
+    shares_nodes: bool = False
+    """Whether draws of one token below the same path share a node (`Draft.draws`). The engine sets
+    it by the rule (`AcceptanceRule.counts_draws`); a drafter without equal draws ignores it."""
+
     looks_up: bool = False
     """Whether it looks its tokens up: every q is one-hot, a lookup takes much less time than a
     target pass, and its drafts have `Draft.features`. Such a drafter is not called in steps in
@@ -85,6 +89,9 @@ class Drafter(ABC):
     reads_target_kv: bool = False
     """Whether it drafts on the target's own KV. It can then continue only the committed tokens, not
     another drafter's tokens."""
+
+    quotes_references: bool = False
+    """Whether it drafts from `Request.references`, too."""
 
     hidden_layers: tuple[int, ...] = ()
     """Layers of the target whose hidden states it needs (ids as in `runtime.network.Need`).

@@ -32,6 +32,9 @@ LONGEST_PAUSE = 32
 class Proposer(ABC):
     """Adds proposals to the tree of a search."""
 
+    quotes_references: bool = False
+    """See `Drafter.quotes_references`."""
+
     @abstractmethod
     def extend(self, batch: Sequence[Request], levels: Sequence[int]) -> list[TokenTree]:
         """The trees of the batch's searches, with nodes for later steps behind their own.
@@ -81,6 +84,7 @@ class BeamDrafter(Drafter):
 
     def __init__(self, proposer: Proposer | None = None) -> None:
         self._proposer = proposer
+        self.quotes_references = proposer is not None and proposer.quotes_references
         self._paces: dict[int, _Pace] = {}
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
@@ -117,6 +121,7 @@ class DraftPerBeam(Proposer):
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
+        self.quotes_references = drafter.quotes_references
         self._views: dict[int, list[Request]] = {}  # request key -> the beams' own requests
 
     def extend(self, batch: Sequence[Request], levels: Sequence[int]) -> list[TokenTree]:

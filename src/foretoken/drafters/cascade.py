@@ -96,6 +96,7 @@ class Cascade(Drafter):
         coupled: bool,
     ) -> None:
         assert rule.lossless
+        self.quotes_references = drafter.quotes_references
         self._model = model
         self._drafter = drafter
         self._speculation = _InnerSpeculation(drafter, options.inner_num_speculative_tokens, rule)

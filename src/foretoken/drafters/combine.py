@@ -10,9 +10,10 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 from annotated_types import Ge, MinLen
 from pydantic import field_validator
@@ -68,6 +69,7 @@ class Several(Drafter):
         self._drafters = list(drafters)
         self.hidden_layers = layers_of(drafters)
         self.token_limit = max(drafter.token_limit for drafter in drafters)
+        self.quotes_references = any(drafter.quotes_references for drafter in drafters)
 
     def observe_prefill(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
         """Show the hidden states to every drafter that needs any."""
@@ -117,7 +119,7 @@ class Ensemble(Several):
             for lane, drafter in enumerate(self._drafters)
         ]
         return [
-            merge(drafts, budget.nodes)
+            merge(drafts, budget.nodes, shared=self.shares_nodes)
             for drafts, budget in zip(zip(*proposals, strict=True), budgets, strict=True)
         ]
 
@@ -127,68 +129,78 @@ class Ensemble(Several):
             drafter.observe(outcomes, times)
 
 
-def merge(drafts: Sequence[Draft], limit: int) -> Draft:
+def merge(drafts: Sequence[Draft], limit: int, *, shared: bool = False) -> Draft:
     """Merge drafts of one request into one tree.
 
     A node that was not sampled (one-hot q) is merged with an earlier sibling that has the same
     token. If that sibling is rejected, the residual distribution gives the token probability 0. A
-    second try could neither succeed nor change the distribution. A sampled node is never merged:
-    trying it changes the residual distribution, whatever its token (invariant 2).
+    second try could neither succeed nor change the distribution. Trying a sampled node changes the
+    residual distribution, whatever its token (invariant 2). So a sampled node gets a node of its
+    own; or with `shared`, it is another draw of the sibling's node (`Draft.draws`).
 
     If all drafts have features, the nodes with the highest path probability are kept, and a merged
     node has the better of its features. Otherwise the nodes closest to the root are kept.
 
     Args:
         drafts: drafts with the same root.
-        limit: most drafted nodes of the tree.
+        limit: most drafted nodes of the tree. A sampled node is dropped where a tree of so many
+            nodes has no room for a new one, even if it could share one: its token must not matter.
+        shared: whether equal draws share a node.
     """
     tokens, parents = [drafts[0].tree.tokens[0]], [-1]
-    distributions: list[Distribution] = []
+    draws: list[tuple[int, Distribution]] = []
     features: list[int] = []
     merged: list[dict[int, int]] = [{0: 0} for _ in drafts]  # per draft: its node -> merged node
     has_features = all(len(draft.features) == draft.tree.num_drafted for draft in drafts)
-    for index, node in (_by_path_prob if has_features else _by_depth)(drafts):
+    for index, node, distribution in (_by_path_prob if has_features else _by_depth)(drafts):
         draft = drafts[index]
         parent = merged[index].get(draft.tree.parents[node])
         if parent is None:
             continue  # the limit left no room for its parent
-        token, distribution = draft.tree.tokens[node], draft.q_of(node)
-        one_hot = distribution.certain is not None
-        into = _child(tokens, parents, parent, token) if one_hot else None
-        if into is None and len(distributions) < limit:
+        token, one_hot = draft.tree.tokens[node], distribution.certain is not None
+        has_room = len(tokens) <= limit
+        shares = one_hot or (shared and has_room)
+        into = _child(tokens, parents, parent, token) if shares else None
+        if into is None and has_room:
             into = len(tokens)
             tokens.append(token)
             parents.append(parent)
-            distributions.append(distribution)
+            draws.append((into, distribution))
             features.append(0)
+        elif into is not None and not one_hot:
+            draws.append((into, distribution))
         if into is not None:
             merged[index][node] = into
             if has_features:
                 features[into - 1] = max(
                     features[into - 1], draft.features[node - 1], key=prior_rate
                 )
-    tree = TokenTree(tuple(tokens), tuple(parents))
-    return Draft(tree, tuple(distributions), tuple(features) if has_features else ())
+    merged_draft = Draft.drawn(TokenTree(tuple(tokens), tuple(parents)), draws)
+    return replace(merged_draft, features=tuple(features)) if has_features else merged_draft
 
 
-def _by_depth(drafts: Sequence[Draft]) -> list[tuple[int, int]]:
-    """(draft, node) of all drafted nodes, level by level, so that every draft gets a share."""
-    nodes = [
-        (draft.tree.depths[node], index, node)
+_Draw: TypeAlias = tuple[int, int, Distribution]
+"""A draft's index, a node of it, and the q of one of its draws."""
+
+
+def _by_depth(drafts: Sequence[Draft]) -> list[_Draw]:
+    """All draws level by level, so that every draft gets a share."""
+    draws = [
+        (draft.tree.depths[node], index, node, distribution)
         for index, draft in enumerate(drafts)
-        for node in range(1, len(draft.tree))
+        for node, distribution in draft.all_draws
     ]
-    return [(index, node) for _, index, node in sorted(nodes)]
+    return [draw[1:] for draw in sorted(draws, key=itemgetter(0, 1))]  # it keeps their order
 
 
-def _by_path_prob(drafts: Sequence[Draft]) -> list[tuple[int, int]]:
-    """(draft, node) of all drafted nodes, the most probable path first, parents first."""
+def _by_path_prob(drafts: Sequence[Draft]) -> list[_Draw]:
+    """All nodes of drafts with features, the most probable path first, parents first."""
     nodes = [
         (-path_prob, index, node)
         for index, draft in enumerate(drafts)
         for node, path_prob in enumerate(path_probs(draft, prior_rate), 1)
     ]
-    return [(index, node) for _, index, node in sorted(nodes)]
+    return [(index, node, drafts[index].q_of(node)) for _, index, node in sorted(nodes)]
 
 
 def _child(tokens: Sequence[int], parents: Sequence[int], parent: int, token: int) -> int | None:

@@ -10,6 +10,9 @@ papers. Special tokens in front of it, such as its language, are left out if the
 given. The input of a decoder-only model is the prompt, or a region of it (`copy_start`,
 `copy_end`). If a region is given, copying starts at its beginning, too. A whole prompt also holds
 instructions; copying then starts where the prompt's last tokens occurred before, if they did.
+
+The references of a request belong to the input, behind the prompt or the source. No copy goes on
+from one of these texts to the next.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from numpy.typing import NDArray
 
 from foretoken.control import Budget
 from foretoken.control.evidence import by_match
+from foretoken.core.references import NO_REFERENCES, References
 from foretoken.core.tree import Draft, chain
 from foretoken.drafters.base import Drafter, DrafterOptions
 from foretoken.request import Request
@@ -32,6 +36,9 @@ __all__ = ["CopyDrafter", "CopyOptions"]
 
 LONGEST_MATCH = 32
 """Longest suffix that is compared, in tokens. It bounds the work on inputs with repetitions."""
+
+SEPARATOR = -1
+"""Stands behind each text of the input but the last; no token has this id."""
 
 Positions = NDArray[np.int64]
 
@@ -65,7 +72,7 @@ class Alignment:
     """The position in the input that a text has reached: a function of the committed tokens alone.
 
     Args:
-        tokens: the input.
+        tokens: the input's texts, with a separator between each two.
         start: index in the input of the first expected token; None without an alignment.
         seen: length of the text so far.
         min_match: see `CopyOptions`.
@@ -84,10 +91,16 @@ class Alignment:
         self._seen = seen
 
     @classmethod
-    def of_prompt(cls, prompt: Sequence[int], options: CopyOptions) -> Alignment:
+    def of_prompt(
+        cls,
+        prompt: Sequence[int],
+        options: CopyOptions,
+        references: References = NO_REFERENCES,
+    ) -> Alignment:
         """How a prompt is copied: a region from its beginning, the whole where it ends."""
         start, match = (0 if options.explicit else None), options.copy_min_match
-        alignment = cls(options.region(prompt), start, len(prompt), match)
+        tokens = _joined(options.region(prompt), references)
+        alignment = cls(tokens, start, len(prompt), match)
         if start is None:
             alignment._realign(prompt)
         return alignment
@@ -99,6 +112,7 @@ class Alignment:
         given: Sequence[int],
         special: Collection[int],
         options: CopyOptions,
+        references: References = NO_REFERENCES,
     ) -> Alignment:
         """How an encoder-decoder's source is copied: from its beginning.
 
@@ -108,10 +122,12 @@ class Alignment:
                 that comes first by the model's rules.
             special: the tokens that are not content, those in front of the given ones included.
             options: see `CopyOptions`.
+            references: further texts of the input.
         """
         lead = _num_leading(given, special)
         start = _num_leading(source, special) if lead > 1 and not options.explicit else 0
-        alignment = cls(options.region(source), start, lead, options.copy_min_match)
+        tokens = _joined(options.region(source), references)
+        alignment = cls(tokens, start, lead, options.copy_min_match)
         alignment.catch_up(given)
         return alignment
 
@@ -156,24 +172,34 @@ class Alignment:
         return (ends if length >= self._min_match else _NOWHERE), length
 
     def rest(self, length: int) -> list[int]:
-        """At most `length` tokens of the input, from the aligned position on."""
+        """At most `length` tokens of one text of the input, from the aligned position on."""
         if self.position is None:
             return []
-        return self.input[self.position : self.position + length]
+        ahead = self.input[self.position : self.position + length]
+        return ahead[: ahead.index(SEPARATOR)] if SEPARATOR in ahead else ahead
 
 
 _NOWHERE: Positions = np.empty(0, dtype=np.int64)
 
 
 def occurrences(tokens: NDArray[Any]) -> dict[int, Positions]:
-    """Token -> positions behind its occurrences, ascending, without the end of the input.
+    """Token -> positions behind its occurrences, ascending, without the ends of texts.
 
     Args:
-        tokens: [N] token ids.
+        tokens: [N] token ids and separators.
     """
-    order = tokens[:-1].argsort(kind="stable")
-    distinct, starts = np.unique(tokens[:-1][order], return_index=True)
+    (followed,) = (tokens[1:] != SEPARATOR).nonzero()
+    order = followed[tokens[followed].argsort(kind="stable")]
+    distinct, starts = np.unique(tokens[order], return_index=True)
     return dict(zip(distinct.tolist(), np.split(order + 1, starts[1:]), strict=False))
+
+
+def _joined(tokens: Sequence[int], references: References) -> list[int]:
+    """The texts of an input, with a separator between each two."""
+    joined = list(tokens)
+    for text in references.texts:
+        joined += (SEPARATOR, *text)
+    return joined
 
 
 class CopyDrafter(Drafter):
@@ -187,6 +213,7 @@ class CopyDrafter(Drafter):
     """
 
     looks_up = True
+    quotes_references = True
 
     def __init__(self, options: CopyOptions, special_ids: Collection[int] = ()) -> None:
         self._options = options
@@ -213,9 +240,11 @@ class CopyDrafter(Drafter):
 
     def _alignment(self, request: Request, given: Sequence[int]) -> Alignment:
         if request.source is None:
-            return Alignment.of_prompt(request.prompt_ids, self._options)
+            return Alignment.of_prompt(request.prompt_ids, self._options, request.references)
         special = {*self._special, given[0], *_forced(request)}
-        return Alignment.of_source(request.input_ids, given, special, self._options)
+        return Alignment.of_source(
+            request.input_ids, given, special, self._options, request.references
+        )
 
     def release(self, request: Request) -> None:
         """Forget the request's alignment."""

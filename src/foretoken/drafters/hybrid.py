@@ -184,4 +184,7 @@ def graft(trained: Draft, found: Draft, limit: int, *, siblings: bool) -> Draft:
             features.append(disagreed(feature) if among else feature)
     if not any(features):
         return trained
-    return Draft(TokenTree(tuple(tokens), tuple(parents)), tuple(distributions), tuple(features))
+    grafted = range(len(tree), len(tokens))
+    draws = trained.draws and (*trained.draws, *((n, distributions[n - 1]) for n in grafted))
+    grown = TokenTree(tuple(tokens), tuple(parents))
+    return Draft(grown, tuple(distributions), tuple(features), draws)

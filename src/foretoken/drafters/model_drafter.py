@@ -48,6 +48,8 @@ class _Growth:
     """Nodes that the model has scored or scores in the next pass."""
     frontier: list[Node | None] = field(default_factory=lambda: [None])
     """Nodes that get children after the next pass; None is the root."""
+    draws: list[tuple[Node, Distribution]] = field(default_factory=list)
+    """All draws in order, where draws of the same token share a node."""
     num_computed: int = 0
     """Nodes of `tree()` that earlier passes computed."""
 
@@ -67,11 +69,25 @@ class _Growth:
             node = node.parent
         return [*self.request.output_ids, *reversed(path)]
 
-    def draft(self, nodes: Sequence[Node]) -> Draft:
-        """The draft that consists of these nodes, parents first."""
+    @property
+    def size(self) -> int:
+        """What counts against the budget's number of nodes.
+
+        It is the number of draws: which draws belong to the draft must not depend on their tokens
+        (invariant 2), whether these are equal or not.
+        """
+        return max(len(self.nodes), len(self.draws))
+
+    def draft(self, shape: Shape) -> Draft:
+        """The nodes that the shape keeps."""
+        limit = self.budget.nodes
+        draws = self.draws[:limit]
+        nodes = list(dict.fromkeys(node for node, _ in draws)) or shape.kept(self.nodes, limit)
         index = {id(node): i for i, node in enumerate(nodes, 1)}
         parents = [index[id(node.parent)] if node.parent else 0 for node in nodes]
         tree = TokenTree((self.request.root, *(n.token for n in nodes)), (-1, *parents))
+        if draws:
+            return Draft.drawn(tree, [(index[id(node)], q) for node, q in draws])
         return Draft(tree, tuple(node.distribution for node in nodes))
 
 
@@ -124,9 +140,7 @@ class ModelDrafter(Drafter):
                     # row, and padding is written behind its committed KV.
                     self._scorer.finish_draft(growth.request, len(growth.pending))
         return [
-            growth.draft(self._shape.kept(growth.nodes, growth.budget.nodes))
-            if growth
-            else Draft.empty(request.root)
+            growth.draft(self._shape) if growth else Draft.empty(request.root)
             for request, growth in zip(batch, growths, strict=True)
         ]
 
@@ -223,7 +237,7 @@ class ModelDrafter(Drafter):
         growth.nodes += level
         depth = level[0].depth if level else budget.depth
         wanted: list[Node] = []
-        has_room = self._shape.prunes or len(growth.nodes) < budget.nodes
+        has_room = self._shape.prunes or growth.size < budget.nodes
         if depth < budget.depth and has_room:
             wanted = self._shape.frontier([node for node in level if not node.stopped])
         growth.frontier = list(wanted)
@@ -237,6 +251,8 @@ class ModelDrafter(Drafter):
             child = Node(token, distribution, node, (*ranks, rank), path_prob * token_prob)
             child.stopped = growth.budget.stops_below(token_prob, child.path_prob)
             children.append(child)
+        if self.shares_nodes and self.independent_siblings:
+            return _shared(growth, children)
         return children
 
     def _draw_level(self, growth: _Growth, logits: Tensor) -> list[list[_Drawn]]:
@@ -300,6 +316,14 @@ class ModelDrafter(Drafter):
         )
 
 
+def _shared(growth: _Growth, drawn: Sequence[Node]) -> list[Node]:
+    """One node for each token that was drawn for a node; the growth has all draws."""
+    nodes: dict[int, Node] = {}
+    for node in drawn:
+        growth.draws.append((nodes.setdefault(node.token, node), node.distribution))
+    return list(nodes.values())
+
+
 def _spread(logits: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
     """[V] logits from those [Vd] of `token_ids`; -inf for all others."""
     spread = logits.new_full((vocab_size,), -torch.inf)
@@ -338,6 +362,6 @@ def distinct(distribution: Distribution, noise: Noise, depth: int, width: int) -
 
 
 def independent(distribution: Distribution, noise: Noise, depth: int, width: int) -> list[_Drawn]:
-    """`width` independent draws with a shared q; a token that is drawn twice is drafted twice."""
+    """`width` independent draws with a shared q, which may be equal."""
     tokens = [noise.draw(distribution, depth, trial) for trial in range(width)]
     return [(token, distribution, distribution.prob(token)) for token in tokens]

@@ -2,7 +2,8 @@
 
 Saxena, "Prompt Lookup Decoding"; vLLM's `ngram` method, whose option names are used here. The
 longest suffix of the text, of `prompt_lookup_max` down to `prompt_lookup_min` tokens, is looked up
-in prompt and output. The most recent occurrence is continued.
+in prompt and output. The most recent occurrence is continued. If a longer match occurs in one of
+the request's references, its last occurrence there is continued instead.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ from pydantic import model_validator
 
 from foretoken.control import Budget
 from foretoken.control.evidence import LONGEST_MATCH, by_match
+from foretoken.core.references import NO_REFERENCES, References
 from foretoken.core.tree import Draft, chain
 from foretoken.drafters.base import Drafter, DrafterOptions
 from foretoken.request import Request
 
 __all__ = ["NgramDrafter", "NgramOptions"]
+
+SEPARATOR = chr(0x10FFFF)
+"""Stands before and behind each reference; no vocabulary has so many tokens."""
 
 
 class NgramOptions(DrafterOptions):
@@ -51,11 +56,13 @@ class SearchedText:
     Args:
         shortest: shortest suffix to look up, in tokens.
         longest: longest suffix to look up, in tokens.
+        references: the request's references.
     """
 
-    def __init__(self, shortest: int, longest: int) -> None:
+    def __init__(self, shortest: int, longest: int, references: References = NO_REFERENCES) -> None:
         self._lengths = range(shortest, longest + 1)
         self._text = ""
+        self._beside = references.indexed("ngram", lambda: _joined(references))
 
     def catch_up(self, tokens: Sequence[int]) -> None:
         """Append the new committed tokens; `tokens` is the whole text."""
@@ -75,15 +82,57 @@ class SearchedText:
             if start < 0:
                 break
             end, length = start + size, size
-        return (end, length + self._extra_length(end, length)) if length else None
+        return (end, length + self._extra_length(text, end, length)) if length else None
 
-    def _extra_length(self, position: int, length: int) -> int:
-        """How many tokens longer than `length` the match before `position` is."""
-        text, most = self._text, min(LONGEST_MATCH, position) - length
+    def find_beside(self, least: int) -> tuple[int, int] | None:
+        """Find the last occurrence in the references of the longest suffix that occurs there.
+
+        Args:
+            least: the match must have more tokens than this.
+
+        Returns:
+            The position behind the occurrence, for `quote`, and the length of the match there; None
+            if there is no such match.
+        """
+        beside, end, length = self._beside, len(self._beside), 0
+        first = min(max(least + 1, self._lengths.start), self._lengths[-1])
+        for size in range(first, min(self._lengths[-1], len(self._text)) + 1):
+            found = _last_with_successor(beside, self._text[-size:], end)
+            if found is None:
+                break
+            end, length = found, size
+        if not length:
+            return None
+        length += self._extra_length(beside, end, length)
+        return (end, length) if length > least else None
+
+    def quote(self, position: int, length: int) -> list[int]:
+        """At most `length` tokens of one reference, from this position on."""
+        return list(map(ord, self._beside[position : position + length].partition(SEPARATOR)[0]))
+
+    def _extra_length(self, text: str, position: int, length: int) -> int:
+        """How many tokens longer than `length` the match before a position in `text` is."""
+        own, most = self._text, min(LONGEST_MATCH, position, len(self._text)) - length
         for extra in range(most):
-            if text[position - length - extra - 1] != text[-length - extra - 1]:
+            if text[position - length - extra - 1] != own[-length - extra - 1]:
                 return extra
         return max(0, most)
+
+
+def _joined(references: References) -> str:
+    """All texts, with a character per token."""
+    if not references:
+        return ""
+    texts = ["".join(map(chr, tokens)) for tokens in references.texts]
+    return SEPARATOR + SEPARATOR.join(texts) + SEPARATOR
+
+
+def _last_with_successor(text: str, suffix: str, end: int) -> int | None:
+    """The position behind the last occurrence before `end` that a token follows."""
+    start = text.rfind(suffix, 0, end)
+    while start >= 0 and text[start + len(suffix)] == SEPARATOR:
+        start = text.rfind(suffix, 0, start + len(suffix) - 1)
+    return None if start < 0 else start + len(suffix)
 
 
 class NgramDrafter(Drafter):
@@ -96,6 +145,7 @@ class NgramDrafter(Drafter):
     """
 
     looks_up = True
+    quotes_references = True
 
     def __init__(self, options: NgramOptions) -> None:
         self.options = options
@@ -114,15 +164,20 @@ class NgramDrafter(Drafter):
         text = self._texts.get(request.key)
         if text is None:
             options = self.options
-            text = SearchedText(options.prompt_lookup_min, options.prompt_lookup_max)
+            shortest, longest = options.prompt_lookup_min, options.prompt_lookup_max
+            text = SearchedText(shortest, longest, request.references)
             self._texts[request.key] = text
         text.catch_up(request.token_ids)
         found = text.find()
-        if found is None:
+        if request.references and (beside := text.find_beside(found[1] if found else 0)):
+            position, match = beside
+            copied = text.quote(position, length)
+        elif found is not None:
+            position, match = found
+            copied = copy_from(request.token_ids, position, length)
+        else:
             return Draft.empty(request.root)
-        position, match = found
-        copied = copy_from(request.token_ids, position, length)
-        return Draft.deterministic(chain([request.root, *copied]), by_match(match, length))
+        return Draft.deterministic(chain([request.root, *copied]), by_match(match, len(copied)))
 
     def release(self, request: Request) -> None:
         """Forget the request's text."""

@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Self
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt, Le, Len
 from pydantic import PrivateAttr, model_validator
 from torch import Tensor
 
 from foretoken.core.config import PathText
 from foretoken.core.tree import TokenTree
-from foretoken.drafters.scorer import GrowingScorer
+from foretoken.drafters.saturation import SaturatingLayers
+from foretoken.drafters.scorer import GrowingScorer, Scorer
 from foretoken.drafters.tree_options import TreeOptions
 from foretoken.drafters.tuned_layers import LayerIndices, TunedLayers
 from foretoken.errors import ConfigError
@@ -47,9 +48,26 @@ class EarlyExitOptions(TreeOptions):
     Args:
         exit_layer: number of layers that draft, followed by the final norm and head. None is half
             of the target's layers.
+        exit_layers: at least two such numbers, ascending, instead of a fixed one. The first of them
+            whose most probable token is that of the one before drafts, or else the last one.
+        exit_confidence: with `exit_layers`, a layer whose most probable token has at least this
+            probability drafts, too.
     """
 
     exit_layer: Annotated[int, Ge(1)] | None = None
+    exit_layers: Annotated[tuple[Annotated[int, Ge(1)], ...], Len(2)] | None = None
+    exit_confidence: Annotated[float, Gt(0), Le(1)] | None = None
+
+    @model_validator(mode="after")
+    def _one_way_to_exit(self) -> Self:
+        layers = self.exit_layers
+        if layers is not None and self.exit_layer is not None:
+            raise ValueError("exit_layer fixes the layer: remove it, or exit_layers.")
+        if layers is not None and list(layers) != sorted(set(layers)):
+            raise ValueError("exit_layers: list them in ascending order, each once.")
+        if layers is None and self.exit_confidence is not None:
+            raise ValueError("exit_confidence is for exit_layers: set them, too.")
+        return self
 
 
 class LayerSkipOptions(TreeOptions):
@@ -154,7 +172,7 @@ class SharedLayers(GrowingScorer):
         """Nothing to do: the engine frees the target's row."""
 
 
-def exit_early(target: Target, options: EarlyExitOptions) -> SharedLayers:
+def exit_early(target: Target, options: EarlyExitOptions) -> Scorer:
     """The target's first layers with its final norm and head, as a drafting model.
 
     Args:
@@ -162,9 +180,17 @@ def exit_early(target: Target, options: EarlyExitOptions) -> SharedLayers:
         options: see `EarlyExitOptions`.
 
     Raises:
-        ConfigError: `exit_layer` is not below the number of layers.
+        ConfigError: `exit_layer`, or one of `exit_layers`, is not below the number of layers.
+        CompatibilityError: the network cannot go on from a layer, for `exit_layers`.
     """
     layers = target.network.num_layers
+    if options.exit_layers is not None:
+        if options.exit_layers[-1] >= layers:
+            raise ConfigError(
+                f"exit_layers: must be 1 to {layers - 1} for this model of {layers} layers, got "
+                f"{options.exit_layers[-1]}."
+            )
+        return SaturatingLayers(target, options.exit_layers, options.exit_confidence)
     count = layers // 2 if options.exit_layer is None else options.exit_layer
     if not 1 <= count < layers:
         raise ConfigError(

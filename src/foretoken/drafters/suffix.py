@@ -6,7 +6,7 @@ drops the least recently used ones. Every suffix of the text that occurs in a tr
 candidate: its most probable continuations, with relative frequencies as probabilities. A longer
 match allows a longer draft. The score of a candidate is its expected number of accepted tokens, the
 sum of its nodes' path probabilities. The candidate with the highest score is the draft. Option
-names are vLLM's where vLLM has the option.
+names are vLLM's where vLLM has the option. The references of a request have a trie of their own.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Annotated
 from annotated_types import Ge, Gt, Le
 
 from foretoken.control import Budget
+from foretoken.core.references import References
 from foretoken.core.tree import Draft
 from foretoken.drafters.base import Drafter, DrafterOptions
 from foretoken.drafters.suffix_candidates import Candidate, grow_chain, grow_tree, times
@@ -132,6 +133,20 @@ class OwnText:
         return self._text.cursors[length]
 
 
+def trie_of(references: References, max_depth: int) -> SuffixTrie:
+    """A trie of all references, shared by the requests that have them."""
+
+    def build() -> SuffixTrie:
+        trie = SuffixTrie(max_depth)
+        for tokens in references.texts:
+            text = trie.open()
+            for token in tokens:
+                trie.append(text, token)
+        return trie
+
+    return references.indexed(("suffix", max_depth), build)
+
+
 class SuffixDrafter(Drafter):
     """Chains or trees of the best candidate; q is one-hot.
 
@@ -140,6 +155,8 @@ class SuffixDrafter(Drafter):
     Args:
         options: see `SuffixOptions`.
     """
+
+    quotes_references = True
 
     def __init__(self, options: SuffixOptions) -> None:
         self.drafts_trees = options.branching
@@ -170,6 +187,9 @@ class SuffixDrafter(Drafter):
             return Draft.empty(request.root)
         best = self._best(own.longest, own.match, budget, Candidate())
         recent = request.token_ids[1 - self._depth :]
+        if request.references:
+            beside = trie_of(request.references, self._depth)
+            best = self._best(beside.longest(recent), partial(beside.find, recent), budget, best)
         earlier = self._earlier.trie
         chosen = self._best(earlier.longest(recent), partial(earlier.find, recent), budget, best)
         if chosen is not best:

@@ -24,6 +24,7 @@ from foretoken.config import SpeculativeConfig
 from foretoken.core.grammar import Grammars
 from foretoken.core.log import show_log_lines
 from foretoken.core.params import Sampling, SamplingParams
+from foretoken.core.references import NO_REFERENCES, References
 from foretoken.core.rules import DecodingRules
 from foretoken.core.source import Source
 from foretoken.drafters.heads.shipped import shipped_config
@@ -32,6 +33,7 @@ from foretoken.engine.jobs import Job
 from foretoken.engine.kv_budget import KVBudget
 from foretoken.engine.prefix_cache import PrefixCache
 from foretoken.engine.prompts import Prompt
+from foretoken.engine.references import GivenReferences, ReferenceReader, check_quotes
 from foretoken.engine.request_maker import RequestMaker
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.sources import SourceReader
@@ -80,6 +82,7 @@ class LLMEngine:
         options: as given.
         target: the model being accelerated.
         strategies: builds drafters, controllers and rules for the target.
+        references: reads what drafts may quote besides the prompt.
 
     Raises:
         ConfigError: a parameter is out of range.
@@ -105,6 +108,7 @@ class LLMEngine:
             config = _default_config(loaded.name, self.target)
         grammars = Grammars(self.tokenizer, self.target.vocab_size, loaded.eos_token_ids)
         self._maker = _request_maker(self.target, loaded, grammars)
+        self.references = ReferenceReader(self.target, self.tokenizer)
         self.strategies = StrategyFactory(
             self.target,
             self.tokenizer,
@@ -149,6 +153,7 @@ class LLMEngine:
         params: Sampling = None,
         speculative_config: Speculative = None,
         *,
+        references: GivenReferences = None,
         trace: bool = False,
         request_id: str | None = None,
     ) -> str:
@@ -159,6 +164,7 @@ class LLMEngine:
             params: sampling parameters; None takes the defaults.
             speculative_config: how this request speculates; None takes the `LLM`'s configuration.
                 If it has no `acceptance`, the `LLM`'s rule is used.
+            references: texts that drafts may quote, or lists of token ids; see `LLM.generate`.
             trace: see `LLM.generate`.
             request_id: an id that no other request has; None generates one.
 
@@ -168,9 +174,11 @@ class LLMEngine:
         Raises:
             PromptError: the prompt is empty, too long, or has ids outside the vocabulary.
             ConfigError: parameters or configuration are out of range, or the id is taken.
-            CompatibilityError: the drafter does not fit the model or the rule.
+            CompatibilityError: the drafter does not fit the model or the rule, or quotes no
+                references.
         """
-        job = self.job(prompt, params, speculative_config, trace=trace)
+        texts = self.references.read(references)
+        job = self.job(prompt, params, speculative_config, texts, trace=trace)
         names: list[str] = []
 
         def add() -> None:
@@ -244,12 +252,14 @@ class LLMEngine:
         prompt: Prompt,
         params: Sampling = None,
         speculative_config: Speculative = None,
+        references: References = NO_REFERENCES,
         *,
         trace: bool = False,
     ) -> Job:
         """Check a prompt and make its requests; arguments and errors as in `add_request`."""
         params = SamplingParams.parse(params)
-        job = Job(prompt, self.make_requests(prompt, params, trace=trace), None)
+        requests = self.make_requests(prompt, params, references, trace=trace)
+        job = Job(prompt, requests, None)
         beams = params.beam_width > 1
 
         def build() -> None:
@@ -260,6 +270,11 @@ class LLMEngine:
         if speculative_config is not None or beams:
             # Building may load a model or time passes, so no thread may run a step meanwhile.
             self._turns.take(build)
+        if references:
+            strategy = job.strategy or self._speculation.default
+            default = self.strategies.config if self._chose_drafter or not beams else None
+            named = SpeculativeConfig.parse(speculative_config or default)
+            check_quotes(named.method_name, strategy.drafter)
         return job
 
     def _beam_strategy(self, given: Strategy | None) -> Strategy:
@@ -269,10 +284,15 @@ class LLMEngine:
         return self.strategies.for_beams(given)
 
     def make_requests(
-        self, prompt: Prompt, params: SamplingParams, *, trace: bool = False
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        references: References = NO_REFERENCES,
+        *,
+        trace: bool = False,
     ) -> list[Request]:
         """Check a prompt and make one request per output, without queueing them."""
-        return self._maker.make(prompt, self.tokenizer, params, trace=trace)
+        return self._maker.make(prompt, self.tokenizer, params, trace=trace, references=references)
 
     def read(self, prompt: Prompt) -> tuple[Source | None, Sequence[int]]:
         """See `RequestMaker.read`."""

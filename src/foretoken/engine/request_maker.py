@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from foretoken.core.grammar import Grammar, Grammars
 from foretoken.core.params import SamplingParams
+from foretoken.core.references import NO_REFERENCES, References
 from foretoken.core.rules import DecodingRules
 from foretoken.core.source import Source
 from foretoken.engine.prompts import Prompt, check_prompt, token_ids
@@ -55,6 +56,7 @@ class RequestMaker:
         params: SamplingParams,
         *,
         trace: bool,
+        references: References = NO_REFERENCES,
     ) -> list[Request]:
         """Make one request per output.
 
@@ -63,6 +65,7 @@ class RequestMaker:
             tokenizer: the model's tokenizer, or None if it has none.
             params: sampling parameters.
             trace: see `LLM.generate`.
+            references: what drafters may quote.
 
         Raises:
             PromptError: the prompt is empty, too long, or has ids outside the vocabulary.
@@ -88,6 +91,7 @@ class RequestMaker:
                 grammar=self._grammar(params),
                 source=source,
                 rules=self._rules,
+                references=references,
             )
             for index in range(params.n)
         ]

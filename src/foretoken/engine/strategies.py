@@ -143,7 +143,7 @@ class StrategyFactory:
 
     def drafter(self, config: SpeculativeConfig, rule: AcceptanceRule) -> Drafter:
         """Build a drafter for the target and this acceptance rule."""
-        return self._drafter(config, self._target, rule.couples_draft)
+        return self._drafter(config, self._target, rule.couples_draft, rule.counts_draws)
 
     def sharing_models(self) -> StrategyFactory:
         """A copy of this factory that loads every draft model only once.
@@ -165,7 +165,9 @@ class StrategyFactory:
 
     # Inside
 
-    def _drafter(self, config: SpeculativeConfig, target: Target, coupled: bool) -> Drafter:
+    def _drafter(
+        self, config: SpeculativeConfig, target: Target, coupled: bool, shares: bool
+    ) -> Drafter:
         if config.drafter_spec.needs_source and not target.reads_source:
             raise CompatibilityError(
                 f"method '{config.method_name}' drafts for encoder-decoders, and this model is "
@@ -180,9 +182,13 @@ class StrategyFactory:
             tokenizer=self._tokenizer,
             grammars=self._grammars,
             load_model=lambda: self._load(config.model),
-            build=lambda inner, *rest: self._drafter(_inner_config(inner), *rest),
+            build=lambda inner, model, couples: self._drafter(
+                _inner_config(inner), model, couples, shares
+            ),
         )
         drafter = config.drafter_spec.build(parts)
+        if not isinstance(config.method, Drafter):  # a user's own may serve several rules
+            drafter.shares_nodes = shares
         _check_layers(config.method_name, drafter, target)
         self.vocabulary_overlap = drafter.vocabulary_overlap or self.vocabulary_overlap
         return drafter

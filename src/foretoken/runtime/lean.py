@@ -148,6 +148,15 @@ class LeanDecoder:
         other._layers = layers
         return other
 
+    def between(self, first: int, last: int) -> LeanDecoder:
+        """See `ContinuingNetwork.between`."""
+        return self._with(self._layers[first:last])
+
+    def feed(self, states: Tensor) -> int:
+        """See `ContinuingNetwork.feed`."""
+        self._more = states.to(self._embedding)
+        return len(self._embedding)
+
     def extend(self, rows: Tensor) -> int:
         """See `Network.extend`."""
         rows = rows.to(self._embedding)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, Self, TypeAlias
+from typing import Protocol, Self, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from foretoken.runtime.kv_slab import KVSlab
 
 __all__ = [
     "LOGITS",
+    "ContinuingNetwork",
     "GrowingNetwork",
     "GrownTree",
     "GrowthLimit",
@@ -241,6 +242,29 @@ class GrowingNetwork(ABC):
         Returns:
             [R] the trees.
         """
+
+
+@runtime_checkable
+class ContinuingNetwork(Network, Protocol):
+    """A network whose layers can go on from hidden states of an earlier pass."""
+
+    def between(self, first: int, last: int) -> Self:
+        """Layers `first` to `last` - 1 with the final norm and head, on the same weights and KV.
+
+        Its passes read what `feed` was given in place of embeddings.
+        """
+        ...
+
+    def feed(self, states: Tensor) -> int:
+        """Set what the nodes of the next pass begin with; for networks that `between` returned.
+
+        Args:
+            states: [T, E] hidden states of the first of these layers.
+
+        Returns:
+            The token id that stands for the first state; those of the others follow.
+        """
+        ...
 
 
 class SourceNetwork(ABC):

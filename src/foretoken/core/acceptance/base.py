@@ -99,6 +99,9 @@ class AcceptanceRule(ABC):
     """Whether a node may have several children."""
     needs_independent_siblings: ClassVar[bool] = False
     """Whether the children of a node must be independent draws from one distribution."""
+    counts_draws: ClassVar[bool] = False
+    """Whether several draws of a token may share a node: the rule tests `Draft.tries`, or judges a
+    token by p alone. For other rules, every draw has a node of its own."""
     couples_draft: ClassVar[bool] = False
     """Whether a sampling drafter should draw with the target's own noise."""
     ignores_draft_lengths: ClassVar[bool] = False

@@ -27,6 +27,7 @@ class Coupled(AcceptanceRule):
     name: ClassVar[str] = "coupled"
     lossless: ClassVar[bool] = True
     takes_trees: ClassVar[bool] = True
+    counts_draws: ClassVar[bool] = True
     couples_draft: ClassVar[bool] = True
     ignores_draft_lengths: ClassVar[bool] = True
 

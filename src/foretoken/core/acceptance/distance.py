@@ -35,6 +35,7 @@ class Distance(AcceptanceRule):
     name: ClassVar[str] = "distance"
     lossless: ClassVar[bool] = False
     takes_trees: ClassVar[bool] = True
+    counts_draws: ClassVar[bool] = True
 
     def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
         """See `AcceptanceRule.accept`."""

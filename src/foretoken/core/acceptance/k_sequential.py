@@ -37,6 +37,7 @@ class KSequential(AcceptanceRule):
     name: ClassVar[str] = "k_sequential"
     lossless: ClassVar[bool] = True
     takes_trees: ClassVar[bool] = True
+    counts_draws: ClassVar[bool] = True
     needs_independent_siblings: ClassVar[bool] = True
 
     def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
@@ -44,21 +45,22 @@ class KSequential(AcceptanceRule):
         node, depth = 0, 0
         path: list[int] = []
         rejected: list[int] = []
-        while children := draft.tree.children[node]:
-            q = draft.q_of(children[0])
-            assert all(draft.q_of(child) is q for child in children), (
-                "siblings share their distribution"
-            )
-            selection = Selection.of(p[node], q, len(children))
-            for trial, child in enumerate(children):
+        while tries := list(draft.tries(node)):
+            q = tries[0][1]
+            assert all(other is q for _, other in tries), "siblings share their distribution"
+            selection = Selection.of(p[node], q, len(tries))
+            for trial, (child, _) in enumerate(tries):
                 if noise.accepts(selection.ratio(draft.tree.tokens[child]), depth, trial):
                     path.append(child)
                     break
-                rejected.append(child)
+                if child not in rejected:
+                    rejected.append(child)
             else:
-                reason = f"none of {len(children)} passed at scale {selection.rho:.3g}"
+                reason = f"none of {len(tries)} passed at scale {selection.rho:.3g}"
                 token = noise.draw(selection.residual(), depth)
                 return Accepted(tuple(path), token, tuple(rejected), reason)
+            if path[-1] in rejected:  # another draw of the same token passed
+                rejected.remove(path[-1])
             node, depth = path[-1], depth + 1
         return Accepted(tuple(path), noise.draw(p[node], depth), tuple(rejected))
 

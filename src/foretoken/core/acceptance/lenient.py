@@ -36,6 +36,7 @@ class Lenient(AcceptanceRule):
     name: ClassVar[str] = "lenient"
     lossless: ClassVar[bool] = False
     takes_trees: ClassVar[bool] = True
+    counts_draws: ClassVar[bool] = True
 
     def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
         """See `AcceptanceRule.accept`."""

@@ -24,6 +24,7 @@ class Rejection(AcceptanceRule):
     name: ClassVar[str] = "rejection"
     lossless: ClassVar[bool] = True
     takes_trees: ClassVar[bool] = True
+    counts_draws: ClassVar[bool] = True
 
     def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
         """See `AcceptanceRule.accept`."""
@@ -51,16 +52,19 @@ def accept_by_ratio(
     while True:
         distribution = p[node]
         reason = ""
-        for trial, child in enumerate(draft.tree.children[node]):
-            token, q = draft.tree.tokens[child], draft.q_of(child)
+        for trial, (child, q) in enumerate(draft.tries(node)):
+            token = draft.tree.tokens[child]
             p_token, q_token = distribution.prob(token), q.prob(token)
             assert q_token > 0, "a drafted token was drawn from its q"
             if noise.accepts(p_token / (lenience * q_token), depth, trial):
                 path.append(child)
                 break
-            rejected.append(child)
+            if child not in rejected:
+                rejected.append(child)
             reason = f"p={p_token:.3g} against q={q_token:.3g}"
             distribution = distribution.residual(q, scale=lenience)
         else:
             return Accepted(tuple(path), noise.draw(distribution, depth), tuple(rejected), reason)
+        if path[-1] in rejected:  # another draw of the same token passed
+            rejected.remove(path[-1])
         node, depth = path[-1], depth + 1

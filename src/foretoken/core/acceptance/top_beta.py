@@ -42,6 +42,7 @@ class TopBeta(AcceptanceRule):
     name: ClassVar[str] = "top_beta"
     lossless: ClassVar[bool] = False
     takes_trees: ClassVar[bool] = True
+    counts_draws: ClassVar[bool] = True
 
     def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
         """See `AcceptanceRule.accept`."""

@@ -40,6 +40,7 @@ class Typical(AcceptanceRule):
     name: ClassVar[str] = "typical"
     lossless: ClassVar[bool] = False
     takes_trees: ClassVar[bool] = True
+    counts_draws: ClassVar[bool] = True
 
     def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
         """See `AcceptanceRule.accept`."""

@@ -190,6 +190,16 @@ class NativeDecoder(GrowingNetwork):
             self._decoder.more = self._more.data_ptr()
         return first
 
+    def between(self, first: int, last: int) -> NativeDecoder:
+        """See `ContinuingNetwork.between`."""
+        return self._with(self._layers[first:last])
+
+    def feed(self, states: Tensor) -> int:
+        """See `ContinuingNetwork.feed`."""
+        self._more = states.to(self._more).contiguous()
+        self._decoder.more = self._more.data_ptr()
+        return int(self._decoder.vocabulary)
+
     def first_layers(self, count: int) -> NativeDecoder:
         """See `Network.first_layers`."""
         return self._with(self._layers[:count])

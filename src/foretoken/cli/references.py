@@ -1,0 +1,77 @@
+"""The references of `foretoken generate`: files that the answers may quote."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from foretoken.cli.flat import in_panel
+from foretoken.cli.prompt import decoded
+from foretoken.cli.root import UsageError
+from foretoken.errors import ForetokenError
+
+__all__ = ["ReferenceOptions"]
+
+
+@dataclass(frozen=True)
+class ReferenceOptions:
+    """What drafts may quote besides the prompt."""
+
+    reference: Annotated[
+        list[Path] | None,
+        in_panel(
+            "Speculation",
+            "A text that answers may quote, for drafting only; may be repeated.",
+            metavar="FILE",
+        ),
+    ] = None
+    line_references: Annotated[
+        Path | None,
+        in_panel(
+            "Speculation",
+            "With --jsonl: a JSON list of such texts per line, for that line's prompt.",
+            metavar="FILE",
+        ),
+    ] = None
+
+    def read(self, count: int, *, lines: bool) -> list[list[str]] | None:
+        """The references of each of several prompts; None without any.
+
+        Args:
+            count: the number of prompts.
+            lines: whether these are the lines of --jsonl.
+
+        Raises:
+            UsageError: the lines of --line-references do not match the prompts.
+            ForetokenError: a file is not UTF-8 text, or a line no list of texts.
+            OSError: a file cannot be read.
+        """
+        if self.line_references is not None and not lines:
+            raise UsageError("--line-references: it is for --jsonl; give --reference instead")
+        if not self.reference and self.line_references is None:
+            return None
+        shared = [decoded(path.read_bytes(), str(path)) for path in self.reference or ()]
+        if self.line_references is None:
+            return [shared] * count
+        own = _lists(self.line_references)
+        if len(own) != count:
+            raise UsageError(
+                f"--line-references: {len(own)} lines for {count} prompts: give one per prompt"
+            )
+        return [[*texts, *shared] for texts in own]
+
+
+def _lists(path: Path) -> list[list[str]]:
+    """A list of texts per line of a file."""
+    listed = []
+    for number, line in enumerate(decoded(path.read_bytes(), str(path)).split("\n"), 1):
+        try:
+            texts = json.loads(line)
+        except ValueError:
+            texts = None
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise ForetokenError(f"{path}: line {number} is not a JSON list of texts")
+        listed.append(texts)
+    return listed

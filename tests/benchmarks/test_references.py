@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+from benchmarks.references import RUNS, edited, measure
+
+from foretoken import LLM
+from tests.tiny import tiny_model, tiny_tokenizer
+
+
+def test_one_word_in_so_many_is_replaced() -> None:
+    assert edited("a b c d e f g", 3) == "a b otherwise d e otherwise g"
+
+
+def test_every_run_is_compared_with_plain_decoding() -> None:
+    llm = LLM(tiny_model(), tokenizer=tiny_tokenizer(), speculative_config={"method": "none"})
+    ratios = measure(llm, ("a prompt",), tokens=8, every=3, rounds=1)
+    assert list(ratios) == list(RUNS)
+    assert ratios["none", False] == 1
+    assert all(ratio > 0 for ratio in ratios.values())
