@@ -105,6 +105,8 @@ class LLMEngine:
             config = _default_config(loaded.name, self.target)
         grammars = Grammars(self.tokenizer, self.target.vocab_size, loaded.eos_token_ids)
         self._maker = _request_maker(self.target, loaded, grammars)
+        if config.drafter_spec.takes_model:  # heads may read the module's embedding
+            loaded.forget_module()
         self.strategies = StrategyFactory(
             self.target,
             self.tokenizer,

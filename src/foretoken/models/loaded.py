@@ -18,7 +18,7 @@ from foretoken.models.support import default_device, default_dtype
 __all__ = ["LoadedModel"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class LoadedModel:
     """A module with its tokenizer, if it has one.
 
@@ -61,6 +61,13 @@ class LoadedModel:
         path = models.resolve(model)
         module = models.load_model(path, default_dtype(dtype, place), place)
         return LoadedModel(module, tokenizer or models.load_tokenizer(path), path, str(model))
+
+    def forget_module(self) -> None:
+        """Let go of the module, whose weights a network may have packed; nothing may read it now.
+
+        If a draft model is loaded next, the two modules need not be in memory together.
+        """
+        del self.module
 
     @property
     def reload(self) -> Callable[[], PreTrainedModel] | None:
