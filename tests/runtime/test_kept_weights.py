@@ -9,10 +9,12 @@ import torch
 from transformers import PreTrainedModel
 
 from foretoken.runtime.choose import network_for
-from foretoken.runtime.llama import LlamaWeights
+from foretoken.runtime.llama import LinearWeights, LlamaWeights
+from foretoken.runtime.native import pack as pack_module
 from foretoken.runtime.native.build import NativeLibraryError, library
 from foretoken.runtime.native.decoder import NativeDecoder
 from foretoken.runtime.native.kept_weights import KeptWeights
+from foretoken.runtime.native.pack import GROUP, PANEL, Format
 from foretoken.runtime.target import Target
 from tests.runtime.test_lean import scores
 from tests.tiny import tiny_model
@@ -93,6 +95,16 @@ def test_a_network_lets_go_of_what_it_does_not_share() -> None:
     theirs = {tensor.data_ptr() for tensor in first._kept}
     assert not theirs & {tensor.data_ptr() for tensor in second._kept}
     assert not second._kept._beside
+
+
+@pytest.mark.parametrize("form", Format)
+def test_packing_in_pieces_changes_no_bit(form: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = LinearWeights(torch.randn(5 * PANEL + 3, 2 * GROUP), torch.randn(5 * PANEL + 3))
+    whole = pack_module.pack(layer, form)
+    monkeypatch.setattr(pack_module, "_PIECE", 2)
+    pieces = pack_module.pack(layer, form)
+    assert torch.equal(whole.weight.view(torch.uint8), pieces.weight.view(torch.uint8))
+    assert whole.weight.stride() == pieces.weight.stride()
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

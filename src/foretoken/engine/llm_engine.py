@@ -118,6 +118,7 @@ class LLMEngine:
             max_num_seqs=options.max_num_seqs,
         )
         default = self.strategies.build(config)
+        loaded.forget_module()
         prefixes = options.prefix_cache_bytes
         self._speculation = Speculation(default)
         self._scheduler = Scheduler(

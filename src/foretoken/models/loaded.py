@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken import models
+from foretoken.core.memory import return_freed
 from foretoken.errors import ConfigError
 from foretoken.models.support import default_device, default_dtype
 
@@ -65,9 +66,12 @@ class LoadedModel:
     def forget_module(self) -> None:
         """Let go of the module, whose weights a network may have packed; nothing may read it now.
 
-        If a draft model is loaded next, the two modules need not be in memory together.
+        If a draft model is loaded next, the two modules need not be in memory together. Calling it
+        again gives back what was freed since.
         """
-        del self.module
+        vars(self).pop("module", None)
+        if self.path is not None:  # otherwise it is the user's, and stays
+            return_freed()
 
     @property
     def reload(self) -> Callable[[], PreTrainedModel] | None:
