@@ -114,7 +114,7 @@ class LLM:
         given = None if speculative_config is None else SpeculativeConfig.parse(speculative_config)
         loaded = LoadedModel.of(model, tokenizer, dtype, device)
         self.model_path, self.tokenizer = loaded.path, loaded.tokenizer
-        self._name = loaded.name or type(loaded.module).__name__
+        self._name = loaded.title
         self.eos_token_ids = loaded.eos_token_ids
         options = EngineOptions(
             max_model_len=max_model_len,

@@ -90,7 +90,7 @@ class LLMEngine:
         self, loaded: LoadedModel, config: SpeculativeConfig | None, options: EngineOptions
     ) -> None:
         show_log_lines()
-        self.tokenizer, self.options = loaded.tokenizer, options
+        self.tokenizer, self.options, title = loaded.tokenizer, options, loaded.title
         self._kv_budget = KVBudget(options.kv_cache_bytes)
         self.target = Target(
             loaded.module,
@@ -130,7 +130,7 @@ class LLMEngine:
         )
         _log.info(
             "%s runs on %s in %s, with the runtime %s, method %s and controller %s",
-            loaded.name or type(loaded.module).__name__,
+            title,
             self.target.device,
             self.target.dtype,
             self.target.network.name,

@@ -63,6 +63,11 @@ class LoadedModel:
         module = models.load_model(path, default_dtype(dtype, place), place)
         return LoadedModel(module, tokenizer or models.load_tokenizer(path), path, str(model))
 
+    @property
+    def title(self) -> str:
+        """What it was loaded by, or the class of the module given."""
+        return self.name or type(self.module).__name__
+
     def forget_module(self) -> None:
         """Let go of the module, whose weights a network may have packed; nothing may read it now.
 
