@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -109,7 +110,7 @@ def test_packing_in_pieces_changes_no_bit(form: Format, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_rows_of_its_own(name: str) -> None:
-    sizes = {"head_dim": 32} if name == "llama" else {}
+    sizes: dict[str, Any] = {"head_dim": 32} if name == "llama" else {}
     model = tiny_model(name, **sizes)
     target = Target(model)
     other = target.with_own_rows()

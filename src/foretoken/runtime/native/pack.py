@@ -89,8 +89,9 @@ def pack(layer: LinearWeights, form: Format) -> PackedWeights:
     weight = F.pad(layer.weight, (0, 0, 0, missing)) if missing else layer.weight
     bias = None if layer.bias is None else F.pad(layer.bias.float(), (0, missing)).contiguous()
     # Piece by piece, because packing a whole output layer takes several times its memory.
-    pieces = weight.reshape(-1, PANEL, inputs).split(_PIECE)  # [P, 32, K]
-    packed = torch.cat([_pack(panels, form) for panels in pieces])
+    panels = weight.reshape(-1, PANEL, inputs)
+    starts = range(0, len(panels), _PIECE)
+    packed = torch.cat([_pack(panels[start : start + _PIECE], form) for start in starts])
     return PackedWeights(packed, bias, form, inputs, outputs)
 
 
