@@ -35,9 +35,10 @@ class SpeculativeConfig(Config):
             is `draft_model`; without both it is `none`.
         num_speculative_tokens: most tokens drafted per step (gamma); None takes the method's
             default.
-        model: the draft model for methods that use one: a path, an alias or a loaded
-            `PreTrainedModel`. For `eagle`, `parallel`, `medusa`, `hydra`, `blockwise`,
-            `mlp_speculator` and `pass`, the folder of what was trained.
+        model: the draft model for methods that use one: a path, an alias, a loaded
+            `PreTrainedModel`, or an `LLM`, whose weights both then share. For `eagle`, `parallel`,
+            `medusa`, `hydra`, `blockwise`, `mlp_speculator` and `pass`, the folder of what was
+            trained.
         acceptance: a rule's name, a dict of its name (`rule`) and its options, or an
             `AcceptanceRule`.
         controller: how much to draft from step to step: a controller's name, or a dict of its

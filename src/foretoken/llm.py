@@ -14,6 +14,7 @@ from foretoken.core.memory import num_bytes
 from foretoken.core.params import Sampling, SamplingParams
 from foretoken.drafters.online import OnlineReport
 from foretoken.drafters.overlap import VocabularyOverlap
+from foretoken.drafters.vocabulary import DraftModel
 from foretoken.engine.llm_engine import EngineOptions, LLMEngine
 from foretoken.engine.prompts import (
     Message,
@@ -114,7 +115,8 @@ class LLM:
         given = None if speculative_config is None else SpeculativeConfig.parse(speculative_config)
         loaded = LoadedModel.of(model, tokenizer, dtype, device)
         self.model_path, self.tokenizer = loaded.path, loaded.tokenizer
-        self._name = loaded.name or type(loaded.module).__name__
+        self._name = loaded.title
+        self.eos_token_ids = loaded.eos_token_ids
         options = EngineOptions(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -126,7 +128,6 @@ class LLM:
         )
         self.engine = LLMEngine(loaded, given, options)
         self.speculative_config = self.engine.strategies.config
-        self.eos_token_ids = loaded.eos_token_ids
 
     def __repr__(self) -> str:
         """What runs, in one line."""
@@ -182,6 +183,15 @@ class LLM:
         draft models, it describes the one that was loaded last.
         """
         return self.engine.strategies.vocabulary_overlap
+
+    def as_draft_model(self) -> DraftModel:
+        """This model as the draft model of another `LLM`; its weights are in memory once.
+
+        `LLM(other, speculative_config={"model": this})` calls it. The draft model has KV rows of
+        its own, and this model's dtype, quantization and runtime.
+        """
+        model = self.engine.target.with_own_rows()
+        return DraftModel(model, self.tokenizer, self.model_path)
 
     @property
     def online_report(self) -> OnlineReport | None:

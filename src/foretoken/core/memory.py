@@ -1,15 +1,17 @@
 """Amounts of memory as users write them: a number of bytes, or text such as "2GiB".
 
-`LLM` reads `kv_cache_memory` and `prefix_cache_memory` with it.
+`return_freed` gives memory back. `LLM` reads `kv_cache_memory` and `prefix_cache_memory` with it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import re
+from contextlib import suppress
 
 from foretoken.errors import ConfigError
 
-__all__ = ["MIB", "num_bytes"]
+__all__ = ["MIB", "num_bytes", "return_freed"]
 
 MIB = 2**20
 
@@ -49,6 +51,16 @@ def num_bytes(name: str, value: int | str) -> int:
     if amount < 1:
         raise ConfigError(f"{name}: must be above 0, got {value!r}.")
     return int(amount)
+
+
+def return_freed() -> None:
+    """Give freed memory back to the system.
+
+    After a model was loaded and packed, glibc keeps what is free between the weights that stay.
+    Other C libraries have no such call, or do it by themselves.
+    """
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _amount(number: str, unit: str) -> float | None:

@@ -132,7 +132,8 @@ def build_draft_model(parts: DrafterParts) -> Drafter:
     if way == "same":
         scorer = vocabularies.same_model()
         drafter = with_model(parts, scorer)
-        drafter.learnable = LearnableModel(scorer, parts.model, draft.model)
+        if draft.source is not None:
+            drafter.learnable = LearnableModel(scorer, draft.source, draft.model)
     elif way == "intersection":
         drafter = with_model(parts, vocabularies.translated_model())
     elif reason := parts.options.refused_for_text():

@@ -133,7 +133,9 @@ class LearnableModel(Learnable):
         model: the draft model as it was loaded.
     """
 
-    def __init__(self, scorer: OwnModel, given: Any, model: Target) -> None:
+    def __init__(
+        self, scorer: OwnModel, given: str | Path | PreTrainedModel, model: Target
+    ) -> None:
         self._scorer, self._given = scorer, given
         self._dtype, self._device = model.dtype, model.device
         self._quantization, self._runtime = model.quantization, model.runtime

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken import models
 from foretoken.drafters.draft_model import OwnModel
@@ -39,10 +39,12 @@ class DraftModel:
     Args:
         model: the draft model.
         tokenizer: its tokenizer, or None if it has none.
+        source: what it can be loaded from again: a name, or a module; None if that is not known.
     """
 
     model: Target
     tokenizer: PreTrainedTokenizerBase | None
+    source: str | Path | PreTrainedModel | None = None
 
     def with_tokenizer(self, chosen: str | Path | PreTrainedTokenizerBase | None) -> DraftModel:
         """The same draft model with another tokenizer.

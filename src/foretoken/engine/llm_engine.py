@@ -93,7 +93,7 @@ class LLMEngine:
         self, loaded: LoadedModel, config: SpeculativeConfig | None, options: EngineOptions
     ) -> None:
         show_log_lines()
-        self.tokenizer, self.options = loaded.tokenizer, options
+        self.tokenizer, self.options, title = loaded.tokenizer, options, loaded.title
         self._kv_budget = KVBudget(options.kv_cache_bytes)
         self.target = Target(
             loaded.module,
@@ -109,6 +109,8 @@ class LLMEngine:
         grammars = Grammars(self.tokenizer, self.target.vocab_size, loaded.eos_token_ids)
         self._maker = _request_maker(self.target, loaded, grammars)
         self.references = ReferenceReader(self.target, self.tokenizer)
+        if config.drafter_spec.takes_model:  # heads may read the module's embedding
+            loaded.forget_module()
         self.strategies = StrategyFactory(
             self.target,
             self.tokenizer,
@@ -120,6 +122,7 @@ class LLMEngine:
             max_num_seqs=options.max_num_seqs,
         )
         default = self.strategies.build(config)
+        loaded.forget_module()
         prefixes = options.prefix_cache_bytes
         self._speculation = Speculation(default)
         self._scheduler = Scheduler(
@@ -131,7 +134,7 @@ class LLMEngine:
         )
         _log.info(
             "%s runs on %s in %s, with the runtime %s, method %s and controller %s",
-            loaded.name or type(loaded.module).__name__,
+            title,
             self.target.device,
             self.target.dtype,
             self.target.network.name,

@@ -38,7 +38,7 @@ def learner_for(
         raise CompatibilityError(
             f"online: method '{method}' has nothing that learns while it serves: use 'eagle', "
             "'medusa', 'hydra', 'blockwise', 'mlp_speculator', a 'hybrid' with one of these, or "
-            "'draft_model' with the target's vocabulary."
+            "'draft_model' with the target's vocabulary (not an LLM of a loaded module)."
         )
     if not same_bits and options.every is None:
         raise ConfigError(

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from copy import copy
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -32,7 +32,7 @@ from foretoken.runtime.profiling import measure_costs
 from foretoken.runtime.target import Target
 from foretoken.speculation import Strategy
 
-__all__ = ["Speculative", "StrategyFactory"]
+__all__ = ["LendsModel", "Speculative", "StrategyFactory"]
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +41,15 @@ Speculative: TypeAlias = SpeculativeConfig | Mapping[str, Any] | None
 
 MAX_STRATEGIES = 64
 """Most strategies of requests that are kept. The oldest is dropped, and built again if needed."""
+
+
+@runtime_checkable
+class LendsModel(Protocol):
+    """An `LLM`, whose model may also draft for another one."""
+
+    def as_draft_model(self) -> DraftModel:
+        """Its model with KV rows of its own; the weights are in memory once."""
+        ...
 
 
 class StrategyFactory:
@@ -228,15 +237,34 @@ class StrategyFactory:
             # The costs are learnt from the steps instead.
 
     def _load_draft_model(self, model: Any) -> DraftModel:
-        tokenizer = None
-        if not isinstance(model, PreTrainedModel):
-            folder = models.resolve(model)
+        if isinstance(model, LendsModel):
+            draft, name = model.as_draft_model(), type(model).__name__
+        else:
+            draft, name = self._loaded(model)
+        _check_sources(name, draft.model, self._target)
+        _check_device(draft.model, self._target)
+        self._kv_budget.add(draft.model)
+        return draft
+
+    def _loaded(self, given: str | Path | PreTrainedModel) -> tuple[DraftModel, str]:
+        """A draft model by its name, or a loaded one; and the name of its class."""
+        tokenizer, module = None, given
+        if not isinstance(module, PreTrainedModel):
+            folder = models.resolve(module)
             tokenizer = models.load_tokenizer(folder)
-            model = models.load_model(folder, self._target.dtype, self._target.device)
-        target = Target(model, quantization=self._quantization, runtime=self._runtime)
-        _check_sources(type(model).__name__, target, self._target)
-        self._kv_budget.add(target)
-        return DraftModel(target, tokenizer)
+            module = models.load_model(folder, self._target.dtype, self._target.device)
+        model = Target(
+            module, quantization=self._quantization, runtime=self._runtime, beside=self._target
+        )
+        return DraftModel(model, tokenizer, given), type(module).__name__
+
+
+def _check_device(model: Target, target: Target) -> None:
+    if model.device != target.device:
+        raise CompatibilityError(
+            f"draft_model: it is on {model.device} and the target is on {target.device}: load both "
+            "on one device."
+        )
 
 
 def _check_sources(name: str, model: Target, target: Target) -> None:

@@ -12,13 +12,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken import models
+from foretoken.core.memory import return_freed
 from foretoken.errors import ConfigError
 from foretoken.models.support import default_device, default_dtype
 
 __all__ = ["LoadedModel"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class LoadedModel:
     """A module with its tokenizer, if it has one.
 
@@ -61,6 +62,21 @@ class LoadedModel:
         path = models.resolve(model)
         module = models.load_model(path, default_dtype(dtype, place), place)
         return LoadedModel(module, tokenizer or models.load_tokenizer(path), path, str(model))
+
+    @property
+    def title(self) -> str:
+        """What it was loaded by, or the class of the module given."""
+        return self.name or type(self.module).__name__
+
+    def forget_module(self) -> None:
+        """Let go of the module, whose weights a network may have packed; nothing may read it now.
+
+        If a draft model is loaded next, the two modules need not be in memory together. Calling it
+        again gives back what was freed since.
+        """
+        vars(self).pop("module", None)
+        if self.path is not None:  # otherwise it is the user's, and stays
+            return_freed()
 
     @property
     def reload(self) -> Callable[[], PreTrainedModel] | None:

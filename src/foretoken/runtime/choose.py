@@ -30,7 +30,10 @@ _STATIC_POSITIONS = 2048
 
 
 def network_for(
-    model: PreTrainedModel, quantization: str | None = None, runtime: str = "auto"
+    model: PreTrainedModel,
+    quantization: str | None = None,
+    runtime: str = "auto",
+    beside: Network | None = None,
 ) -> Network:
     """The fastest network that can run a model. The model itself is not changed.
 
@@ -41,6 +44,8 @@ def network_for(
             operations, "cuda" captures these in CUDA graphs, and "compiled" also compiles them
             with `torch.compile`. "auto" takes "cuda" on a GPU, and runs without graphs if they
             cannot be captured. On a CPU it takes "native" if available, otherwise "torch".
+        beside: a network that stays in memory. If both are native, weights with the same bits are
+            in memory once.
 
     Raises:
         ConfigError: the quantization or runtime is unknown, or not available for this model on
@@ -64,7 +69,7 @@ def network_for(
     if reason is None:
         reason = why_no_library()
         if reason is None:
-            return NativeDecoder(LlamaWeights(model), quantization)
+            return NativeDecoder(LlamaWeights(model), quantization, beside=_native(beside))
         if runtime == "auto":
             _warn_once(reason)
     if runtime == "native":
@@ -126,5 +131,10 @@ def head_network(weights: DecoderWeights, target: Network, quantization: str | N
     """
     dtype, device = weights.embedding.dtype, weights.embedding.device
     if isinstance(target, NativeDecoder) and wrong_sizes(weights) is None:
-        return NativeDecoder(weights, None if quantization is None else "int8")
+        own = None if quantization is None else "int8"
+        return NativeDecoder(weights, own, beside=target)
     return LeanDecoder(weights, linear_layer(dtype, device, None) or DenseLinear)
+
+
+def _native(network: Network | None) -> NativeDecoder | None:
+    return network if isinstance(network, NativeDecoder) else None

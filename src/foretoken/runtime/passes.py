@@ -28,6 +28,7 @@ from foretoken.runtime.network import (
     Network,
     PassOutput,
 )
+from foretoken.runtime.rows import INTERNAL_KEY
 from foretoken.runtime.source_rows import SourceRows
 
 __all__ = ["Passes"]
@@ -65,6 +66,17 @@ class Passes(SourceRows):
         other.network = network
         other.num_passes = 0
         return other
+
+    def allocate(self, states: Tensor | None = None) -> None:
+        """Make one pass, so that the KV slab knows the size of a token's KV.
+
+        Args:
+            states: [1, E] the state of a token, for a drafting head.
+        """
+        self.add(INTERNAL_KEY)
+        self.prefill(INTERNAL_KEY, [0], states=states)
+        self.remove(INTERNAL_KEY)
+        self.num_passes = 0
 
     @torch.inference_mode()
     def prefill(

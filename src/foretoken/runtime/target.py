@@ -7,9 +7,10 @@ checks the model, and `profiling.py` measures what passes cost.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -35,6 +36,7 @@ class Target(Passes):
         quantization: see `network_for`.
         runtime: see `network_for`.
         reload: loads the model again; None if that is not possible.
+        beside: a target whose network stays in memory as long as this one's (see `network_for`).
 
     Attributes:
         config: the model's, of its text part.
@@ -58,6 +60,7 @@ class Target(Passes):
         quantization: str | None = None,
         runtime: str = "auto",
         reload: Callable[[], PreTrainedModel] | None = None,
+        beside: Target | None = None,
     ) -> None:
         length = context_length(model.config, max_model_len)
         check_supported(model, length)
@@ -70,12 +73,21 @@ class Target(Passes):
         self._vocabulary_weights = _kept_weights(model)
         self.reload = reload
         self.final_norm = final_norm(model)
-        network = network_for(model, quantization, runtime)
+        other = None if beside is None else beside.network
+        network = network_for(model, quantization, runtime, other)
         super().__init__(network, length, model.dtype, model.device)
         self.quantization, self.runtime = quantization, runtime
         self.bit_exact = probe(self, model, quantized=quantization is not None)
         self.exact_trees = self.bit_exact and self.network.exact_trees
         self.num_passes = 0
+
+    def with_own_rows(self) -> Self:
+        """The same model over rows of its own; the weights are in memory once."""
+        other = copy.copy(self)
+        network = self.network.first_layers(self.network.num_layers)
+        Passes.__init__(other, network, self.max_model_len, self.dtype, self.device)
+        other.allocate()
+        return other
 
     @property
     def vocabulary_weights(self) -> VocabularyWeights | None:

@@ -19,7 +19,6 @@ from foretoken.runtime.llama import (
     Rotary,
 )
 from foretoken.runtime.passes import Passes
-from foretoken.runtime.rows import INTERNAL_KEY
 from foretoken.runtime.target import Target
 
 __all__ = ["EagleWeights", "head_passes"]
@@ -89,9 +88,5 @@ def head_passes(net: EagleNet, target: Target) -> Passes:
     network = head_network(EagleWeights(net), target.network, target.quantization)
     length = min(target.max_model_len, net.config.max_position_embeddings)
     passes = Passes(network, length, target.dtype, target.device)
-    # One pass, so that the KV slab knows the size of a token's KV.
-    passes.add(INTERNAL_KEY)
-    passes.prefill(INTERNAL_KEY, [0], states=net.embedding[:1])
-    passes.remove(INTERNAL_KEY)
-    passes.num_passes = 0
+    passes.allocate(net.embedding[:1])
     return passes

@@ -19,7 +19,7 @@ from ctypes import (
     c_size_t,
     sizeof,
 )
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
 
@@ -47,7 +47,8 @@ from foretoken.runtime.native.arguments import (
     TreeArrays,
 )
 from foretoken.runtime.native.build import library
-from foretoken.runtime.native.pack import CLinear, Format, PackedWeights, in_turns, pack
+from foretoken.runtime.native.kept_weights import KeptWeights
+from foretoken.runtime.native.pack import CLinear, Format, in_turns, pack
 from foretoken.runtime.native.support import FORMATS, MOST_HIDDEN_SIZE
 from foretoken.runtime.network import (
     GrowingNetwork,
@@ -85,6 +86,8 @@ class NativeDecoder(GrowingNetwork):
             returns None. Linear layers are packed copies.
         quantization: "int8", "int4" (with the head in int8), or None.
         *flags: further flags for the compiler (see `library`).
+        beside: a network that stays in memory. What has the same bits in its embedding or linear
+            layers is in memory once.
 
     Raises:
         NativeLibraryError: the library is not available.
@@ -95,13 +98,17 @@ class NativeDecoder(GrowingNetwork):
     exact_trees = True
 
     def __init__(
-        self, weights: DecoderWeights, quantization: str | None = None, *flags: str
+        self,
+        weights: DecoderWeights,
+        quantization: str | None = None,
+        *flags: str,
+        beside: NativeDecoder | None = None,
     ) -> None:
         self._library = checked(library(*flags))
         self._lock = Lock()  # the workspace serves one thread at a time
         dtype = weights.embedding.dtype
         form = FORMATS[dtype] if quantization is None else _QUANTIZED[quantization]
-        self._kept: list[Tensor | PackedWeights] = []
+        self._kept: KeptWeights = KeptWeights(None if beside is None else beside._kept)
         layers = [
             self._layer(index, weights.layer(index), form) for index in range(weights.num_layers)
         ]
@@ -118,7 +125,7 @@ class NativeDecoder(GrowingNetwork):
             # In int4 the head, which ranks all tokens, would lose more accuracy than the layers.
             head=self._linear(weights.head, Format.INT8 if form is Format.INT4 else form),
             norm=self._float(weights.norm),
-            embedding=self._keep(weights.embedding.contiguous()).data_ptr(),
+            embedding=self._kept.share(weights.embedding.contiguous()).data_ptr(),
             vocabulary=len(weights.embedding),
             hidden_size=weights.hidden_size,
             heads=weights.heads,
@@ -130,6 +137,7 @@ class NativeDecoder(GrowingNetwork):
             scaling=weights.scaling,
             **self._joint(weights.joint, form),
         )
+        self._kept.close()
         self._use(layers)
 
     def _joint(self, joint: JointInput | MixedInput | None, form: Format) -> dict[str, Any]:
@@ -167,15 +175,12 @@ class NativeDecoder(GrowingNetwork):
 
     def _linear(self, weights: LinearWeights, form: Format) -> CLinear:
         packed = pack(weights, form)
-        self._kept.append(packed)
-        return packed.c
+        if packed.bias is not None:
+            self._kept.keep(packed.bias)
+        return replace(packed, weight=self._kept.share(packed.weight)).c
 
     def _float(self, weight: Tensor | None) -> int | None:
-        return None if weight is None else self._keep(weight.float().contiguous()).data_ptr()
-
-    def _keep(self, tensor: Tensor) -> Tensor:
-        self._kept.append(tensor)
-        return tensor
+        return None if weight is None else self._kept.keep(weight.float().contiguous()).data_ptr()
 
     @property
     def num_layers(self) -> int:
@@ -186,7 +191,7 @@ class NativeDecoder(GrowingNetwork):
         """See `Network.extend`."""
         first = int(self._decoder.vocabulary) + len(self._more)
         with self._lock:
-            self._more = self._keep(torch.cat([self._more, rows.to(self._more)]))
+            self._more = self._kept.keep(torch.cat([self._more, rows.to(self._more)]))
             self._decoder.more = self._more.data_ptr()
         return first
 

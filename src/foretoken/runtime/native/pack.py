@@ -20,6 +20,9 @@ PANEL = 32
 GROUP = 32
 """Inputs that share a scale in int8 and int4; `GROUP` in linear.h."""
 
+_PIECE = 64
+"""Panels that are packed at once."""
+
 _SMALLEST_SCALE = 6e-8
 """The smallest positive number in float16, the dtype of scales."""
 
@@ -83,9 +86,18 @@ def pack(layer: LinearWeights, form: Format) -> PackedWeights:
     """
     outputs, inputs = layer.weight.shape
     missing = -outputs % PANEL
-    weight = F.pad(layer.weight, (0, 0, 0, missing))
+    weight = F.pad(layer.weight, (0, 0, 0, missing)) if missing else layer.weight
     bias = None if layer.bias is None else F.pad(layer.bias.float(), (0, missing)).contiguous()
-    panels = weight.view(-1, PANEL, inputs)  # [P, 32, K]
+    # Piece by piece, because packing a whole output layer takes several times its memory.
+    panels = weight.reshape(-1, PANEL, inputs)
+    starts = range(0, len(panels), _PIECE)
+    packed = torch.cat([_pack(panels[start : start + _PIECE], form) for start in starts])
+    return PackedWeights(packed, bias, form, inputs, outputs)
+
+
+def _pack(panels: Tensor, form: Format) -> Tensor:
+    """Pack panels [P, 32, K], one after the other."""
+    inputs = panels.shape[-1]
     match form:
         case Format.FLOAT32:
             packed = panels.float().transpose(1, 2)
@@ -95,7 +107,7 @@ def pack(layer: LinearWeights, form: Format) -> PackedWeights:
             packed = _int8(panels.view(-1, PANEL, inputs // GROUP, GROUP))
         case Format.INT4:
             packed = _int4(panels.view(-1, PANEL, inputs // GROUP, GROUP))
-    return PackedWeights(packed.contiguous(), bias, form, inputs, outputs)
+    return packed.contiguous()
 
 
 def in_turns(gate_up: LinearWeights) -> LinearWeights:
