@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from foretoken import LLM, CompatibilityError, RequestOutput, SamplingParams
@@ -17,7 +18,6 @@ from foretoken.drafters.draft_model import OwnModel
 from foretoken.drafters.registry import METHODS
 from foretoken.request import Request
 from foretoken.runtime.attention import KEY_BLOCK
-from foretoken.runtime.network import RowState
 from foretoken.runtime.seq2seq.network import Seq2SeqNetwork
 from foretoken.runtime.target import Target
 from tests.drafting import drafter_of
@@ -130,13 +130,13 @@ def test_a_tree_from_a_draft_model() -> None:
 def read(monkeypatch: pytest.MonkeyPatch) -> Counter[Source]:
     """How often each source was read, by all encoders."""
     counts: Counter[Source] = Counter()
-    encode = Seq2SeqNetwork.encode
+    encoded = Seq2SeqNetwork.encoded
 
-    def counted(network: Seq2SeqNetwork, source: Source) -> RowState:
+    def counted(network: Seq2SeqNetwork, source: Source) -> Tensor:
         counts[source] += 1
-        return encode(network, source)
+        return encoded(network, source)
 
-    monkeypatch.setattr(Seq2SeqNetwork, "encode", counted)
+    monkeypatch.setattr(Seq2SeqNetwork, "encoded", counted)
     return counts
 
 

@@ -141,6 +141,11 @@ class TrainingMethod(ABC):
         """Width of the search by which an encoder-decoder writes what is learnt; 1 is greedy."""
         return 1
 
+    @property
+    def reads_encoder(self) -> bool:
+        """Whether it reads what the target's encoder makes of the sources."""
+        return False
+
     @abstractmethod
     def layers(self, num_layers: int) -> tuple[int, ...]:
         """Ids of the target's layers whose hidden states it reads."""
