@@ -300,6 +300,7 @@ class TrainingRun:
             target.network.num_layers,
             target.final_norm,
             target.reload,
+            target.logits_bias,
         )
 
     @cached_property
