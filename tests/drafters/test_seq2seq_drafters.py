@@ -257,7 +257,7 @@ def test_the_tokenizer_decides_about_sources(tmp_path: Path) -> None:
         assert swapped != text
         (tmp_path / "tokenizer.json").write_text(swapped)
         with pytest.raises(
-            CompatibilityError, match="same size but different tokens|of 128 tokens"
+            CompatibilityError, match=r"same size but different tokens|of 128 tokens"
         ):
             LLM(model_of("t5"), tokenizer=tiny_tokenizer(), speculative_config=other)
 
