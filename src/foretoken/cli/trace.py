@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from foretoken.cli.console import display, plain
+from foretoken.cli.console import display, plain, say
+from foretoken.cli.files import check_writable, write_whole
 from foretoken.cli.report import as_json
 from foretoken.cli.root import examples
 from foretoken.cli.trace_picture import legend, picture
 from foretoken.cli.trace_summary import TraceSummary, kept
+from foretoken.cli.trace_view import TraceView
 
 if TYPE_CHECKING:
     from foretoken.trace import Trace
@@ -22,6 +24,7 @@ __all__ = ["EXAMPLES", "trace"]
 EXAMPLES = examples(
     'foretoken generate "Count to ten." --trace steps.json',
     "foretoken trace steps.json",
+    "foretoken trace steps.json --html steps.html",
     "foretoken trace steps.json --json | jq .mean_acceptance_length",
 )
 
@@ -35,6 +38,14 @@ def trace(
             help="Written by `foretoken generate --trace FILE`.", metavar="FILE", show_default=False
         ),
     ],
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            "--html",
+            help="Write one self-contained page: draft and verification of each step.",
+            metavar="OUT",
+        ),
+    ] = None,
     json_output: Annotated[
         bool, typer.Option("--json", help="Print the summary only, as one JSON object.")
     ] = False,
@@ -43,6 +54,14 @@ def trace(
     from foretoken.trace import Trace
 
     recorded = Trace.load(file)
+    if page is not None:
+        from foretoken.cli.trace_page import html
+
+        check_writable(page)
+        write_whole(page, html(TraceView.of(recorded), file.stem))
+        if not json_output:
+            say(f"Written to {page}.")
+            return
     summary = TraceSummary.of(recorded)
     if json_output:
         print(as_json(summary.as_dict()))

@@ -54,7 +54,7 @@ class StateConfig:
 
 
 class FrozenLinear(nn.Module):
-    """`y = x W^T + b` with a weight [out, in] that is neither trained nor saved, nor is the bias."""
+    """`y = x W^T + b` with a weight [out, in] and a bias that are neither trained nor saved."""
 
     weight: Tensor
     bias: Tensor | None
