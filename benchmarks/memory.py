@@ -1,8 +1,8 @@
 """Peak memory by batch size: weights, KV, draft model, and the difference to plain decoding.
 
 Tables 8 and 9 of Xia et al., "Speculative Decoding" (2023), for any model and methods. Each case
-runs in a process of its own, because a peak never falls. Prompts are random tokens, and outputs have
-one length, so that all cases hold as many positions.
+runs in a process of its own, because a peak never falls. Prompts are random tokens, and outputs
+have one length, so that all cases hold as many positions.
 
     python -m benchmarks.memory --model MODEL --config '{"method": "ngram"}' --batch 1 --batch 8
 """
