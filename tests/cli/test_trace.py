@@ -91,7 +91,8 @@ def test_summary_counts() -> None:
 
 
 def test_summary_agrees_with_the_metrics(tiny: Path) -> None:
-    llm = LLM(tiny, speculative_config={"method": "ngram"})
+    # A controller that reads the clock may leave all drafts out.
+    llm = LLM(tiny, speculative_config={"method": "ngram", "controller": "fixed"})
     params = SamplingParams(temperature=0, max_tokens=50, allowed_token_ids=(40, 41))
     (output,) = llm.generate("hello", params)
     summary, metrics = TraceSummary.of(output.trace).as_dict(), output.metrics.as_dict()
@@ -126,7 +127,7 @@ def test_the_view_has_draft_and_verification() -> None:
     assert verified == [*kept, (" dog", "correction")]
     assert corrected.lines == ((0, (0, 1, 2, 3)),)
     assert [token.kind for token in bonus.verified] == ["accepted", "accepted", "bonus"]
-    assert [(token.text, token.kind) for token in plain.verified] == [("\t", "bonus")]
+    assert [(token.text, token.kind) for token in plain.verified] == [("\t", "plain")]
     assert not plain.draft
     assert not plain.lines
     assert [token.kind for token in cut.draft] == ["accepted", "unreached"]

@@ -30,7 +30,7 @@ class Token:
     """
 
     text: str
-    kind: Literal["accepted", "rejected", "unreached", "correction", "bonus"]
+    kind: Literal["accepted", "rejected", "unreached", "correction", "bonus", "plain"]
     parent: int = -1
     p: float | None = None
     q: float | None = None
@@ -92,9 +92,15 @@ def _step(number: int, step: StepTrace, pieces: Mapping[int, str]) -> Step:
     )
     verified = [draft[index] for index in became_output]
     if step.committed > len(step.accepted):  # else a stop has cut it off
-        added = "correction" if step.origin.value == "correction" else "bonus"
-        verified.append(Token(text(step.token), added))  # type: ignore[arg-type]
+        verified.append(Token(text(step.token), _added(step)))
     return Step(number, draft, _lines(step), tuple(verified), step.reason)
+
+
+def _added(step: StepTrace) -> Literal["correction", "bonus", "plain"]:
+    """What the token behind the accepted ones is."""
+    if step.origin.value == "correction":
+        return "correction"
+    return "bonus" if step.drafted else "plain"
 
 
 def _lines(step: StepTrace) -> tuple[tuple[int, tuple[int, ...]], ...]:
