@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -19,15 +19,20 @@ from tests.tiny_seq2seq import VOCAB_SIZE, seq2seq_config
 
 
 def spec_drafter_of(
-    name: str = "bart", num_masks: int = 5, shape: str = "small", seed: int = 0
+    name: str = "bart",
+    num_masks: int = 5,
+    shape: str = "small",
+    seed: int = 0,
+    encoder: Literal["own", "target"] = "own",
 ) -> tuple[PreTrainedModel, SpecDrafterNotes]:
     """A Spec-Drafter with random weights for one of `SEQ2SEQ`."""
     torch.manual_seed(seed)
-    lm = new_masked_lm(seq2seq_config(name), VOCAB_SIZE, num_masks, shape)
+    config, own_encoder = seq2seq_config(name), encoder == "own"
+    lm = new_masked_lm(config, VOCAB_SIZE, num_masks, shape, own_encoder=own_encoder)
     for parameter in lm.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     lm.train(False)
-    return lm, SpecDrafterNotes(num_masks, VOCAB_SIZE, VOCAB_SIZE)
+    return lm, SpecDrafterNotes(num_masks, VOCAB_SIZE, VOCAB_SIZE, encoder)
 
 
 def save_spec_drafter(
@@ -38,9 +43,11 @@ def save_spec_drafter(
 
 
 @cache
-def random_spec_drafter(name: str = "bart", num_masks: int = 5) -> str:
+def random_spec_drafter(
+    name: str = "bart", num_masks: int = 5, encoder: Literal["own", "target"] = "own"
+) -> str:
     """A folder with random weights, until the tests are over."""
     folder = Path(tempfile.mkdtemp(prefix="foretoken-tests-"))
     atexit.register(shutil.rmtree, folder)
-    save_spec_drafter(folder, *spec_drafter_of(name, num_masks))
+    save_spec_drafter(folder, *spec_drafter_of(name, num_masks, encoder=encoder))
     return str(folder)

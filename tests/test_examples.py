@@ -11,6 +11,10 @@ from types import ModuleType
 
 import pytest
 
+from tests.spec_drafters import random_spec_drafter
+from tests.tiny import tiny_tokenizer
+from tests.tiny_seq2seq import tiny_seq2seq
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 STOCHASTIC = EXAMPLES / "stochastic"
 
@@ -61,6 +65,19 @@ class TestOnTheDefaultModel:
     def test_custom_drafter(self, capsys: pytest.CaptureFixture[str]) -> None:
         run(EXAMPLES / "custom_drafter.py", "--max-tokens", "12")
         assert "second time" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("drafter", [None, "spec_drafter"])
+def test_translate(drafter: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a tiny model, which translates nothing."""
+    tiny_seq2seq("bart", eos_bias=1.0).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    more = [] if drafter is None else ["--drafter", random_spec_drafter()]
+    run(EXAMPLES / "translate.py", "--model", str(tmp_path), "--max-tokens", "8", *more)
+    out = capsys.readouterr().out
+    assert out.count("same: True") == 3
+    assert out.count("(score ") == 3
+    assert out.startswith("The weather is nice today.\n  plain")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from foretoken.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from foretoken.config import SpeculativeConfig
     from foretoken.core.acceptance.base import Origin
     from foretoken.core.params import SamplingParams, StructuredOutputs
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
+    "foretoken.beam_search": ["BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"],
     "foretoken.core.acceptance.base": ["Origin"],
     "foretoken.core.params": ["SamplingParams", "StructuredOutputs"],
     "foretoken.drafters.online": ["OnlineReport"],
@@ -78,6 +80,9 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = [
     "LLM",
     "BeamOutput",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompatibilityError",
     "CompletionOutput",
     "ConfigError",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from foretoken.beam_search import BeamSearchOutput, BeamSearchParams, sequences_of
 from foretoken.config import SpeculativeConfig
 from foretoken.core.memory import num_bytes
 from foretoken.core.params import Sampling, SamplingParams
@@ -310,6 +311,22 @@ class LLM:
             references=references,
             trace=trace,
         )
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        speculative_config: Speculative | Sequence[Speculative] = None,
+    ) -> list[BeamSearchOutput]:
+        """Search for the most probable outputs, with vLLM's parameters and results.
+
+        It is `generate` with `SamplingParams(beam_width=...)`. Arguments and errors are the same,
+        except that all prompts have the same `params`. The sequences begin with the prompt.
+        """
+        given, config = params.sampling_params, speculative_config
+        found = self.generate(prompts, given, speculative_config=config)
+        return [sequences_of(each, params, self.tokenizer, self.eos_token_ids) for each in found]
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, including special tokens; the chat template formats conversations.

@@ -116,6 +116,7 @@ class Request:
             frozenset(self.sampler.stop_ids),
             1.0 if params.length_penalty is None else params.length_penalty,
             params.early_stopping or False,
+            params.renormalize_logits or False,
         )
         return Beams(settings, chain([self.root]))
 

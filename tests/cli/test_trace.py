@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from foretoken import LLM, Origin, SamplingParams, StepTrace, Trace
 from foretoken.cli.trace_picture import picture
 from foretoken.cli.trace_summary import TraceSummary
+from foretoken.cli.trace_view import TraceView
 from tests.cli.conftest import Run, error_of
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -174,6 +176,82 @@ def test_command(run: Run, tmp_path: Path) -> None:
         assert text in result.stdout
     summary = json.loads(run("trace", file, "--json").stdout)
     assert summary["accepted_per_position"] == [2, 2, 0, 0]
+
+
+def test_the_view_has_draft_and_verification() -> None:
+    """What was kept, the first token that was rejected, and what the target put in its place."""
+    corrected, bonus, plain, cut, tree = TraceView.of(
+        Trace([CORRECTED, BONUS, PLAIN, CUT, TREE], PIECES)
+    ).steps
+    kinds = [(token.text, token.kind) for token in corrected.draft]
+    kept = [(" the", "accepted"), (" cat", "accepted")]
+    assert kinds == [*kept, (" sat", "rejected"), ("\n", "unreached")]
+    verified = [(token.text, token.kind) for token in corrected.verified]
+    assert verified == [*kept, (" dog", "correction")]
+    assert corrected.lines == ((0, (0, 1, 2, 3)),)
+    assert [token.kind for token in bonus.verified] == ["accepted", "accepted", "bonus"]
+    assert [(token.text, token.kind) for token in plain.verified] == [("\t", "plain")]
+    assert not plain.draft
+    assert not plain.lines
+    assert [token.kind for token in cut.draft] == ["accepted", "unreached"]
+    assert [token.text for token in cut.verified] == [" the"]
+    assert tree.lines == ((0, (0,)), (1, (1, 2)), (1, (3,)), (2, (4,)), (2, (5,)))
+    assert (tree.draft[4].parent, tree.draft[4].p, tree.draft[4].q) == (3, 0.5, 1.0)
+
+
+class _Page(HTMLParser):
+    """The classes and the text of a page's tokens, and its data."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tokens: list[tuple[str, str]] = []
+        self.data = ""
+        self.outside: list[str] = []
+        self._in = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.outside += [given[name] or "" for name in ("src", "href") if name in given]
+        self._in = "data" if tag == "script" else (given.get("class") or "")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._in == "data":
+            self.data += data
+        elif self._in.startswith("token "):
+            self.tokens.append((data, self._in.removeprefix("token ")))
+
+
+def test_the_page_shows_the_view(run: Run, tmp_path: Path) -> None:
+    """It loads nothing, and text of tokens is never markup."""
+    pieces = {**PIECES, 3: "</script><b>&", 2: '" onx="'}
+    trace = Trace([CORRECTED, TREE, PLAIN], pieces)
+    file, out = tmp_path / "steps.json", tmp_path / "steps.html"
+    file.write_text(json.dumps(trace.as_dict()))
+    result = run("trace", file, "--html", out)
+    assert result.exit_code == 0
+    assert str(out) in result.stderr
+    page, view = _Page(out.read_text()), TraceView.of(trace)
+    assert page.outside == []
+    assert json.loads(page.data) == json.loads(json.dumps(view.as_dict()))
+    table = page.tokens[-sum(len(s.draft) + len(s.verified) for s in view.steps) :]
+    shown = iter(table)
+    for step in view.steps:
+        order = [index for _, line in step.lines for index in line]
+        for token in (*(step.draft[index] for index in order), *step.verified):
+            assert next(shown) == (token.text, token.kind)
+
+
+def test_a_page_that_cannot_be_written(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "steps.json"
+    file.write_text(json.dumps(Trace().as_dict()))
+    result = run("trace", file, "--html", tmp_path / "none" / "out.html")
+    assert result.exit_code == 2
+    assert "there is no folder" in error_of(result)
+    assert run("trace", file, "--html", tmp_path / "out.html").exit_code == 0
 
 
 def test_empty_trace(run: Run, tmp_path: Path) -> None:

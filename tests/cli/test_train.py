@@ -49,7 +49,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         shorter = getattr(talks, name).model_copy(update={"max_tokens": 24})
         monkeypatch.setattr(talks, name, shorter)
     speeds = Speeds(1e3, 1e4, 1e3, 500)
-    monkeypatch.setattr(training_run, "measure_speeds", lambda *_: speeds)
+    monkeypatch.setattr(training_run, "measure_speeds", lambda *_, **__: speeds)
 
 
 @pytest.fixture
@@ -255,7 +255,7 @@ self_data._MOST_USER_TOKENS = self_data._MOST_TEXT_TOKENS = 12
 for name in ("_GREEDY", "_SAMPLED"):
     setattr(talks, name, getattr(talks, name).model_copy(update={"max_tokens": 24}))
 run._ROWS, run._SERVED_PROMPTS = 1, 1
-run.measure_speeds = lambda *_: Speeds(1e3, 1e3, 1e3, 1e3)
+run.measure_speeds = lambda *_, **__: Speeds(1e3, 1e3, 1e3, 1e3)
 step, left = trainer.Trainer._step, int(sys.argv.pop(1))
 number = getattr(signal, sys.argv.pop(1))
 def stopping(self, batches):

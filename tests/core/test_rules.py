@@ -168,15 +168,6 @@ def test_rules_without_effect_cost_nothing() -> None:
     assert given.for_output([START], None, 5) is not None
 
 
-def test_what_beams_are_scored_by() -> None:
-    config = config_of(length_penalty=0.5, early_stopping="never", renormalize_logits=True)
-    rules = DecodingRules.of(config, EOS, V)
-    assert (rules.length_penalty, rules.early_stopping) == (0.5, "never")
-    assert rules.renormalize_logits
-    neutral = DecodingRules.of(None, EOS, V)
-    assert (neutral.length_penalty, neutral.early_stopping) == (1.0, False)
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -93,6 +93,18 @@ def test_an_insertion_and_a_deletion() -> None:
     assert text.then(13).draft() == [14, 15, 16]
 
 
+def test_marks_that_are_only_inserted() -> None:
+    """Copying goes on where it stopped, up to four inserted tokens; it may align elsewhere."""
+    text = Text(INPUT, copy_start=0, copy_insertions=True)
+    assert text.then(10, 11, 90).draft() == [12, 13, 14]
+    assert text.then(12, 91, 92, 93, 94).draft() == [13, 14, 15]
+    assert text.then(95).draft() == []
+    assert text.then(13).draft() == []  # as without the option: one token is less than two
+    assert text.then(14).draft() == [15, 16]
+    jumped = Text(INPUT, copy_start=0, copy_insertions=True, copy_min_match=1)
+    assert jumped.then(10, 14).draft() == [15, 16]
+
+
 def test_the_longest_suffix_wins() -> None:
     text = Text([1, 2, 3, 40, 2, 3, 50, 9, 3, 60], copy_start=0, copy_min_match=1)
     assert text.then(99, 1, 2, 3).draft(1) == [40]

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from foretoken import LLM, CompatibilityError, RequestOutput, SamplingParams
@@ -17,7 +19,6 @@ from foretoken.drafters.draft_model import OwnModel
 from foretoken.drafters.registry import METHODS
 from foretoken.request import Request
 from foretoken.runtime.attention import KEY_BLOCK
-from foretoken.runtime.network import RowState
 from foretoken.runtime.seq2seq.network import Seq2SeqNetwork
 from foretoken.runtime.target import Target
 from tests.drafting import drafter_of
@@ -130,13 +131,13 @@ def test_a_tree_from_a_draft_model() -> None:
 def read(monkeypatch: pytest.MonkeyPatch) -> Counter[Source]:
     """How often each source was read, by all encoders."""
     counts: Counter[Source] = Counter()
-    encode = Seq2SeqNetwork.encode
+    encoded = Seq2SeqNetwork.encoded
 
-    def counted(network: Seq2SeqNetwork, source: Source) -> RowState:
+    def counted(network: Seq2SeqNetwork, source: Source) -> Tensor:
         counts[source] += 1
-        return encode(network, source)
+        return encoded(network, source)
 
-    monkeypatch.setattr(Seq2SeqNetwork, "encode", counted)
+    monkeypatch.setattr(Seq2SeqNetwork, "encoded", counted)
     return counts
 
 
@@ -227,8 +228,38 @@ def test_draft_models_with_other_vocabularies(vocabulary: str) -> None:
     with pytest.raises(CompatibilityError, match=f"'{vocabulary}' is for decoder-only models"):
         LLM(model_of("t5"), speculative_config=config)
     other = {"method": "draft_model", "model": tiny_seq2seq("t5", vocab_size=64)}
-    with pytest.raises(CompatibilityError, match="different vocabularies"):
+    with pytest.raises(CompatibilityError, match="a vocabulary of 64 tokens and the target one"):
         LLM(model_of("t5"), speculative_config=other)
+    # Outputs of the same size, and other sources.
+    own: dict[str, Any] = {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 96}
+    target, draft = (tiny_seq2seq("marian", **own, vocab_size=size) for size in (96, 100))
+    other = {"method": "draft_model", "model": draft}
+    with pytest.raises(
+        CompatibilityError, match="reads sources of 100 tokens and the target of 96"
+    ):
+        LLM(target, speculative_config=other)
+
+
+def test_the_tokenizer_decides_about_sources(tmp_path: Path) -> None:
+    """Embeddings may be padded to different sizes; the same size may be of different tokens."""
+    padded = tiny_seq2seq("t5", seed=1, vocab_size=128)
+    padded.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    config = {**config_of("t5", "draft_model", "coupled"), "model": str(tmp_path)}
+    outputs = llm_of("t5").generate(PROMPTS, GREEDY, speculative_config=config)
+    assert bits(outputs, "draft_model") == bits(plain("t5", GREEDY), "draft_model")
+    assert all(output.metrics.num_draft_tokens for output in outputs)
+    for method in ("draft_model", "cascade"):
+        other = {**config_of("t5", method, "coupled"), "model": str(tmp_path)}
+        tiny_tokenizer().save_pretrained(tmp_path)
+        text = (tmp_path / "tokenizer.json").read_text()
+        swapped = text.replace('"a":', '"?":').replace('"b":', '"a":').replace('"?":', '"b":')
+        assert swapped != text
+        (tmp_path / "tokenizer.json").write_text(swapped)
+        with pytest.raises(
+            CompatibilityError, match=r"same size but different tokens|of 128 tokens"
+        ):
+            LLM(model_of("t5"), tokenizer=tiny_tokenizer(), speculative_config=other)
 
 
 def test_copying_between_vocabularies() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from foretoken import LLM, SamplingParams
+from foretoken import LLM, BeamSearchParams, SamplingParams
 from foretoken.errors import CompatibilityError, ConfigError
 from foretoken.outputs import CompletionOutput
 from foretoken.runtime.attention import KEY_BLOCK
@@ -114,6 +114,60 @@ def test_masks_and_the_repetition_penalty_act_as_in_generate() -> None:
     }
     expected = found_by_generate(model_of("llama"), prompt, 4, 12, **options)
     assert_found(result.outputs[0], expected)
+
+
+def test_log_probabilities_are_normalised_as_in_generate() -> None:
+    """Behind masks and penalties, if the generation config says so, or the parameters."""
+    model = tiny_model("llama", eos_token_id=EOS)
+    own: dict[str, Any] = {"repetition_penalty": 1.7, "min_new_tokens": 6}
+    expected = [
+        found_by_generate(model, PROMPTS[1], 3, 12, renormalize_logits=value, **own)
+        for value in (True, False)
+    ]
+    assert expected[0] != expected[1]
+    fields: dict[str, Any] = {"repetition_penalty": 1.7, "min_tokens": 6}
+    for value, found in zip((True, False), expected, strict=True):
+        params = searched(3, 12, **fields, renormalize_logits=value)
+        (result,) = llm_of().generate([PROMPTS[1]], params)
+        assert_found(result.outputs[0], found)
+    model.generation_config.renormalize_logits = True
+    (result,) = LLM(model).generate([PROMPTS[1]], searched(3, 12, **fields))
+    assert_found(result.outputs[0], expected[0])
+
+
+def test_a_beam_of_one_is_greedy_decoding() -> None:
+    params = BeamSearchParams(beam_width=1, max_tokens=9, length_penalty=0.0)
+    (found,) = llm_of().beam_search(PROMPTS[0], params)
+    (result,) = llm_of().generate(
+        PROMPTS[0], SamplingParams(temperature=0, max_tokens=9, logprobs=0)
+    )
+    (only,) = found.sequences
+    assert only.tokens == (*PROMPTS[0], *result.token_ids)
+    assert only.score == only.cum_logprob == sum(each.logprob for each in result.logprobs or ())
+
+
+def test_vllms_method() -> None:
+    """The sequences begin with the prompt."""
+    width = 3
+    params = BeamSearchParams(beam_width=width, max_tokens=9, length_penalty=0.5)
+    ngram = {"method": "ngram", "prompt_lookup_min": 1}
+    for config in (None, ngram):
+        found = llm_of().beam_search(list(PROMPTS), params, speculative_config=config)
+        for prompt, output in zip(PROMPTS, found, strict=True):
+            expected = found_by_generate(model_of("llama"), prompt, width, 9, length_penalty=0.5)
+            tokens = [each.tokens for each in output.sequences]
+            assert tokens == [(*prompt, *text) for text, _ in expected]
+            for each, (text, score) in zip(output.sequences, expected, strict=True):
+                assert each.score == pytest.approx(score, abs=1e-4)
+                assert each.cum_logprob == pytest.approx(score * len(text) ** 0.5, abs=1e-4)
+                assert each.finish_reason == ("stop" if text[-1] == EOS else "length")
+
+
+def test_wrong_parameters_of_vllms_method() -> None:
+    with pytest.raises(ConfigError, match="temperature"):
+        BeamSearchParams(beam_width=2, max_tokens=4, temperature=1.0)
+    with pytest.raises(ConfigError, match="beam_width"):
+        BeamSearchParams(max_tokens=4)  # type: ignore[call-arg]
 
 
 def test_the_models_own_options_are_the_defaults() -> None:

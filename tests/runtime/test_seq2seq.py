@@ -381,7 +381,7 @@ def test_int8() -> None:
         ({"quantization": "int4"}, "quantization: int4 is for decoder-only models"),
     ],
 )
-def test_options_of_decoder_only_models(options: dict[str, str], message: str) -> None:
+def test_options_of_decoder_only_models(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         network_for(model_of("bart", torch.float32), **options)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from foretoken.training import spec_drafter
 from foretoken.training.averaging import Averages
 from foretoken.training.batches import Batch, TrainingSet, collate
 from foretoken.training.conversations import Conversation
-from foretoken.training.features import Features
+from foretoken.training.features import FeatureCache, Features, compute_features
 from foretoken.training.masked_lm import copy_encoder, new_masked_lm
 from foretoken.training.methods import training_method
 from foretoken.training.progress import Evaluation, Step
@@ -44,7 +45,7 @@ SOURCES = [list(tiny_source(length=length, seed=length).tokens) for length in (9
 
 
 def trainee_of(name: str = "bart", **options: Any) -> SpecDrafterTrainee:
-    lm, notes = spec_drafter_of(name, MASKS)
+    lm, notes = spec_drafter_of(name, MASKS, encoder=options.get("encoder", "own"))
     return SpecDrafterTrainee(lm, notes, SpecDrafterTrainingOptions(num_masks=MASKS, **options))
 
 
@@ -88,6 +89,31 @@ def test_it_learns_what_is_served(name: str) -> None:
         prefix = OUTPUTS[row][: place + 1]
         found = torch.stack([trainee.logits(each[row, place], 0) for each in levels])
         expected = served(trainee, SOURCES[row], prefix)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", TEXT)
+@torch.inference_mode()
+def test_it_learns_what_is_served_with_the_targets_encoder(name: str, tmp_path: Path) -> None:
+    """The drafter's decoder reads the encoder of the runtime, kept in half precision."""
+    trainee = trainee_of(name, encoder="target").eval()
+    target = Target(tiny_seq2seq(name))
+    talks = [
+        Conversation(tuple(tokens), ((1, len(tokens)),), source=tuple(source))
+        for tokens, source in zip(OUTPUTS, SOURCES, strict=True)
+    ]
+    for _ in compute_features(target, talks, (), tmp_path / "cache", encoder=True):
+        pass
+    cache = FeatureCache(tmp_path / "cache")
+    batch = collate([cache[number] for number in range(3)], MASKS, trainee.first_learnt)
+    levels = list(trainee.outputs(batch, MASKS))
+    passes = Passes(network_for(trainee.lm), CONTEXT, torch.float32, torch.device("cpu"))
+    passes.add(0)
+    for row, place in ((0, 0), (0, 6), (1, 1), (2, 3)):
+        prefix = OUTPUTS[row][: place + 1]
+        found = torch.stack([trainee.logits(each[row, place], 0) for each in levels])
+        passes.read_encoded(0, target.encoded(0, Source(tuple(SOURCES[row]))).half().float())
+        expected = passes.fill([0], [prefix], [MASKS], VOCAB_SIZE)[0][:, :VOCAB_SIZE]
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
@@ -316,6 +342,28 @@ def test_shapes(shape: str, layers: tuple[int, int]) -> None:
         config: Any = new_masked_lm(target, VOCAB_SIZE, MASKS, shape, halved=halved).config
         assert (config.encoder_layers, config.decoder_layers) == layers
         assert config.d_model == (16 if halved else 32)
+
+
+@pytest.mark.parametrize("name", ["bart", "m2m_100", "t5"])
+def test_without_an_encoder_of_its_own(name: str, tmp_path: Path) -> None:
+    """It keeps the target's width, and all weights that learn have gradients."""
+    target = Target(tiny_seq2seq(name))
+    fields = {"num_masks": MASKS, "encoder": "target", "size": 0.01}
+    method = training_method("spec_drafter", fields)
+    assert method.reads_encoder
+    trainee: Any = method.trainee(parts_of(target))
+    config = trainee.lm.config
+    assert (config.encoder_layers, config.decoder_layers, config.d_model) == (0, 2, 32)
+    pairs = [
+        replace(features(*each), encoded=torch.randn(len(each[1]), 32).half())
+        for each in zip(OUTPUTS, SOURCES, strict=True)
+    ]
+    batch = collate(pairs, 1, trainee.first_learnt)
+    trainee.train()(batch, 1).losses.sum().backward()
+    learning = [weight for weight in trainee.parameters() if weight.requires_grad]
+    assert all(weight.grad is not None for weight in learning)
+    method.write(trainee, parts_of(target), tmp_path, {})
+    load_spec_drafter(tmp_path, target)
 
 
 @pytest.mark.parametrize("name", ["bart", "m2m_100", "pegasus"])

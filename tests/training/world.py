@@ -98,6 +98,7 @@ def parts_of(target: Target, stride: int = 1) -> HeadParts:
         layers,
         target.final_norm,
         partial(_again, target),
+        target.logits_bias,
     )
 
 

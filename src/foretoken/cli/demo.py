@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from foretoken.cli.console import display, plain, working
-from foretoken.cli.demo_prompts import PROMPTS, DemoPrompt
+from foretoken.cli.demo_prompts import PROMPTS, SENTENCES, DemoPrompt
 from foretoken.cli.demo_runs import Comparison, Runs
 from foretoken.cli.flat import flat
 from foretoken.cli.options import ModelOptions, SpeculationOptions
@@ -63,7 +63,7 @@ def demo(
     without, speculative = _load(target, config)
     _show_setting(target, speculative)
     comparisons = []
-    for prompt in PROMPTS:
+    for prompt in SENTENCES if without.engine.target.reads_source else PROMPTS:
         comparison = Comparison(prompt.title)
         _stream(comparison, prompt, without, speculative, params)
         _measure(comparison, prompt, without, speculative, params, rounds)

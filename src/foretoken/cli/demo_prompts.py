@@ -1,4 +1,4 @@
-"""The demo's three prompts: one with nothing to copy, two whose answers repeat the prompt.
+"""The demo's prompts: one with nothing to copy, two whose answers repeat the prompt.
 
 `foretoken demo` runs them. Commands that measure use them where no file of prompts is given.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["PROMPTS", "DemoPrompt"]
+__all__ = ["PROMPTS", "SENTENCES", "DemoPrompt"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,16 @@ _PASSAGE = (
     "handed down from mother to daughter. When iron stoves became cheap, people began to bake at "
     "home, and most of the village ovens fell out of use."
 )
+
+SENTENCES = (
+    DemoPrompt("Sentence", "The weather is nice today, so we will walk to the lake."),
+    DemoPrompt(
+        "Two sentences",
+        "The train to the city leaves at nine in the morning. It arrives two hours later.",
+    ),
+    DemoPrompt("Paragraph", _PASSAGE),
+)
+"""What an encoder-decoder reads: a translator takes an instruction for a part of the text."""
 
 PROMPTS = (
     DemoPrompt("Question", "What is photosynthesis?"),

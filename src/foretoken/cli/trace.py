@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from foretoken.cli.console import display, plain
+from foretoken.cli.console import display, plain, say
+from foretoken.cli.files import check_writable, write_whole
 from foretoken.cli.report import as_json
 from foretoken.cli.root import UsageError, examples
 from foretoken.cli.trace_picture import legend, picture
 from foretoken.cli.trace_summary import TraceSummary
+from foretoken.cli.trace_view import TraceView
 
 if TYPE_CHECKING:
     from foretoken.trace import Trace
@@ -24,6 +26,7 @@ EXAMPLES = examples(
     'foretoken generate "Count to ten." --trace steps.json',
     "foretoken trace steps.json",
     "foretoken trace steps.json plain.json --timeline --svg timeline.svg",
+    "foretoken trace steps.json --html steps.html",
     "foretoken trace steps.json --json | jq .mean_acceptance_length",
 )
 
@@ -45,6 +48,14 @@ def trace(
     svg: Annotated[
         Path | None, typer.Option(help="Write the timeline as SVG.", metavar="FILE")
     ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            "--html",
+            help="Write one self-contained page: draft and verification of each step.",
+            metavar="OUT",
+        ),
+    ] = None,
     json_output: Annotated[
         bool, typer.Option("--json", help="Print the summary only, as one JSON object.")
     ] = False,
@@ -53,13 +64,21 @@ def trace(
     from foretoken.trace import Trace
 
     if timeline or svg is not None:
-        if json_output:
-            raise UsageError("--json prints the summary: leave out --timeline and --svg")
+        if json_output or page is not None:
+            raise UsageError("--timeline and --svg show times only: leave out --json and --html")
         _timelines(files, svg, shown=timeline)
         return
     if len(files) > 1:
         raise UsageError("only --timeline and --svg take several traces: give one file")
     recorded = Trace.load(files[0])
+    if page is not None:
+        from foretoken.cli.trace_page import html
+
+        check_writable(page)
+        write_whole(page, html(TraceView.of(recorded), files[0].stem))
+        if not json_output:
+            say(f"Written to {page}.")
+            return
     summary = TraceSummary(recorded)
     if json_output:
         print(as_json(summary.as_dict()))

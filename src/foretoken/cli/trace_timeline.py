@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from foretoken.cli.console import display, plain
-from foretoken.cli.trace_summary import depths
 from foretoken.errors import ForetokenError
 
 if TYPE_CHECKING:
@@ -120,7 +119,7 @@ def _parts(trace: Trace) -> Iterator[tuple[str, float, int]]:
 
 def _step_parts(step: StepTrace) -> Iterator[tuple[str, float, int]]:
     if step.drafted:
-        yield "draft", step.draft_seconds, max(depths(step))
+        yield "draft", step.draft_seconds, max(step.depths)
     yield "target", step.verify_seconds, 1
     rest = 0.0 if step.drafted else step.draft_seconds  # looking for a draft and finding none
     yield "accept", step.accept_seconds + rest, 1

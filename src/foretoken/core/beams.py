@@ -47,6 +47,7 @@ class BeamSettings:
         early_stopping: when the search ends. True: as soon as there are `width` hypotheses. False:
             when the best live beam scores less, at its present length, than the worst hypothesis.
             "never": the same, at the length at which it would score best.
+        renormalize: whether log-probabilities are normalised after masks and penalties.
     """
 
     width: int
@@ -54,6 +55,7 @@ class BeamSettings:
     eos_ids: frozenset[int] = frozenset()
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
+    renormalize: bool = False
 
     @property
     def num_candidates(self) -> int:
@@ -240,7 +242,12 @@ def scores_of(
         if not sampler.changes_logits:
             return log_probs
         paths = [[*output_ids, *draft.tree.path_tokens(node)] for node in nodes]
-        return torch.stack([sampler.shaped(*each) for each in zip(log_probs, paths, strict=True)])
+        shaped = [sampler.shaped(*each) for each in zip(log_probs, paths, strict=True)]
+        found = torch.stack(shaped)
+        if not draft.beams.settings.renormalize:
+            return found
+        possible = found.amax(-1, keepdim=True) > -torch.inf
+        return torch.where(possible, found.log_softmax(-1), found)
 
     return scores
 

@@ -152,6 +152,8 @@ class SamplingParams(Config):
             model's generation config, or 1.
         early_stopping: for beam search: when it ends (see `core.beams.BeamSettings`). None takes
             the value of the model's generation config, or False.
+        renormalize_logits: for beam search: whether log-probabilities are normalised after masks
+            and penalties. None takes the value of the model's generation config, or False.
 
     Raises:
         ConfigError: a field is unknown, out of range, or contradicts another one.
@@ -199,6 +201,7 @@ class SamplingParams(Config):
     beam_width: Annotated[int, Ge(1), Le(64)] = 1
     length_penalty: Annotated[float, Ge(-5), Le(5)] | None = None
     early_stopping: bool | Literal["never"] | None = None
+    renormalize_logits: bool | None = None
 
     @classmethod
     def parse(cls, value: Sampling) -> SamplingParams:
@@ -259,7 +262,7 @@ class SamplingParams(Config):
     def _beams_alone(self) -> Self:
         """Refuse what beam search has no use for, and options of it without it."""
         if self.beam_width == 1:
-            for name in ("length_penalty", "early_stopping"):
+            for name in ("length_penalty", "early_stopping", "renormalize_logits"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name} is for beam search: set beam_width to 2 or more.")
             return self

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -54,9 +54,6 @@ class DecodingRules:
         no_repeat_ngram_size: n-grams of this length do not come twice; 0 for no such rule.
         encoder_no_repeat_ngram_size: n-grams of this length in the source do not come at all.
         repetition_penalty: holds unless `SamplingParams` sets another one.
-        renormalize_logits: whether a beam search normalises log-probabilities after the rules.
-        length_penalty: a beam search's default.
-        early_stopping: a beam search's default.
         eos_token_ids: the tokens that end an output.
     """
 
@@ -70,9 +67,6 @@ class DecodingRules:
     no_repeat_ngram_size: int = 0
     encoder_no_repeat_ngram_size: int = 0
     repetition_penalty: float = 1.0
-    renormalize_logits: bool = False
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
     eos_token_ids: tuple[int, ...] = ()
 
     @staticmethod

@@ -6,13 +6,16 @@ output does not change (invariant 3). A request that is too long to fit even alo
 If a step needs more memory than was estimated here, the slab raises `OverBudget`, and the engine
 runs that step without drafts.
 
-A draft model that is an encoder-decoder reads the request's source once, when its row is opened.
-What its decoder reads of the source is counted into the same memory.
+A draft model that is an encoder-decoder reads the request's source once, when its row is opened; or
+what the target's encoder made of it. What its decoder reads of the source is counted into the same
+memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+
+from torch import Tensor
 
 from foretoken.core.source import Source
 from foretoken.runtime.passes import Passes
@@ -31,8 +34,15 @@ def most_tokens(model: Passes, source: Source | None) -> int:
     return model.most_tokens_beside(network.state_bytes(source))
 
 
-def open_row(model: Passes, key: int, source: Source | None) -> None:
+def open_row(model: Passes, key: int, source: Source | None, encoded: Tensor | None = None) -> None:
     """Open a row of the draft model, which reads the source if there is one.
+
+    Args:
+        model: the draft model.
+        key: the row.
+        source: None of a decoder-only model.
+        encoded: [n, E] what another model's encoder made of the source; None runs the draft
+            model's own.
 
     Raises:
         SlabFull: there is no room for the row or for the source. Then there is no row.
@@ -41,7 +51,10 @@ def open_row(model: Passes, key: int, source: Source | None) -> None:
     if source is None:
         return
     try:
-        model.encode(key, source)
+        if encoded is None:
+            model.encode(key, source)
+        else:
+            model.read_encoded(key, encoded)
     except Exception:
         model.remove(key)
         raise

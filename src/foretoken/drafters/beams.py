@@ -18,6 +18,7 @@ from foretoken.control.base import Budget
 from foretoken.core.beams import BeamDraft, Beams, scores_of
 from foretoken.core.tree import Draft, TokenTree
 from foretoken.drafters.base import Drafter
+from foretoken.drafters.block import BlockScorer
 from foretoken.drafters.model_drafter import ModelDrafter
 from foretoken.drafters.scorer import Scorer
 from foretoken.errors import CompatibilityError
@@ -185,6 +186,11 @@ class DraftedBeams(Proposer):
 
     def _extended(self, request: Request, levels: int) -> TokenTree:
         beams = replace(_beams(request), finished=())
+        if isinstance(self._scorer, BlockScorer):  # its levels count from the committed tokens
+            known = max(beams.tree.depths[leaf] for _, leaf in beams.live)
+            levels = min(levels, self._scorer.most_depths - known)
+            if levels < 1:
+                return beams.tree
         nodes = len(beams.tree) + levels * beams.settings.width
         if self._scorer.room(request) < nodes or not self._scorer.admit([request], nodes):
             return beams.tree

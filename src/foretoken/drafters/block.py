@@ -73,12 +73,14 @@ class BlockScorer(OwnModel):
         return [PassOutput(self._logits_of_level(*each)) for each in computed]
 
     def _logits_of_level(self, key: int, tree: TokenTree, num_computed: int) -> Tensor:
-        """[n, Vd] of the new nodes, which have one depth; of the root alone in the first level."""
+        """[n, Vd] of the new nodes; of the root alone in the first level."""
         before_root, logits = self._levels[key]
         if not num_computed:
             return logits[:1]
-        depth = tree.depths[num_computed] - before_root
-        return logits[depth : depth + 1].expand(len(tree) - num_computed, -1)
+        depths = [depth - before_root for depth in tree.depths[num_computed:]]
+        if len(set(depths)) > 1:  # the tree of a beam search
+            return logits[depths]
+        return logits[depths[0] : depths[0] + 1].expand(len(depths), -1)
 
     def grow(
         self,

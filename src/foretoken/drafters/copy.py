@@ -39,6 +39,8 @@ LONGEST_MATCH = 32
 
 SEPARATOR = -1
 """Stands behind each text of the input but the last; no token has this id."""
+MOST_INSERTED = 4
+"""Tokens in a row that can be inserted."""
 
 Positions = NDArray[np.int64]
 
@@ -52,11 +54,14 @@ class CopyOptions(DrafterOptions):
             prompt's beginning.
         copy_end: index after the input's last token, likewise. None is the prompt's end.
         copy_min_match: shortest suffix that aligns text and input again, in tokens.
+        copy_insertions: whether tokens that align with nothing count as inserted, as marks are:
+            copying goes on where it stopped. After `MOST_INSERTED` of them it ends.
     """
 
     copy_start: int | None = None
     copy_end: int | None = None
     copy_min_match: Annotated[int, Ge(1), Le(LONGEST_MATCH)] = 2
+    copy_insertions: bool = False
 
     def region(self, tokens: Sequence[int]) -> Sequence[int]:
         """The input within a prompt or source; empty if that is too short."""
@@ -75,17 +80,21 @@ class Alignment:
         tokens: the input's texts, with a separator between each two.
         start: index in the input of the first expected token; None without an alignment.
         seen: length of the text so far.
-        min_match: see `CopyOptions`.
+        options: see `CopyOptions`.
     """
 
-    def __init__(self, tokens: Sequence[int], start: int | None, seen: int, min_match: int) -> None:
+    def __init__(
+        self, tokens: Sequence[int], start: int | None, seen: int, options: CopyOptions
+    ) -> None:
         self.input = list(tokens)
         self.position = start
         """Index in the input of the expected next token; None without an alignment."""
         self.match = 1
         """Length of the match: the text's last tokens equal the input's before the position."""
         self._last = start or 0  # position of the last alignment
-        self._min_match = min_match
+        self._min_match = options.copy_min_match
+        self._insertions = options.copy_insertions
+        self._num_inserted = 0
         self._array = np.array(self.input, dtype=np.int64)
         self._ends = occurrences(self._array)
         self._seen = seen
@@ -98,9 +107,8 @@ class Alignment:
         references: References = NO_REFERENCES,
     ) -> Alignment:
         """How a prompt is copied: a region from its beginning, the whole where it ends."""
-        start, match = (0 if options.explicit else None), options.copy_min_match
-        tokens = _joined(options.region(prompt), references)
-        alignment = cls(tokens, start, len(prompt), match)
+        start = 0 if options.explicit else None
+        alignment = cls(_joined(options.region(prompt), references), start, len(prompt), options)
         if start is None:
             alignment._realign(prompt)
         return alignment
@@ -127,7 +135,7 @@ class Alignment:
         lead = _num_leading(given, special)
         start = _num_leading(source, special) if lead > 1 and not options.explicit else 0
         tokens = _joined(options.region(source), references)
-        alignment = cls(tokens, start, lead, options.copy_min_match)
+        alignment = cls(tokens, start, lead, options)
         alignment.catch_up(given)
         return alignment
 
@@ -142,8 +150,11 @@ class Alignment:
         if position is not None and self.input[position : position + 1] == [tokens[end - 1]]:
             self.position = self._last = position + 1
             self.match += 1
+            self._num_inserted = 0
         else:
             self._realign(tokens[max(0, end - LONGEST_MATCH) : end])
+            if self.position is None and self._insertions:
+                self._insert(position)
 
     def _realign(self, suffix: Sequence[int]) -> None:
         """Move behind the longest suffix that occurs in the input.
@@ -155,6 +166,12 @@ class Alignment:
         if len(ends):
             later = int(np.searchsorted(ends, self._last))
             self.position = self._last = int(ends[min(later, len(ends) - 1)])
+
+    def _insert(self, position: int | None) -> None:
+        """Take the last token as inserted in front of the expected one."""
+        self._num_inserted += 1
+        if self._num_inserted <= MOST_INSERTED:
+            self.position, self.match = position, 1
 
     def _longest(self, suffix: Sequence[int]) -> tuple[Positions, int]:
         """Positions behind the occurrences of the longest suffix, ascending, and its length.

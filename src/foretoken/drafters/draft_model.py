@@ -143,7 +143,7 @@ class OwnModel(GrowingScorer):
         """Roll the KV back to the committed tokens; prefill if too many of them are missing."""
         key, tokens = request.key, list(self.seen(request))
         if key not in self._cached:
-            open_row(self._model, key, request.source)
+            self._open_row(request)
             self._cached[key] = []
         agreed = common_prefix(self._cached[key], tokens[:-1])
         self._model.rollback(key, agreed)
@@ -152,6 +152,10 @@ class OwnModel(GrowingScorer):
             agreed = len(tokens) - 1
         self._cached[key] = tokens[:agreed]
         return tokens[agreed:]
+
+    def _open_row(self, request: Request) -> None:
+        """Open the request's row, which reads the source if there is one."""
+        open_row(self._model, request.key, request.source)
 
     def _prefill(self, request: Request, start: int, stop: int) -> None:
         """Compute and commit the KV of `seen(request)[start:stop]`."""

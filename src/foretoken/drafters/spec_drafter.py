@@ -8,7 +8,9 @@ text in every pass. Ours attends to the text causally, so its KV is kept, and a 
 new tokens and the masks; the masks see the text and one another, as in the paper.
 
 `foretoken train spec_drafter` writes the folder: a Hugging Face model with one token more than the
-target, the mask. Its `config.json` says how many masks it was trained with.
+target, the mask. Its `config.json` says how many masks it was trained with, and whether the encoder
+is its own. If it is the target's, the folder has an encoder without layers, which is never run: the
+drafter's decoder reads what the target's encoder made of the source.
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Gt
 from torch import Tensor
 
 from foretoken import models
+from foretoken.drafters.admission import open_row
 from foretoken.drafters.block import BlockScorer
 from foretoken.drafters.heads.folder import (
     CONFIG,
@@ -38,6 +41,7 @@ from foretoken.models.support import check_supported, context_length
 from foretoken.request import Request
 from foretoken.runtime.choose import network_for
 from foretoken.runtime.passes import Passes
+from foretoken.runtime.source_rows import SourceRows
 from foretoken.runtime.target import Target
 
 __all__ = ["MaskScorer", "SpecDrafterNotes", "SpecDrafterOptions", "load_spec_drafter"]
@@ -58,11 +62,13 @@ class SpecDrafterNotes:
         num_masks: k, the masks of a block in training.
         mask_token_id: their token.
         vocab_size: V, of the target.
+        encoder: whose encoder its decoder reads.
     """
 
     num_masks: Annotated[int, Gt(0)]
     mask_token_id: Annotated[int, Gt(0)]
     vocab_size: Annotated[int, Gt(0)]
+    encoder: Literal["own", "target"] = "own"
 
     def note(self) -> dict[str, Any]:
         """What `config.json` holds, among the notes on the training."""
@@ -75,11 +81,14 @@ class MaskScorer(BlockScorer):
     Args:
         model: the Spec-Drafter.
         notes: its sizes.
+        encoder: rows of the model whose encoder it reads; None if the encoder is its own.
     """
 
-    def __init__(self, model: Passes, notes: SpecDrafterNotes) -> None:
+    def __init__(
+        self, model: Passes, notes: SpecDrafterNotes, encoder: SourceRows | None = None
+    ) -> None:
         super().__init__(model)
-        self._notes = notes
+        self._notes, self._encoder = notes, encoder
         vocabulary = torch.arange(notes.vocab_size, device=model.device)
         self.prepare_blocks(notes.num_masks, vocabulary)
         self._masks: dict[int, int] = {}  # request key -> masks of its next block
@@ -92,6 +101,14 @@ class MaskScorer(BlockScorer):
         """See `OwnModel.pending`."""
         self._masks[request.key] = min(self.most_depths, self.room(request))
         return super().pending(request)
+
+    def _open_row(self, request: Request) -> None:
+        """See `OwnModel._open_row`."""
+        key, source = request.key, request.source
+        encoded = None
+        if self._encoder is not None and source is not None:
+            encoded = self._encoder.encoded(key, source)
+        open_row(self._model, key, source, encoded)
 
     def block(self, keys: Sequence[int], pending: Sequence[Sequence[int]]) -> list[Tensor]:
         """See `BlockScorer.block`: always as many masks as in training, if they fit."""
@@ -129,7 +146,11 @@ def load_spec_drafter(path: str | Path, target: Target) -> tuple[MaskScorer, Pas
     passes = Passes(network, length, target.dtype, target.device)
     _check_tokens(folder, passes, notes, target)
     check_target(folder, Verifier(str(given.get("target", "another model"))), given, target)
-    return MaskScorer(passes, notes), passes
+    if notes.encoder == "own":
+        return MaskScorer(passes, notes), passes
+    assert target.source_network is not None, "the strategy has checked this"
+    target.source_network.keeps_encoded = True
+    return MaskScorer(passes, notes, target), passes
 
 
 def _check_tokens(folder: Path, model: Passes, notes: SpecDrafterNotes, target: Target) -> None:
@@ -140,8 +161,14 @@ def _check_tokens(folder: Path, model: Passes, notes: SpecDrafterNotes, target: 
         raise ModelError(f"{folder}: this is no encoder-decoder.")
     if theirs.num_bins is not None:
         raise CompatibilityError("method 'spec_drafter' reads text, and the target reads audio.")
-    if notes.vocab_size != target.vocab_size or own.source_vocab_size < theirs.source_vocab_size:
+    reads = notes.encoder == "target" or own.source_vocab_size >= theirs.source_vocab_size
+    if notes.vocab_size != target.vocab_size or not reads:
         raise CompatibilityError(
             f"{folder}: this drafter was trained for a target with {notes.vocab_size} tokens, and "
             f"this one has {target.vocab_size}: train one for this model."
+        )
+    if notes.encoder == "target" and own.encoded_size != theirs.encoded_size:
+        raise CompatibilityError(
+            f"{folder}: this drafter reads encoders of width {own.encoded_size}, and that of this "
+            f"target has {theirs.encoded_size}: train one for this model."
         )

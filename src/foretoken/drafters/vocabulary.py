@@ -87,14 +87,15 @@ class Vocabularies:
 
     @property
     def same(self) -> bool:
-        """Whether both have the same tokens, except for padding.
+        """Whether both have the same tokens, except for padding; those of sources, too.
 
         Without both tokenizers the sizes of the vocabularies decide.
         """
         target, draft = self._tokenizers
         if target is None or draft is None:
-            return self._target.vocab_size == self._draft.vocab_size
-        return target is draft or target.get_vocab() == draft.get_vocab()
+            theirs, ours = _sizes_of(self._target), _sizes_of(self._draft)
+            return theirs == ours
+        return target is draft or _tokens_of(target) == _tokens_of(draft)
 
     def way(self, wanted: Literal["auto"] | Way) -> Way:
         """Choose how the draft model drafts.
@@ -132,9 +133,10 @@ class Vocabularies:
             CompatibilityError: the vocabularies differ.
         """
         if self.same:
+            self._check_embeds_sources(part)
             return
         found = self._sizes
-        if self._target.vocab_size == self._draft.vocab_size:
+        if _sizes_of(self._target) == _sizes_of(self._draft):
             found = "draft model and target have vocabularies of the same size but different tokens"
         raise CompatibilityError(
             f"{part}: {found}: use a draft model with the target's tokenizer{advice}."
@@ -148,6 +150,24 @@ class Vocabularies:
                 "model reads the target's source, so it must have the target's tokens."
             )
         self.check_same("an encoder-decoder's draft model")
+
+    def _check_embeds_sources(self, part: str) -> None:
+        """Check that the draft model's encoder has all tokens that its tokenizer writes.
+
+        Raises:
+            CompatibilityError: it has fewer.
+        """
+        own, tokenizer = self._draft.source_network, self._tokenizers[1]
+        if own is None or own.num_bins is not None or tokenizer is None:
+            return
+        highest = max(tokenizer.get_vocab().values(), default=0)
+        theirs = self._target.source_network
+        assert theirs is not None, "the strategy has checked this"
+        if own.source_vocab_size <= min(highest, theirs.source_vocab_size - 1):
+            raise CompatibilityError(
+                f"{part}: its encoder has {own.source_vocab_size} tokens, and its tokenizer has "
+                f"token {highest}: the folder does not fit together; use another draft model."
+            )
 
     def overlap(self, way: Way) -> VocabularyOverlap | None:
         """The comparison to report to users; None if a tokenizer is missing.
@@ -194,10 +214,12 @@ class Vocabularies:
 
     @property
     def _sizes(self) -> str:
-        return (
-            f"the draft model has a vocabulary of {self._draft.vocab_size} tokens and the target "
-            f"one of {self._target.vocab_size}"
-        )
+        (own, read), (theirs, their_read) = _sizes_of(self._draft), _sizes_of(self._target)
+        if own != theirs:
+            return (
+                f"the draft model has a vocabulary of {own} tokens and the target one of {theirs}"
+            )
+        return f"the draft model reads sources of {read} tokens and the target of {their_read}"
 
     def _check_tokenizers(self) -> None:
         target, draft = self._tokenizers
@@ -244,6 +266,18 @@ class Vocabularies:
             if self._texts[index] == text and added.get(name) == added_theirs.get(name):
                 to_draft[index] = theirs[name]
         return to_draft
+
+
+def _sizes_of(model: Target) -> tuple[int, int]:
+    """How many tokens a model writes, and how many an encoder reads."""
+    network = model.source_network
+    return model.vocab_size, 0 if network is None else network.source_vocab_size
+
+
+def _tokens_of(tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, int], dict[str, int] | None]:
+    """Its tokens; Marian's may have other ones for outputs."""
+    outputs = getattr(tokenizer, "get_tgt_vocab", None)
+    return tokenizer.get_vocab(), None if outputs is None else outputs()
 
 
 def _added(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:

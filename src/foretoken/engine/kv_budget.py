@@ -6,9 +6,12 @@ model gets the same number of positions. Its share of the bytes follows from tha
 
 from __future__ import annotations
 
+import weakref
+
 from foretoken.core.memory import MIB
 from foretoken.errors import ConfigError
 from foretoken.runtime.attention import KEY_BLOCK
+from foretoken.runtime.kv_slab import KVSlab
 from foretoken.runtime.rows import Rows
 
 __all__ = ["KVBudget"]
@@ -23,6 +26,8 @@ class KVBudget:
 
     def __init__(self, num_bytes: int | None) -> None:
         self._num_bytes = num_bytes
+        # Of all models, in order; a draft model may be dropped.
+        self._slabs: list[weakref.ref[KVSlab]] = []
         self._models: list[Rows] = []  # waiting for `share`
         self._positions: int | None = None  # for each model, set by `share`
 
@@ -32,10 +37,17 @@ class KVBudget:
         A model that comes after `share` gets as many positions as the others, in addition to the
         limit.
         """
+        if all(each() is not model.slab for each in self._slabs):
+            self._slabs.append(weakref.ref(model.slab))
         if self._positions is not None:
             model.limit_memory(self._positions * model.cell_bytes)
         elif self._num_bytes is not None:
             self._models.append(model)
+
+    @property
+    def held_bytes(self) -> list[int]:
+        """Bytes that each model's slab takes at the moment, the target's first."""
+        return [slab.held_bytes for each in self._slabs if (slab := each()) is not None]
 
     def share(self) -> None:
         """Divide the memory among the models added so far; later calls have no effect.

@@ -148,6 +148,12 @@ class LLMEngine:
         self._known_ids: dict[str, None] = {}  # the latest ids, in order of arrival
         self._next_id = count()
 
+    @property
+    def kv_bytes(self) -> tuple[int, int]:
+        """Bytes of the KV and of what is kept of sources, of the target and of all draft models."""
+        own, *others = self._kv_budget.held_bytes
+        return own, sum(others)
+
     # Requests added by the user
 
     def add_request(

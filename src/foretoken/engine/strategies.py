@@ -278,10 +278,10 @@ def _check_sources(name: str, model: Target, target: Target) -> None:
         )
     if own is None or theirs is None:
         return
-    if (own.source_vocab_size, own.num_bins) != (theirs.source_vocab_size, theirs.num_bins):
+    if own.num_bins != theirs.num_bins:
         raise CompatibilityError(
-            f"draft_model: the encoders of {name} and of the target have different vocabularies, "
-            "or features of audio: a draft model must read the same source."
+            f"draft_model: the encoder of {name} reads other features of audio than the target's: "
+            "a draft model must read the same source."
         )
 
 

@@ -100,7 +100,7 @@ class LoadedModel:
     def beam_defaults(self) -> dict[str, Any]:
         """What the model's generation config says about beam search (see `SamplingParams`)."""
         settings = self.module.generation_config
-        names = ("length_penalty", "early_stopping")
+        names = ("length_penalty", "early_stopping", "renormalize_logits")
         given = {name: getattr(settings, name, None) for name in names}
         return {name: value for name, value in given.items() if value is not None}
 

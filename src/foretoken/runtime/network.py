@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, Self, TypeAlias, runtime_checkable
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
@@ -33,10 +33,24 @@ __all__ = [
     "SourceNetwork",
 ]
 
-RowState: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""What the decoder of an encoder-decoder reads of one source: the keys and the values of its
-cross-attention, [layers, H, span, D], and their mask [span], which is 0 where there is a source
-position and -inf in the padding behind. They are never changed, so rows may share them."""
+
+class RowState(NamedTuple):
+    """What the decoder of an encoder-decoder reads of one source of n positions.
+
+    The tensors are never changed, so rows may share them.
+
+    Args:
+        keys: [layers, H, span, D] of its cross-attention.
+        values: [layers, H, span, D].
+        mask: [span], 0 where there is a source position, and -inf in the padding behind.
+        encoded: [n, E] what the encoder returned, for a drafter that reads it; [0, E] if there is
+            none (see `SourceNetwork.keeps_encoded`).
+    """
+
+    keys: Tensor
+    values: Tensor
+    mask: Tensor
+    encoded: Tensor
 
 
 @dataclass(frozen=True)
@@ -277,15 +291,37 @@ class SourceNetwork(ABC):
             frames.
         source_vocab_size: token ids of a source are smaller; 0 if the model reads audio.
         num_bins: height of the features of audio; None if the model reads text.
+        encoded_size: E, the width of what an encoder returns.
+        keeps_encoded: whether row states that `encode` returns have what the encoder returned. A
+            drafter without an encoder of its own sets it when it is built.
     """
 
     source_limit: int | None
     source_vocab_size: int
     num_bins: int | None
+    encoded_size: int
+    keeps_encoded: bool = False
+
+    def encode(self, source: Source) -> RowState:
+        """What the decoder reads of a source."""
+        return self.read(self.encoded(source), keep=self.keeps_encoded)
 
     @abstractmethod
-    def encode(self, source: Source) -> RowState:
-        """Run the encoder over one source alone, so that the bits depend on nothing else."""
+    def encoded(self, source: Source) -> Tensor:
+        """Run the encoder over one source alone, so that the bits depend on nothing else.
+
+        Returns:
+            [n, E].
+        """
+
+    @abstractmethod
+    def read(self, encoded: Tensor, *, keep: bool = False) -> RowState:
+        """What the decoder reads of what an encoder returned, its own or another model's.
+
+        Args:
+            encoded: [n, E].
+            keep: whether it is a part of the state.
+        """
 
     @property
     @abstractmethod

@@ -156,6 +156,11 @@ class Rows:
         return self._slab.has_room(rows, tokens + MARGIN, state_bytes)
 
     @property
+    def slab(self) -> KVSlab:
+        """What holds the rows."""
+        return self._slab
+
+    @property
     def cell_bytes(self) -> int:
         """Bytes of one token's KV."""
         return self._slab.cell_bytes

@@ -110,6 +110,11 @@ class SlabBuffers:
         return sum(b.shape[1] * b.shape[3] * b.element_size() for b in buffers)
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes of everything, used or not."""
+        return self.cells * self.cell_bytes + self.state_bytes
+
+    @property
     def cells(self) -> int:
         """Cells (rows x positions) that are allocated."""
         return self._rows * self._positions

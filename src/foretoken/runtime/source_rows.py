@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from foretoken.core.source import Source
 from foretoken.runtime.kv_slab import KVSlab
@@ -62,6 +63,25 @@ class SourceRows(Rows):
         """
         self.share_state(key, self._encoded(source))
 
+    @torch.inference_mode()
+    def encoded(self, key: int, source: Source) -> Tensor:
+        """[n, E] what the encoder makes of a source: of this row, if it has that, else anew.
+
+        A row has it if the network `keeps_encoded`, unless its state was made before that.
+        """
+        if key in self and self.has_source(key) and len(kept := self.row_state(key).encoded):
+            return kept
+        return self._needed_source_network().encoded(source)
+
+    @torch.inference_mode()
+    def read_encoded(self, key: int, encoded: Tensor) -> None:
+        """Give the row the state that its decoder reads of another model's encoder [n, E].
+
+        Raises:
+            SlabFull: there is no room for the state.
+        """
+        self.share_state(key, self._needed_source_network().read(encoded))
+
     def share_state(self, key: int, state: RowState) -> None:
         """Give a row the state of a source that was read before, as `row_state` returned it.
 
@@ -72,8 +92,7 @@ class SourceRows(Rows):
 
     def row_state(self, key: int) -> RowState:
         """The state of the source that the row has read."""
-        keys, values, mask = self.state(key)
-        return keys, values, mask
+        return RowState(*self.state(key))
 
     def has_source(self, key: int) -> bool:
         """Whether the row has read its source; True of a decoder-only model."""
@@ -86,6 +105,9 @@ class SourceRows(Rows):
 
     @torch.inference_mode()
     def _encoded(self, source: Source) -> RowState:
+        return self._needed_source_network().encode(source)
+
+    def _needed_source_network(self) -> SourceNetwork:
         network = self.source_network
         assert network is not None, "a decoder-only model reads no source"
-        return network.encode(source)
+        return network

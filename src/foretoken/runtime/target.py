@@ -45,7 +45,7 @@ class Target(Passes):
             (invariant 7).
         exact_trees: whether this holds for nodes of trees, too.
         final_norm: the norm before the output layer, [..., E] -> [..., E]; None if it is not known.
-        logits_bias: [V] that the model adds to its logits; None if it adds nothing.
+        logits_bias: [V] that the model adds to what its output rows give; None if it adds nothing.
         reload: as given.
 
     Raises:
@@ -66,10 +66,9 @@ class Target(Passes):
         check_supported(model, length)
         self.config = config = model.config.get_text_config()
         self.vocab_size, self.hidden_size = int(config.vocab_size), int(config.hidden_size)
-        self.logits_bias: Tensor | None = None
         if config.is_encoder_decoder:
-            parts = describe(model)
-            self.vocab_size, self.logits_bias = parts.head.out_features, parts.logits_bias
+            self.vocab_size = describe(model).head.out_features
+        self.logits_bias = logits_bias(model)
         self._vocabulary_weights = _kept_weights(model)
         self.reload = reload
         self.final_norm = final_norm(model)
@@ -111,6 +110,17 @@ def final_norm(model: Any) -> nn.Module | None:
     decoder: nn.Module = model.get_decoder()
     norms = [module for module in decoder.children() if "norm" in type(module).__name__.lower()]
     return norms[-1] if norms else None
+
+
+def logits_bias(model: Any) -> Tensor | None:
+    """[V] that a model adds to what its output rows give; None if it adds nothing."""
+    layer = model.get_output_embeddings()
+    found: list[Tensor | None] = [getattr(layer, "bias", None)]
+    if model.config.is_encoder_decoder:
+        found.append(describe(model).logits_bias)
+    biases = [bias.detach() for bias in found if bias is not None]
+    total = sum(biases[1:], biases[0]) if biases else None
+    return total if total is not None and total.any() else None
 
 
 def vocabulary_weights(model: Any) -> VocabularyWeights | None:

@@ -72,6 +72,8 @@ class Batch(NamedTuple):
         levels: what is to be learnt.
         sources: [B, S] what an encoder-decoder read, padded with 0; S is 0 for other models.
         source_lengths: [B].
+        encoded: [B, S, E] what its encoder made of them, in half precision; S is 0 if no drafter
+            reads it.
     """
 
     hidden: Tensor
@@ -82,6 +84,7 @@ class Batch(NamedTuple):
     levels: Levels
     sources: Tensor = torch.zeros(0, 0, dtype=torch.long)
     source_lengths: Tensor = torch.zeros(0, dtype=torch.long)
+    encoded: Tensor = torch.zeros(0, 0, 0, dtype=torch.float16)
 
     @property
     def next_tokens(self) -> Tensor:
@@ -161,6 +164,7 @@ class TrainingSet(Examples):
             each.top_tokens[:size],
             each.top_logprobs[:size],
             each.source,
+            each.encoded,
         )
 
     def _parts(self, index: int) -> list[tuple[int, int]]:
@@ -257,7 +261,7 @@ def collate(conversations: Sequence[Features], num_levels: int, first: int = FIR
             the first ones that their drafts guess.
     """
     made = [_pairs(each, num_levels, first) for each in conversations]
-    hidden, scales, tokens, lengths, roots, levels, sources, source_lengths = (
+    hidden, scales, tokens, lengths, roots, levels, sources, source_lengths, encoded = (
         list(each) for each in zip(*made, strict=True)
     )
     return Batch(
@@ -269,6 +273,7 @@ def collate(conversations: Sequence[Features], num_levels: int, first: int = FIR
         Levels(*(_padded_roots(each) for each in zip(*levels, strict=True))),
         pad_sequence(sources, batch_first=True),
         torch.cat(source_lengths),
+        pad_sequence(encoded, batch_first=True),
     )
 
 
@@ -305,4 +310,5 @@ def _pairs(each: Features, num_levels: int, first_learnt: int) -> Batch:
         levels=levels,
         sources=each.source,
         source_lengths=torch.tensor([len(each.source)]),
+        encoded=each.encoded,
     )

@@ -79,6 +79,7 @@ def estimate(
     settings: TrainingSettings,
     needed: TrainingBytes,
     *,
+    encoder: bool = False,
     on_policy_share: float = 0.0,
     num_drafters: int = 1,
 ) -> Estimate:
@@ -92,6 +93,7 @@ def estimate(
         hidden_size: of the target.
         settings: of the training.
         needed: see `Estimate.training_bytes`.
+        encoder: whether what the encoder makes of the sources is kept.
         on_policy_share: share of the text that the drafter writes, anew for every epoch. It is
             taken to be as slow as the target.
         num_drafters: that are trained; those after the first learn less.
@@ -107,7 +109,7 @@ def estimate(
         (_PROMPT_SHARE * tokens_to_write + own_tokens) / speeds.writing / 3600,
         (tokens + own_tokens) / speeds.features / 3600,
         num_drafters * learnt_tokens * per_token / 3600,
-        round(tokens * bytes_per_token(num_layers, hidden_size)),
+        round(tokens * bytes_per_token(num_layers, hidden_size, encoder=encoder)),
         replace(needed, disk=num_drafters * needed.disk),
     )
 
@@ -118,6 +120,8 @@ def measure_speeds(
     layers: Sequence[int],
     settings: TrainingSettings,
     rows: int,
+    *,
+    encoder: bool = False,
 ) -> Speeds:
     """Run every part for a few seconds.
 
@@ -127,6 +131,7 @@ def measure_speeds(
         layers: whose hidden states it reads.
         settings: of the training.
         rows: sequences that the target writes at a time.
+        encoder: whether it reads what the target's encoder makes of the sources.
     """
     params = SamplingParams(temperature=1.0, seed=0, max_tokens=_SAMPLE_TOKENS, ignore_eos=True)
     prompts = [[1 + row % 7] for row in range(rows)]
@@ -146,16 +151,17 @@ def measure_speeds(
     ]
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
-        for _ in compute_features(llm.engine.target, sample, layers, Path(folder) / "features"):
+        kept = Path(folder) / "features"
+        for _ in compute_features(llm.engine.target, sample, layers, kept, encoder=encoder):
             pass
         features = time.perf_counter() - began
-        cache = FeatureCache(Path(folder) / "features")
+        cache = FeatureCache(kept)
         data = TrainingSet(cache, length)
         one = every = _training_speed(new_trainee(), data, settings, 0.0)
         if settings.first_level_share:
             one = _training_speed(new_trainee(), data, settings, 1.0)
-    written, kept = sum(map(len, texts)), sum(len(each.tokens) for each in sample)
-    return Speeds(written / writing, kept / features, one, every)
+    written, computed = sum(map(len, texts)), sum(len(each.tokens) for each in sample)
+    return Speeds(written / writing, computed / features, one, every)
 
 
 def _training_speed(

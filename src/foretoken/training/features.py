@@ -54,6 +54,9 @@ INDEX = "index.json"
 _CHUNK = 256
 """Tokens of a pass."""
 
+_ENCODED, _ENCODED_KIND = "encoded", "float16"
+"""The file of what the encoder returned, with its own number of rows: those of the sources."""
+
 _GROUP = 32
 """Numbers of a hidden state that share a scale, as in GGUF's Q8_0."""
 
@@ -70,6 +73,8 @@ class Features:
         top_tokens: [n, K] the most probable tokens after each token, the best first.
         top_logprobs: [n, K] their log-probabilities at temperature 1.
         source: [s] what an encoder-decoder read; empty for other models.
+        encoded: [s, E] what its encoder made of that, in half precision; empty if no drafter reads
+            it.
     """
 
     tokens: Tensor
@@ -79,16 +84,18 @@ class Features:
     top_tokens: Tensor
     top_logprobs: Tensor
     source: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    encoded: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.float16))
 
 
 def _groups(hidden_size: int) -> int:
     return hidden_size // gcd(hidden_size, _GROUP)
 
 
-def bytes_per_token(num_layers: int, hidden_size: int) -> int:
-    """Bytes of a cache for each token."""
+def bytes_per_token(num_layers: int, hidden_size: int, *, encoder: bool = False) -> int:
+    """Bytes of a cache for each token; with `encoder`, of sources that are as long as outputs."""
     columns = _columns(num_layers, hidden_size).values()
-    return sum(prod(shape) * np.dtype(kind).itemsize for kind, shape in columns)
+    own = sum(prod(shape) * np.dtype(kind).itemsize for kind, shape in columns)
+    return own + (hidden_size * np.dtype(_ENCODED_KIND).itemsize if encoder else 0)
 
 
 def _columns(num_layers: int, hidden_size: int) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -141,6 +148,8 @@ class FeatureCache:
         try:
             self.index: Mapping[str, Any] = json.loads((folder / INDEX).read_text())
             self._starts = [0, *np.cumsum(self.index["lengths"]).tolist()]
+            sizes = [len(source) for source in self.index.get("sources", ())]
+            self._source_starts = [0, *np.cumsum(sizes, dtype=int).tolist()]
             self._arrays = {
                 name: np.memmap(folder / name, dtype=kind, mode="r", shape=shape)
                 for name, (kind, shape) in _shapes(self.index).items()
@@ -161,7 +170,11 @@ class FeatureCache:
 
     def __getitem__(self, number: int) -> Features:
         part = slice(self._starts[number], self._starts[number + 1])
-        read = {name: torch.from_numpy(np.array(a[part])) for name, a in self._arrays.items()}
+        read = {
+            name: torch.from_numpy(np.array(array[part]))
+            for name, array in self._arrays.items()
+            if name != _ENCODED
+        }
         size, none = self.index["hidden_size"], (len(read["tokens"]), 0)
         return Features(
             tokens=read["tokens"].long(),
@@ -171,7 +184,15 @@ class FeatureCache:
             top_tokens=read["top_tokens"].long(),
             top_logprobs=read["top_logprobs"].float(),
             source=torch.tensor(self.source(number), dtype=torch.long),
+            encoded=self._encoded(number),
         )
+
+    def _encoded(self, number: int) -> Tensor:
+        array = self._arrays.get(_ENCODED)
+        if array is None:
+            return torch.zeros(0, 0, dtype=torch.float16)
+        part = slice(self._source_starts[number], self._source_starts[number + 1])
+        return torch.from_numpy(np.array(array[part]))
 
     def source(self, number: int) -> Sequence[int]:
         """What an encoder-decoder read in a conversation; empty for other models."""
@@ -190,7 +211,11 @@ class FeatureCache:
 
 def _shapes(index: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
     total, columns = sum(index["lengths"]), _columns(len(index["layers"]), index["hidden_size"])
-    return {name: (kind, (total, *shape)) for name, (kind, shape) in columns.items()}
+    shapes = {name: (kind, (total, *shape)) for name, (kind, shape) in columns.items()}
+    if index.get(_ENCODED):
+        rows = sum(len(source) for source in index["sources"])
+        shapes[_ENCODED] = (_ENCODED_KIND, (rows, index["hidden_size"]))
+    return shapes
 
 
 def compute_features(
@@ -198,6 +223,8 @@ def compute_features(
     conversations: Sequence[Conversation],
     layers: Sequence[int],
     folder: Path,
+    *,
+    encoder: bool = False,
 ) -> Iterator[int]:
     """Fill a cache; a complete one for these conversations and layers stays as it is.
 
@@ -206,6 +233,7 @@ def compute_features(
         conversations: what it is run over.
         layers: ids of the layers whose hidden states are kept.
         folder: of the cache.
+        encoder: whether what the encoder makes of the sources is kept.
 
     Yields:
         Numbers of tokens that have been computed.
@@ -221,14 +249,20 @@ def compute_features(
     }
     if any(each.source for each in conversations):
         index["sources"] = [each.source for each in conversations]
+    if encoder:
+        index[_ENCODED] = True
     text = json.dumps(index)
     if _is_complete(folder, text):
         return
     arrays = _new_arrays(folder, _shapes(index))
-    at = 0
+    at = read = 0
     for each in conversations:
         stop = at + len(each.tokens)
         arrays["tokens"][at:stop] = each.tokens
+        if encoder:
+            found = _encoded(target, each)
+            arrays[_ENCODED][read : read + len(found)] = found.half().cpu().numpy()
+            read += len(found)
         for name, tensor in _features(target, each, layers).items():
             arrays[name][at:stop] = tensor.numpy()
         at = stop
@@ -279,6 +313,13 @@ def _features(
     outputs = passes(target, conversation.tokens, need, conversation.source)
     parts = [_kept(output, layers) for output in outputs]
     return {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
+
+
+@torch.inference_mode()
+def _encoded(target: Target, conversation: Conversation) -> Tensor:
+    """[s, E] what the target's encoder makes of a source."""
+    assert target.source_network is not None, "the method is for encoder-decoders"
+    return target.source_network.encoded(Source(tuple(conversation.source)))
 
 
 def passes(

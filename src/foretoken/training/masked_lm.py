@@ -7,7 +7,7 @@ positions cannot tell later masks apart, so drafters of T5 are BARTs.
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoModelForSeq2SeqLM, BartConfig, PreTrainedConfig, PreTrainedModel
@@ -36,6 +36,7 @@ def new_masked_lm(
     *,
     halved: bool = False,
     dropout: float = 0.1,
+    own_encoder: bool = True,
 ) -> PreTrainedModel:
     """A drafter with random weights, in float32.
 
@@ -47,6 +48,8 @@ def new_masked_lm(
             E + 1 and D + 1, `small` E and 2.
         halved: whether all widths are half of the target's.
         dropout: of the layers.
+        own_encoder: whether it has an encoder. Without one, what belongs to an encoder alone has no
+            gradients, since nothing reads it.
 
     Raises:
         CompatibilityError: there are no drafters for this architecture.
@@ -56,6 +59,8 @@ def new_masked_lm(
     encoder, decoder = config.encoder_layers, config.decoder_layers
     shapes = {"full": (2 * encoder, 2), "balanced": (encoder + 1, decoder + 1)}
     config.encoder_layers, config.decoder_layers = shapes.get(shape, (encoder, 2))
+    if not own_encoder:
+        config.encoder_layers = 0
     config.num_hidden_layers = config.encoder_layers
     config.max_position_embeddings += num_masks
     if getattr(config, "share_encoder_decoder_embeddings", True):
@@ -67,8 +72,19 @@ def new_masked_lm(
     if halved:
         _halve(config)
     kind: Any = AutoModelForSeq2SeqLM
-    lm: PreTrainedModel = kind.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-    return lm
+    lm: Any = kind.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    if not own_encoder:
+        _freeze_encoder(lm)
+    return cast(PreTrainedModel, lm)
+
+
+def _freeze_encoder(lm: Any) -> None:
+    """Learn nothing in what the decoder and the output layer do not share."""
+    read = {
+        id(w) for part in (lm.get_decoder(), lm.get_output_embeddings()) for w in part.parameters()
+    }
+    for weight in lm.parameters():
+        weight.requires_grad_(id(weight) in read)
 
 
 def _like_bart(target: PreTrainedConfig) -> PreTrainedConfig:

@@ -74,7 +74,8 @@ def _kept_bytes(
     hidden, scales = quantize(torch.zeros(size, num_layers, hidden_size))
     tokens = torch.zeros(size, dtype=torch.long)
     top = tokens.unsqueeze(-1).expand(-1, TOP_K)
-    sample = Features(tokens, [(0, size)], hidden, scales, top, top.float(), tokens)
+    encoded = torch.zeros(size, hidden_size if trainee.reads_encoder else 0).half()
+    sample = Features(tokens, [(0, size)], hidden, scales, top, top.float(), tokens, encoded)
     own = {
         each.untyped_storage().data_ptr()
         for each in itertools.chain(trainee.parameters(), trainee.buffers())

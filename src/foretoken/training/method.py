@@ -34,6 +34,7 @@ class HeadParts:
         num_layers: the target's decoder layers.
         final_norm: the target's norm before the output layer; None if it is not known.
         reload: loads the target's Transformers model once more; None if that is not possible.
+        logits_bias: [V] that the target adds to what its output rows give; None if it adds nothing.
     """
 
     config: PretrainedConfig
@@ -44,6 +45,7 @@ class HeadParts:
     num_layers: int
     final_norm: nn.Module | None
     reload: Callable[[], PreTrainedModel] | None = None
+    logits_bias: Tensor | None = None
 
     @property
     def verifier(self) -> Verifier:
@@ -140,6 +142,11 @@ class TrainingMethod(ABC):
     def beam_width(self) -> int:
         """Width of the search by which an encoder-decoder writes what is learnt; 1 is greedy."""
         return 1
+
+    @property
+    def reads_encoder(self) -> bool:
+        """Whether it reads what the target's encoder makes of the sources."""
+        return False
 
     @abstractmethod
     def layers(self, num_layers: int) -> tuple[int, ...]:

@@ -167,7 +167,10 @@ class TrainingRun:
         needed = training_bytes(
             new_trainee(), len(self._layers), target.hidden_size, self._settings
         )
-        speeds = measure_speeds(self._llm, new_trainee, self._layers, self._settings, _ROWS)
+        encoder = self._method.reads_encoder
+        speeds = measure_speeds(
+            self._llm, new_trainee, self._layers, self._settings, _ROWS, encoder=encoder
+        )
         answers = self._data.tokens + self._data.held_out_tokens
         there = sum(
             each.num_answer_tokens
@@ -182,6 +185,7 @@ class TrainingRun:
             target.hidden_size,
             self._settings,
             needed,
+            encoder=encoder,
             on_policy_share=plan.share if plan else 0.0,
             num_drafters=self._method.num_drafters,
         )
@@ -262,11 +266,12 @@ class TrainingRun:
 
     def _compute(self, name: str, conversations: Sequence[Conversation]) -> None:
         target, total = self._llm.engine.target, sum(len(c.tokens) for c in conversations)
-        size = total * bytes_per_token(len(self._layers), target.hidden_size)
+        layers, encoder = self._layers, self._method.reads_encoder
+        size = total * bytes_per_token(len(layers), target.hidden_size, encoder=encoder)
         doing = f"Features ({size / 1e9:.2f} GB)"
         folder = self._folder.features(name)
         with self._reporter.stage(doing, total) as done:
-            for count in compute_features(target, conversations, self._layers, folder):
+            for count in compute_features(target, conversations, layers, folder, encoder=encoder):
                 done(count, f"{count:,} tokens")
 
     def _draft_tokens(self) -> tuple[torch.Tensor, float]:
@@ -295,6 +300,7 @@ class TrainingRun:
             target.network.num_layers,
             target.final_norm,
             target.reload,
+            target.logits_bias,
         )
 
     @cached_property

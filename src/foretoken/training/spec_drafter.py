@@ -53,7 +53,10 @@ class SpecDrafterTrainingOptions(Config):
     Args:
         num_masks: k, the tokens of a block: most tokens of a draft.
         shape: layers of the drafter, see `new_masked_lm`.
-        size: scales the number of steps, and halves the drafter's widths below 0.25.
+        encoder: `own`, or the `target`'s: then the drafter is a decoder alone, as wide as the
+            target's, and reads what the target's encoder has made of the source.
+        size: scales the number of steps. Below 0.25, it halves the widths of a drafter with an
+            encoder of its own.
         from_target: whether it starts from the target's encoder and embeddings.
         answers: who writes what is learnt: the target `greedy` or by `beam` search of width 5, or
             the user (`fixed`).
@@ -64,6 +67,7 @@ class SpecDrafterTrainingOptions(Config):
 
     num_masks: Annotated[int, Ge(1), Le(256)] = 25
     shape: Literal["full", "balanced", "small"] = "full"
+    encoder: Literal["own", "target"] = "own"
     size: Annotated[FiniteFloat, Gt(0), Le(1)] = 1.0
     from_target: bool = False
     answers: Literal["greedy", "beam", "fixed"] = "greedy"
@@ -83,7 +87,7 @@ class SpecDrafterTrainingOptions(Config):
     @property
     def halved(self) -> bool:
         """Whether the drafter's widths are half of the target's."""
-        return self.size < _HALVED_BELOW
+        return self.size < _HALVED_BELOW and self.encoder == "own"
 
 
 class _Blocks(NamedTuple):
@@ -122,6 +126,7 @@ class SpecDrafterTrainee(Trainee):
         self._lm = [lm]  # in a list: its embedding has several names, and a checkpoint needs one
         self.weights = nn.ParameterList(lm.parameters())
         self.notes, self._options = notes, options
+        self.reads_encoder = notes.encoder == "target"
         self.shown = options.glancing[0]
 
     @property
@@ -204,6 +209,8 @@ class SpecDrafterTrainee(Trainee):
         """[B, S, E] what the encoder makes of the sources, and [B, S] where they are."""
         columns = torch.arange(batch.sources.shape[1], device=batch.sources.device)
         mask = (columns < batch.source_lengths[:, None]).long()
+        if self.reads_encoder:
+            return batch.encoded.float(), mask
         lm: Any = self.lm
         states: Tensor = lm.get_encoder()(batch.sources, attention_mask=mask).last_hidden_state
         return states, mask
@@ -312,6 +319,11 @@ class SpecDrafterTraining(TrainingMethod):
             **steps,
         )
 
+    @property
+    def reads_encoder(self) -> bool:
+        """See `TrainingMethod.reads_encoder`."""
+        return self._options.encoder == "target"
+
     def layers(self, num_layers: int) -> tuple[int, ...]:
         """See `TrainingMethod.layers`: it reads tokens only."""
         return ()
@@ -330,12 +342,13 @@ class SpecDrafterTraining(TrainingMethod):
             options.shape,
             halved=options.halved,
             dropout=options.dropout,
+            own_encoder=options.encoder == "own",
         )
         if options.from_target:
             if parts.reload is None:
                 raise ConfigError("from_target: load the target by name, or set it to false.")
             copy_encoder(parts.reload(), lm)
-        notes = SpecDrafterNotes(options.num_masks, vocab_size, vocab_size)
+        notes = SpecDrafterNotes(options.num_masks, vocab_size, vocab_size, options.encoder)
         return SpecDrafterTrainee(lm, notes, options)
 
     def probed(self, trainee: Trainee, seen: Seen) -> Mapping[str, Any]:

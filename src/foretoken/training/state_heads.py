@@ -163,6 +163,7 @@ class StateTraining(TrainingMethod):
         }
         config = self.Net.Config(**sizes, **self.own_sizes(parts))
         net = self.Net(config, parts.embedding, parts.output_rows, parts.draft_tokens)
+        net.add_bias(parts.logits_bias)
         net.initialise()
         return net
 

@@ -80,6 +80,9 @@ class Trainee(nn.Module, ABC):
     uses_all_weights: ClassVar[bool] = True
     """Whether every weight gets a gradient in every step."""
 
+    reads_encoder: bool = False
+    """Whether it reads what the target's encoder makes of the sources, `Batch.encoded`."""
+
     def __init__(
         self, draft_tokens: Tensor, vocab_size: int, loss: Loss, max_levels: int | None = None
     ) -> None:

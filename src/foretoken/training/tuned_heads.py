@@ -91,8 +91,10 @@ class TunedTrainee(Trainee):
 
     def logits(self, outputs: Tensor, level: int) -> Tensor:
         """See `Trainee.logits`."""
-        rows: Tensor = output_layer(self.own.lm).weight.detach()[self.draft_tokens]
-        return F.linear(outputs.to(rows.dtype), rows).float()
+        layer = output_layer(self.own.lm)
+        rows: Tensor = layer.weight.detach()[self.draft_tokens]
+        bias = None if layer.bias is None else layer.bias.detach()[self.draft_tokens]
+        return F.linear(outputs.to(rows.dtype), rows, bias).float()
 
     def forward(self, batch: Batch, num_levels: int) -> Learnt:
         """See `Trainee.forward`; in training, losses[0] has the copy's own, too."""

@@ -15,16 +15,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from foretoken import LLM, CompatibilityError, SamplingParams
-from foretoken.core.tree import TokenTree
+from foretoken.core.tree import TokenTree, chain
 from foretoken.drafters.heads import state_head
 from foretoken.drafters.heads.state_file import load_net, read_state_file
 from foretoken.drafters.heads.state_head import KEPT, StateHead
 from foretoken.drafters.heads.state_net import StateConfig
 from foretoken.request import Request
+from foretoken.runtime.network import Need
+from foretoken.runtime.rows import INTERNAL_KEY
 from foretoken.runtime.target import Target
+from foretoken.training.methods import training_method
 from tests.drafters.heads.serving import PROMPTS, check_schedules, preempted
 from tests.heads import STATE_NETS, save_state_head, state_config, state_net
 from tests.tiny import ARCHITECTURES, CONTEXT, VOCAB_SIZE, tiny_model
+from tests.tiny_seq2seq import tiny_seq2seq
+from tests.training.world import parts_of
 
 METHODS = list(STATE_NETS)
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -441,3 +446,35 @@ def test_a_head_that_cannot_be_packed_leaves_the_one_before(
     with pytest.raises(MemoryError):
         head.use(state_net("medusa", config, model))
     assert head._net is before
+
+
+@pytest.mark.parametrize("name", ["marian", "bart", "phi"])
+@torch.inference_mode()
+def test_what_the_target_adds_to_its_logits(name: str, tmp_path: Path) -> None:
+    """A new blockwise head computes the target's own logits, in training and in serving."""
+    model: Any = tiny_model(name) if name == "phi" else tiny_seq2seq(name)
+    if name == "phi":
+        model.lm_head.bias.normal_(generator=torch.Generator().manual_seed(0))
+    target = Target(model)
+    assert target.logits_bias is not None
+    target.add(INTERNAL_KEY)
+    need = Need(hidden=(target.network.num_layers,))
+    (output,) = target.verify([INTERNAL_KEY], [chain([5, 20, 21])], need=need)
+    (hidden,) = output.hidden.values()
+    own = output.scores[-1:, ::2]
+
+    method: Any = training_method("blockwise", {"inner_size": 16})
+    trainee = method.trainee(parts := parts_of(target, stride=2))
+    assert target.final_norm is not None
+    outputs = trainee.net.outputs(target.final_norm(hidden[-1:]), 1)
+    torch.testing.assert_close(trainee.logits(outputs, 1), own, rtol=0, atol=1e-4)
+    method.write(trainee, parts, tmp_path, {})
+    head = head_of("blockwise", tmp_path, target)
+    first, second = grown(head, hidden, [[5, 20, 21, 22]], [[23]])
+    torch.testing.assert_close(first[0], own, rtol=0, atol=1e-4)
+    torch.testing.assert_close(second[0], own, rtol=0, atol=1e-4)
+
+
+def test_a_bias_of_zeros_costs_nothing() -> None:
+    assert Target(tiny_model("phi")).logits_bias is None
+    assert Target(tiny_model()).logits_bias is None

@@ -178,4 +178,6 @@ def load_net(file: StateFile, kind: type[StateNet], target: Target) -> StateNet:
         )
     if config.own_rows and not kind.reads_embedding(config):
         return file.net(kind, *[torch.empty(0, config.hidden_size)] * 2)
-    return file.net(kind, *vocabulary_weights(target))
+    net = file.net(kind, *vocabulary_weights(target))
+    net.add_bias(target.logits_bias)
+    return net

@@ -54,18 +54,19 @@ class StateConfig:
 
 
 class FrozenLinear(nn.Module):
-    """`y = x W^T` with a weight [out, in] that is neither trained nor saved."""
+    """`y = x W^T + b` with a weight [out, in] and a bias that are neither trained nor saved."""
 
     weight: Tensor
-    bias = None
+    bias: Tensor | None
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
         self.register_buffer("weight", weight.detach(), persistent=False)
+        self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], in the weight's dtype."""
-        return F.linear(x.to(self.weight.dtype), self.weight)
+        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
 
 
 def linear(inputs: int, outputs: int, *, bias: bool = False) -> nn.Linear:
@@ -200,6 +201,14 @@ class StateNet(nn.Module, ABC):
             states = self.advance(states, tokens[..., depth], depth)
             found.append(self.logits(states, depth))
         return torch.stack(found, dim=-2).float()
+
+    def add_bias(self, bias: Tensor | None) -> None:
+        """Add what the target adds to its logits [V], if the output rows are the target's."""
+        if bias is None or self.rows is None:
+            return
+        weight = cast("FrozenLinear", self.rows).weight
+        chosen = bias.detach()[self.draft_tokens.to(bias.device)].to(weight)
+        self.rows = FrozenLinear(weight, chosen)
 
     def copy_rows(self, rows: Tensor) -> None:
         """Start own output layers from the target's output rows [V, E], as Medusa-1 does."""

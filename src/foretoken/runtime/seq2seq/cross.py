@@ -32,21 +32,27 @@ class CrossKeys:
     mask: Tensor
 
 
-def padded_state(keys: Tensor, values: Tensor) -> RowState:
-    """The state of a source with n positions, from its keys and values [L, H, n, D]."""
+def padded_state(keys: Tensor, values: Tensor, encoded: Tensor) -> RowState:
+    """The state of a source with n positions.
+
+    Args:
+        keys: [L, H, n, D].
+        values: [L, H, n, D].
+        encoded: see `RowState`.
+    """
     positions = keys.shape[2]
     mask = keys.new_zeros(positions)
-    return _widened((keys, values, mask), key_span(positions))
+    return _widened(RowState(keys, values, mask, encoded), key_span(positions))
 
 
 def _widened(state: RowState, span: int) -> RowState:
     """The same state with more padding."""
-    keys, values, mask = state
-    missing = span - len(mask)
+    missing = span - len(state.mask)
     if not missing:
         return state
-    keys, values = (F.pad(part, (0, 0, 0, missing)) for part in (keys, values))
-    return keys, values, F.pad(mask, (0, missing), value=-torch.inf)
+    keys, values = (F.pad(part, (0, 0, 0, missing)) for part in (state.keys, state.values))
+    mask = F.pad(state.mask, (0, missing), value=-torch.inf)
+    return RowState(keys, values, mask, state.encoded)
 
 
 class CrossStates:
@@ -70,10 +76,7 @@ class CrossStates:
 
 def _row_state(slab: KVSlab, row: int) -> RowState | None:
     found = slab.state(row)
-    if not found:
-        return None
-    keys, values, mask = found
-    return keys, values, mask
+    return RowState(*found) if found else None
 
 
 def _same(found: Sequence[RowState | None], known: Sequence[RowState | None]) -> bool:
@@ -82,23 +85,28 @@ def _same(found: Sequence[RowState | None], known: Sequence[RowState | None]) ->
         return False
     pairs = zip(found, known, strict=True)
     return all(
-        a is b or (a is not None and b is not None and a[0] is b[0] and a[1] is b[1])
+        a is b or (a is not None and b is not None and a.keys is b.keys and a.values is b.values)
         for a, b in pairs
     )
 
 
 def _join(states: Sequence[RowState | None]) -> CrossKeys:
-    span = max(len(state[2]) for state in states if state is not None)
+    span = max(len(state.mask) for state in states if state is not None)
     some = next(state for state in states if state is not None)
     full = [_widened(state or _nothing_like(some), span) for state in states]
     if len(full) == 1:
-        keys, values, mask = (part.unsqueeze(0) for part in full[0])
-        return CrossKeys(keys.transpose(0, 1), values.transpose(0, 1), mask[:, None, None])
-    keys, values = (torch.stack([state[part] for state in full], dim=1) for part in (0, 1))
-    return CrossKeys(keys, values, torch.stack([state[2] for state in full])[:, None, None])
+        (only,) = full
+        return CrossKeys(
+            only.keys.unsqueeze(1), only.values.unsqueeze(1), only.mask[None, None, None]
+        )
+    keys, values = (
+        torch.stack(parts, dim=1)
+        for parts in ([state.keys for state in full], [state.values for state in full])
+    )
+    return CrossKeys(keys, values, torch.stack([state.mask for state in full])[:, None, None])
 
 
 def _nothing_like(state: RowState) -> RowState:
     """The state of a row that has no nodes. It sees a key, since a softmax over none is NaN."""
-    keys, values, mask = (torch.zeros_like(part) for part in state)
-    return keys, values, mask
+    keys, values, mask = (torch.zeros_like(part) for part in state[:3])
+    return RowState(keys, values, mask, state.encoded)

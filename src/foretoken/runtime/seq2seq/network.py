@@ -74,6 +74,7 @@ class Seq2SeqNetwork(SourceNetwork):
         self._cross_heads, self._cross_scaling = first.cross.heads, first.cross.scaling
         self._layers = [layer_of(index, layer, kind) for index, layer in enumerate(parts.layers)]
         self._sources = [source_layer_of(layer.cross, kind) for layer in parts.layers]
+        self.encoded_size = first.cross.key.in_features
         self._head: Linear = head_of(parts.head, parts.logits_bias, kind)
         self._cross = CrossStates()
         self._read_sizes(model.config)
@@ -121,16 +122,21 @@ class Seq2SeqNetwork(SourceNetwork):
 
     # The source
 
-    def encode(self, source: Source) -> RowState:
-        """See `SourceNetwork.encode`."""
+    def encoded(self, source: Source) -> Tensor:
+        """See `SourceNetwork.encoded`."""
         inputs = source.inputs(self._device, self._dtype)
-        states = self._encoder(**inputs).last_hidden_state[0]  # [n, E]
-        shape = (len(states), 2, self._cross_heads, -1)
+        encoded: Tensor = self._encoder(**inputs).last_hidden_state[0]
+        return encoded
+
+    def read(self, encoded: Tensor, *, keep: bool = False) -> RowState:
+        """See `SourceNetwork.read`."""
+        shape = (len(encoded), 2, self._cross_heads, -1)
         # [L, 2, H, n, D]
-        both = torch.stack([layer(states).view(shape) for layer in self._sources]).permute(
+        both = torch.stack([layer(encoded).view(shape) for layer in self._sources]).permute(
             0, 2, 3, 1, 4
         )
-        return padded_state(both[:, 0].contiguous(), both[:, 1].contiguous())
+        kept = encoded if keep else encoded[:0].clone()
+        return padded_state(both[:, 0].contiguous(), both[:, 1].contiguous(), kept)
 
     @property
     def probe_source(self) -> Source:
@@ -148,7 +154,8 @@ class Seq2SeqNetwork(SourceNetwork):
         """See `SourceNetwork.state_bytes`."""
         positions = len(source) if self.num_bins is None else len(source) // 2
         cell = 2 * len(self._sources) * self._cross_heads * self._width + 1
-        return key_span(positions) * cell * self._dtype.itemsize
+        kept = positions * self.encoded_size if self.keeps_encoded else 0
+        return (key_span(positions) * cell + kept) * self._dtype.itemsize
 
     # A pass
 

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.memory import PLAIN, Case, Peak, _configs, measure, table
+
+from benchmarks import BenchmarkError
+from foretoken.runtime.attention import KEY_BLOCK
+from tests.spec_drafters import random_spec_drafter
+from tests.tiny import tiny_model
+from tests.tiny_seq2seq import tiny_seq2seq
+
+
+def test_differences_are_to_plain_decoding_of_the_same_batch() -> None:
+    ngram = {"method": "draft_model", "model": "path/to/draft"}
+    sizes = {(1, "none"): 100, (1, "draft"): 130, (8, "none"): 200, (8, "draft"): 190}
+    peaks = {
+        Case("m", PLAIN if kind == "none" else ngram, batch): Peak(1, 2, 3, size * 10**6)
+        for (batch, kind), size in sizes.items()
+    }
+    header, rows = table(peaks)
+    assert header[-1] == "over none"
+    assert [row[-1] for row in rows] == ["", "+30.0", "", "-10.0"]
+    assert rows[1][:2] == ["1", "draft_model (draft)"]
+
+
+def test_configurations() -> None:
+    found = _configs(["ngram", '{"method": "suffix"}', "none"])
+    assert found == [PLAIN, {"method": "ngram"}, {"method": "suffix"}]
+    with pytest.raises(BenchmarkError, match="expected a method"):
+        _configs(["[1]"])
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder-decoder"])
+def test_the_kv_of_a_batch(kind: str, tmp_path: Path) -> None:
+    """Rows of one key block, for the target and for its drafter; sources count, too."""
+    target = tiny_model() if kind == "decoder" else tiny_seq2seq("bart")
+    target.save_pretrained(tmp_path / "target")
+    config: dict[str, Any] = {"method": "spec_drafter", "model": random_spec_drafter("bart", 5)}
+    if kind == "decoder":
+        tiny_model(seed=1, num_hidden_layers=1).save_pretrained(tmp_path / "draft")
+        config = {"method": "draft_model", "model": str(tmp_path / "draft")}
+    case = Case(str(tmp_path / "target"), config, 2, prompt_tokens=9, max_tokens=6, dtype="float32")
+    plain = measure(Case(case.model, PLAIN, *(2, 9, 6, "float32")))
+    found = measure(case)
+    assert found.kv == plain.kv >= 2 * KEY_BLOCK * 4 * 2 * 32
+    assert plain.draft_kv == 0 < found.draft_kv
+    assert found.weights > plain.weights > 0
+    assert found.total > 10**7
