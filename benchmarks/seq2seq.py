@@ -8,9 +8,10 @@ English to German, on LibreOffice's help pages. All parts, in this order:
     python -m benchmarks.seq2seq measure OUT    every contestant on every sentence of the test part
     python -m benchmarks.seq2seq tables OUT     tables as Markdown and JSON, figures as PNG
 
-`all OUT` runs them one after the other. Every part goes on where it stopped. `score OUT` has the
-target translate the dev part, to see how its training goes. `--quick` makes everything tiny, to see
-that all parts work: translations are then nonsense. `--plan FILE` has options as JSON (`Plan`).
+`all OUT` runs them one after the other. Every part goes on where it stopped. `score OUT` translates
+the dev part with the mean of the last checkpoints, to see how the training goes; `average OUT`
+makes that mean the target before the training ends. `--quick` makes everything tiny, to see that
+all parts work: translations are then nonsense. `--plan FILE` has options as JSON (`Plan`).
 """
 
 from __future__ import annotations
@@ -142,18 +143,28 @@ def target_command(out: _Out, quick: _Quick = False, plan: _PlanFile = None) -> 
         print(train_target(out, planned.target, planned.steps))
 
 
+@app.command("average")
+def average_command(
+    out: _Out,
+    last: Annotated[int, typer.Option(min=1, help="So many checkpoints.")],
+) -> None:
+    """Make the mean of the last checkpoints the target, as `target` does at its end."""
+    with one_line_errors():
+        print(average(out, last))
+
+
 @app.command("score")
 def score_command(
     out: _Out,
     quick: _Quick = False,
     plan: _PlanFile = None,
+    last: Annotated[int, typer.Option(min=1, help="So many checkpoints.")] = 1,
     part: Annotated[str, typer.Option(help="dev or test.")] = "dev",
     beams: Annotated[int, typer.Option(min=1, help="Width of the search.")] = 1,
 ) -> None:
     """Translate a part with the mean of the last checkpoints; print BLEU, chrF and examples."""
     with _planned(quick, plan) as planned:
-        folder = average(out)
-        llm = LLM(folder, dtype=planned.dtype, max_num_seqs=32)
+        llm = LLM(average(out, last, "scored"), dtype=planned.dtype, max_num_seqs=32)
         params = SamplingParams(temperature=0, max_tokens=200, beam_width=beams)
         sources, references = (lines(out / f"data/{part}.{side}") for side in ("en", "de"))
         texts = [output.text for output in llm.generate(sources, params)]

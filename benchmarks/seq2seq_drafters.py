@@ -48,10 +48,10 @@ class DrafterOptions(Config):
     masks: tuple[int, ...] = ()
     answers: Literal["greedy", "beam"] = "greedy"
     spec_set: tuple[str, ...] = (
-        *("size=0.25", "max_steps=12000", "warmup_steps=1000", "accumulation=1"),
+        *("size=0.25", "max_steps=5000", "warmup_steps=500", "accumulation=1"),
         *("from_target=true", "evaluate_every=500"),
     )
-    heads_set: tuple[str, ...] = ("max_steps=4000", "evaluate_every=250", "patience=0")
+    heads_set: tuple[str, ...] = ("max_steps=3000", "batch_tokens=1024", "evaluate_every=250")
     tokens: int = 2_000_000
     held_out_tokens: int = 2000
 

@@ -222,7 +222,7 @@ def train_target(folder: Path, options: TargetOptions, steps: int, seed: int = 0
     lengths = [max(len(x["input_ids"]), len(x["labels"])) for x in examples["train"]]
     trainer.batches = TokenBatches(lengths, options.batch_tokens, seed)
     trainer.train(resume_from_checkpoint=bool(_checkpoints(folder)))
-    return average(folder)
+    return average(folder, options.averaged)
 
 
 def _vocabulary(folder: Path, options: TargetOptions) -> PreTrainedTokenizerFast:
@@ -254,23 +254,32 @@ def _checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.split("-")[1]))
 
 
-def average(folder: Path) -> Path:
-    """Write the mean of the checkpoints that are kept as the target.
+def average(folder: Path, last: int, name: str = "target") -> Path:
+    """Write the mean of the last checkpoints as a model of Transformers.
+
+    Args:
+        folder: of everything.
+        last: how many; fewer if there are fewer.
+        name: of the model's folder, in `folder`.
+
+    Returns:
+        The model's folder.
 
     Raises:
-        DataError: there is none.
+        DataError: there is no checkpoint.
     """
-    found = _checkpoints(folder)
+    found = _checkpoints(folder)[-last:]
     if not found:
         raise DataError(f"{folder}: no checkpoint; run `target` first.")
     weights = [load_file(path / "model.safetensors") for path in found]
     mean = {
-        name: torch.stack([each[name].float() for each in weights]).mean(0) for name in weights[0]
+        weight: torch.stack([each[weight].float() for each in weights]).mean(0)
+        for weight in weights[0]
     }
     model = MarianMTModel.from_pretrained(found[-1])
     model.load_state_dict({**model.state_dict(), **mean})
-    target = folder / "target"
-    shutil.rmtree(target, ignore_errors=True)
-    model.save_pretrained(target)
-    PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer").save_pretrained(target)
-    return target
+    into = folder / name
+    shutil.rmtree(into, ignore_errors=True)
+    model.save_pretrained(into)
+    PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer").save_pretrained(into)
+    return into
