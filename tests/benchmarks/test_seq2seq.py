@@ -44,8 +44,11 @@ from foretoken.bench.journal import Journal
 from foretoken.drafters.spec_drafter import SpecDrafterNotes
 from foretoken.training.folder import TrainingFolder
 from foretoken.training.masked_lm import new_masked_lm
+from foretoken.training.methods import training_method
+from foretoken.training.settings import TrainingSettings
 from tests.spec_drafters import save_spec_drafter
 
+GENERAL = TrainingSettings.field_names()
 SMALL = "specdec-small-25"
 TEXTS = [f"Choose File {number} - Open." for number in range(40)]
 SIZES = {"vocab_size": 300, "width": 16, "layers": 1, "feed_forward": 16, "heads": 2}
@@ -237,6 +240,19 @@ def test_commands_name_what_is_learnt() -> None:
     )
     with pytest.raises(BenchmarkError, match="no drafter 'x'"):
         train_command("x", Path("out"), options)
+
+
+def test_trainings_take_the_settings_of_all_drafters() -> None:
+    for method, given in DrafterOptions(masks=(10, 30)).methods().values():
+        fields = {name: value for name, _, value in (each.partition("=") for each in given)}
+        own = {name: fields.pop(name) for name in list(fields) if name not in GENERAL}
+        values = {name: as_json(value) for name, value in own.items()}
+        settings = TrainingSettings(**{name: as_json(value) for name, value in fields.items()})
+        assert training_method(method, values).adapted(settings).max_steps in (3000, 5000)
+
+
+def as_json(text: str) -> Any:
+    return json.loads(text) if text[0].isdigit() or text in ("true", "false") else text
 
 
 def test_answers_are_written_once(tmp_path: Path) -> None:
