@@ -107,7 +107,13 @@ QUICK = Plan(
 )
 """Everything tiny."""
 
-app = typer.Typer(help=__doc__, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(
+    help="SpecDec's tables on a translator that is trained here. The parts, in order: data, "
+    "target, drafters, measure, tables.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
 
 _Out = Annotated[Path, typer.Argument(help="Folder of everything.", metavar="OUT")]
 _Quick = Annotated[bool, typer.Option("--quick", help="Everything tiny.")]
