@@ -75,7 +75,7 @@ class TrainingSettings(Config):
     batch_tokens: Annotated[int, Ge(16)] = 4096
     accumulation: Annotated[int, Ge(1)] = 1
     max_length: Annotated[int, Ge(8)] = 1024
-    levels: Annotated[int, Ge(1), Le(16)] = 3
+    levels: Annotated[int, Ge(1), Le(32)] = 3
     first_level_share: _Share = 0.4
     decay: Annotated[FiniteFloat, Gt(0), Le(1)] = 0.8
     optimizer: Literal["muon", "adamw"] = "muon"

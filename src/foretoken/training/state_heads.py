@@ -99,7 +99,7 @@ def head_outputs(net: StateNet, last: Tensor, batch: Batch, num_levels: int) -> 
 class HeadOptions(DraftOptions):
     """Options of all heads without attention; `num_heads` is the most tokens of a draft."""
 
-    num_heads: Annotated[int, Ge(1), Le(16)] = 4
+    num_heads: Annotated[int, Ge(1), Le(32)] = 4
 
 
 class StateTrainingOptions(HeadOptions, NoiseOptions):
