@@ -95,4 +95,6 @@ class Terminal:
         except OSError:  # the other end is closed
             return False
         self.shown += content.decode(errors="replace")
+        if b"\x1b[6n" in content:  # asks where the cursor is
+            self.type("\x1b[1;1R")
         return bool(content)

@@ -12,6 +12,12 @@ from foretoken.cli.conversation import Conversation
 from tests.cli.conftest import Run
 from tests.cli.terminal import Terminal
 
+PROMPT = r">\x08\x1b\[2C"
+"""A prompt, as prompt_toolkit draws it."""
+
+SENT = r"\x1b\[\?2004l"
+"""A message was sent: pastes are not expected any more."""
+
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 
@@ -72,14 +78,14 @@ def test_ctrl_c(tiny: Path) -> None:
     """One stops the answer, the next at the prompt ends the program."""
     endless = ["--max-tokens", 8000, "--ignore-eos"]
     with Terminal("chat", "-m", tiny, *endless) as terminal:
-        terminal.wait_for("> ")
+        terminal.wait_for(PROMPT)
         terminal.type("hello\n")
-        terminal.wait_for(r"hello\r\n(.|\r|\n){40}")
+        terminal.wait_for(SENT + "(.|\r|\n){60}")
         terminal.type("\x03")
-        stopped = terminal.wait_for(r"\(stopped\)(.|\r|\n)*> ")
+        stopped = terminal.wait_for(r"\(stopped\)(.|\r|\n)*" + PROMPT)
         assert "Traceback" not in stopped
         terminal.type("\x1b[200~/he\x1b[201~lp\n")  # a part of it is pasted
-        terminal.wait_for(r"several lines(.|\r|\n)*> ")
+        terminal.wait_for(r"several lines(.|\r|\n)*" + PROMPT)
         assert terminal.interrupt_until_end() == 130
         assert terminal.shown.rstrip().endswith("interrupted")
         assert "Traceback" not in terminal.shown
@@ -90,9 +96,9 @@ def test_a_paste_of_several_lines_is_one_message(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with Terminal("chat", "-m", tiny, "--max-tokens", 5) as terminal:
-        terminal.wait_for("> ")
+        terminal.wait_for(PROMPT)
         terminal.type("\x1b[200~one\ntwo\x1b[201~\x1b\rthree\r")
-        terminal.wait_for(r"three(.|\r|\n)*tokens(.|\r|\n)*> ")
+        terminal.wait_for(SENT + r"(.|\r|\n)*tokens(.|\r|\n)*" + PROMPT)
         terminal.type("/save talk.json\r")
         terminal.wait_for("saved in talk.json")
         terminal.type("\x04")
@@ -103,7 +109,7 @@ def test_a_paste_of_several_lines_is_one_message(
 
 def test_ctrl_d_ends(tiny: Path) -> None:
     with Terminal("chat", "-m", tiny, "--max-tokens", 5) as terminal:
-        terminal.wait_for("> ")
+        terminal.wait_for(PROMPT)
         terminal.type("\x04")
         assert terminal.end() == 0
 
@@ -141,9 +147,11 @@ def test_a_full_context_forgets_the_oldest(tiny: Path, capsys: pytest.CaptureFix
     conversation = Conversation(llm, GREEDY, "be brief")
     for line in ("a" * 30, "b" * 30, "c" * 30):
         conversation.answer(line)
-    system, first, *_ = conversation.messages
+    system, first, *_, last = conversation.messages
     assert system["role"] == "system"
-    assert first == user("c" * 30)
+    assert first["role"] == "user"
+    assert first != user("a" * 30)
+    assert last["role"] == "assistant"
     assert "context of 128 tokens is full: the oldest" in capsys.readouterr().err
     assert not conversation.failed
 
