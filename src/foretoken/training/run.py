@@ -86,11 +86,11 @@ class TrainingRun:
             return self._pairs(given)
         if self._data.parallel:
             raise ConfigError("--source and --target are for encoder-decoders: give --data.")
+        length = self._settings.max_length
         if not self._data.files:
             if given:
                 raise ConfigError("answers: 'fixed' learns those in your files: give --data FILE.")
-            return SelfSource(self._llm, _ROWS)
-        length = self._settings.max_length
+            return SelfSource(self._llm, _ROWS, length)
         found = FileData(self._llm, self._data.files, length, given_answers=given)
         if found.too_long:
             self._reporter.say(f"{found.too_long} prompts are too long, and are left out.")
