@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -13,7 +10,7 @@ import pytest
 
 from foretoken import LLM, CompatibilityError, SamplingParams
 from foretoken.errors import DataError
-from foretoken.training import self_data, talks
+from foretoken.training import talks
 from foretoken.training.collect import Chooser, SelfSource, collect
 from foretoken.training.conversations import Conversation, ConversationFile, loop_start
 from foretoken.training.diversity import Unseen
@@ -22,7 +19,7 @@ from foretoken.training.self_data import SelfTalk, Template, topics
 from foretoken.training.talks import Answerer, Talk
 from foretoken.training.writer import Wanted, Writer, Writing, Written
 from tests.cli.conftest import CHAT_TEMPLATE, END, ascii_tokenizer
-from tests.training.world import CHAT, chat_llm
+from tests.training.world import CHAT, chat_llm, short_talks
 
 LENGTH = 512
 """Of a conversation; a token is a character."""
@@ -30,18 +27,7 @@ LENGTH = 512
 
 @pytest.fixture(autouse=True)
 def short_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_GREEDY", "_SAMPLED"):
-        shorter = getattr(talks, name).model_copy(update={"max_tokens": 24})
-        monkeypatch.setattr(talks, name, shorter)
-    monkeypatch.setattr(self_data, "_FEWEST_TEXT_TOKENS", 8)
-    for function in (first_opening, next_opening):
-        monkeypatch.setattr(self_data, function.__name__, partial(shortened, function))
-
-
-def shortened(function: Callable[..., Opening], *arguments: int) -> Opening:
-    """The target adds at most 16 tokens."""
-    opening = function(*arguments)
-    return replace(opening, most=min(opening.most, 16))
+    short_talks(monkeypatch, message=16)
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,7 @@ class SelfSource:
     """
 
     def __init__(self, llm: LLM, rows: int, length: int) -> None:
-        self._talk, self._batch = SelfTalk(llm, length), 8 * rows
+        self._talk, self._batch = SelfTalk(llm, length), 4 * rows
 
     def write(self, after: int | None, *, held_out: bool) -> Iterator[list[Conversation]]:
         """See `Source.write`: without an end."""

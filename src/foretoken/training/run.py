@@ -245,7 +245,8 @@ class TrainingRun:
         found = diversity(chooser.kept)
         self._reporter.say(
             f"{what}: {found.conversations:,} with {found.answer_tokens:,} tokens of answers, "
-            f"{found.turns:.2f} turns, {found.greedy:.0%} greedy; distinct 1-, 2- and 3-grams "
+            f"{found.prompt_tokens:.0f} tokens in front of an answer, {found.turns:.2f} turns, "
+            f"{found.greedy:.0%} greedy; distinct 1-, 2- and 3-grams "
             f"{', '.join(f'{share:.1%}' for share in found.distinct)}; left out: {chooser.twice} "
             f"twice, {chooser.overlapping} for prompts that must stay unseen."
         )
