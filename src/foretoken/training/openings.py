@@ -158,12 +158,12 @@ _PROBLEMS = (
     "Two friends",
 )
 _TRANSLATE = (
-    "Translate German to English:",
+    "Translate this German sentence into English:",
     "Translate the following sentence into English:",
     "Translate this from German into English:",
     "Translate into English:\n\n",
     "What does this mean in English?\n\n",
-    "Translate German to English:",
+    "Please translate for me:",
     "Translate into French:",
     "Translate the following text into Spanish:",
 )
