@@ -37,7 +37,7 @@ def test_write_counts_what_the_model_writes_by_itself(
     written = run("ngrams", "write", "--model", tiny, "--tokens", 60, "--output", output)
     assert written.exit_code == 0, written.stderr
     llm = LLM(tiny)
-    talks = SelfTalk(llm).write(range(2))
+    talks = SelfTalk(llm, own_text._LENGTH).write(range(2))
     texts = [each.tokens[start:stop] for each in talks for start, stop in each.answers]
     expected = count_ngrams([texts[0][:60]], llm.engine.target.vocab_size, llm.tokenizer)
     found = NgramTables.load(output)

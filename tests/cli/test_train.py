@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState
 
 from foretoken import LLM, SamplingParams
 from foretoken.training import run as training_run
-from foretoken.training import self_data, serving, talks
+from foretoken.training import serving
 from foretoken.training.conversations import ConversationFile
 from foretoken.training.estimate import Speeds
 from foretoken.training.features import bytes_per_token
@@ -27,6 +27,7 @@ from tests.cli.conftest import Run, ascii_tokenizer, error_of, save_tiny
 from tests.cli.terminal import environment
 from tests.tiny import tiny_model
 from tests.tiny_seq2seq import tiny_seq2seq
+from tests.training.world import short_talks
 
 QUICK = ["--tokens", 200, "--held-out-tokens", 60, "--set", "batch_tokens=128"]
 SHORT = ["--set", "epochs=2", "--set", "evaluate_every=2"]
@@ -43,11 +44,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few and short conversations, and no measurement of how long it will take."""
     monkeypatch.setattr(training_run, "_ROWS", 1)
     monkeypatch.setattr(training_run, "_SERVED_PROMPTS", 1)
-    monkeypatch.setattr(self_data, "_MOST_USER_TOKENS", 12)
-    monkeypatch.setattr(self_data, "_MOST_TEXT_TOKENS", 12)
-    for name in ("_GREEDY", "_SAMPLED"):
-        shorter = getattr(talks, name).model_copy(update={"max_tokens": 24})
-        monkeypatch.setattr(talks, name, shorter)
+    short_talks(monkeypatch)
     speeds = Speeds(1e3, 1e4, 1e3, 500)
     monkeypatch.setattr(training_run, "measure_speeds", lambda *_, **__: speeds)
 
@@ -184,12 +181,12 @@ def test_a_dry_run_leaves_nothing(run: Run, tiny: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
     layers = len(TRAINING_METHODS["eagle"]().layers(2))
-    assert found["disk_bytes"] == round(1.45 * 260 * bytes_per_token(layers, 64))
+    assert found["disk_bytes"] == round(2.2 * 260 * bytes_per_token(layers, 64))
     parts = [found[f"{part}_hours"] for part in ("writing", "feature", "training")]
     assert found["hours"] == pytest.approx(sum(parts))
-    tokens = 1.45 * 260
+    tokens = 2.2 * 260
     assert parts == pytest.approx(
-        [tokens / 1e3 / 3600, tokens / 1e4 / 3600, 3 * tokens * (0.4 / 1e3 + 0.6 / 500) / 3600]
+        [1.3 * 260 / 1e3 / 3600, tokens / 1e4 / 3600, 3 * tokens * (0.4 / 1e3 + 0.6 / 500) / 3600]
     )
     assert "This will take about 1 min here" in result.stderr
     assert not out.exists()
@@ -249,11 +246,11 @@ def test_other_targets(run: Run, tmp_path: Path, kind: str, method: str) -> None
 
 SCRIPT = """
 import os, signal, sys
-from foretoken.training import run, self_data, talks, trainer
+import pytest
+from foretoken.training import run, trainer
 from foretoken.training.estimate import Speeds
-self_data._MOST_USER_TOKENS = self_data._MOST_TEXT_TOKENS = 12
-for name in ("_GREEDY", "_SAMPLED"):
-    setattr(talks, name, getattr(talks, name).model_copy(update={"max_tokens": 24}))
+from tests.training.world import short_talks
+short_talks(pytest.MonkeyPatch())
 run._ROWS, run._SERVED_PROMPTS = 1, 1
 run.measure_speeds = lambda *_, **__: Speeds(1e3, 1e3, 1e3, 1e3)
 step, left = trainer.Trainer._step, int(sys.argv.pop(1))

@@ -15,7 +15,7 @@ from foretoken import LLM, ConfigError, SamplingParams
 from foretoken.drafters.model_set import write_drafters
 from foretoken.errors import ModelError, TrainingError
 from foretoken.models import load_model
-from foretoken.training import curves, talks
+from foretoken.training import curves
 from foretoken.training import run as training_run
 from foretoken.training.batches import TrainingSet
 from foretoken.training.boost import missed, missed_parts
@@ -30,7 +30,7 @@ from foretoken.training.settings import DataSettings, TrainingSettings
 from foretoken.training.trainer import Trainer
 from tests.cli.conftest import save_tiny
 from tests.tiny import reference_greedy, tiny_model
-from tests.training.world import computed, cycles, tiny_target
+from tests.training.world import computed, cycles, short_talks, tiny_target
 
 SETTINGS = TrainingSettings(
     epochs=24,
@@ -63,9 +63,7 @@ def small_parts() -> Iterator[None]:
         served = Served(2, 1.5, (0.5,), 0.1, 1.1)
         patched.setattr(training_run, "measure", lambda *_: served)  # see `test_train.py`
         patched.setattr(curves, "save_panels", lambda *_: None)
-        for name in ("_GREEDY", "_SAMPLED"):
-            shorter = getattr(talks, name).model_copy(update={"max_tokens": 16})
-            patched.setattr(talks, name, shorter)
+        short_talks(patched, answer=16)
         yield
 
 

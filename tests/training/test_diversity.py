@@ -26,6 +26,7 @@ def test_diversity_counts_answers_alone() -> None:
     turns = Conversation((9, 1, 1, 9, 9, 2, 3), ((1, 3), (5, 7)), temperature=0.7)
     found = diversity([turns, talk([9, 9, 9], [1, 2])])
     assert (found.conversations, found.answer_tokens, found.turns) == (2, 6, 1.5)
+    assert found.prompt_tokens == (1 + 5 + 3) / 3
     assert found.greedy == 0.5
     assert list(found.distinct) == [3 / 6, 3 / 3, 0]  # of 1 1, 2 3 and 1 2; there are no 3-grams
     assert diversity([]).conversations == 0

@@ -26,7 +26,7 @@ from foretoken.training.progress import Evaluation, Step
 from foretoken.training.settings import TrainingSettings
 from foretoken.training.trainer import Trainer
 from tests.tiny import tiny_model
-from tests.training.world import computed, cycles, new_trainee, tiny_target
+from tests.training.world import computed, cycles, new_trainee, short_talks, tiny_target
 
 SETTINGS = TrainingSettings(
     epochs=4, batch_tokens=48, max_length=40, evaluate_every=4, mixed_precision="no"
@@ -39,9 +39,7 @@ MIXED: dict[str, Any] = {"answers": "mixed", "refresh_every": EVERY}
 @pytest.fixture(autouse=True, scope="module")
 def short_answers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
-        for name in ("_GREEDY", "_SAMPLED"):
-            shorter = getattr(talks, name).model_copy(update={"max_tokens": 12})
-            patched.setattr(talks, name, shorter)
+        short_talks(patched, answer=12)
         yield
 
 

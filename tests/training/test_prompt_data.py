@@ -71,7 +71,7 @@ def test_prompts(form: str, llm: LLM, tmp_path: Path) -> None:
     text = json.dumps(entry, ensure_ascii=False)
     data = FileData(llm, [written(tmp_path, text, "", text)], LENGTH)
     assert [talk.tokens for talk in data.talks] == [llm.encode(expected)] * 2
-    assert [talk.greedy for talk in data.talks] == [True, False]
+    assert [talk.temperature for talk in data.talks] == [0.0, 0.7]
     assert data.texts == []
 
 

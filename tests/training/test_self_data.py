@@ -5,30 +5,29 @@ from __future__ import annotations
 import json
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from foretoken import LLM, CompatibilityError, SamplingParams
 from foretoken.errors import DataError
-from foretoken.training import self_data, talks
+from foretoken.training import talks
 from foretoken.training.collect import Chooser, SelfSource, collect
 from foretoken.training.conversations import Conversation, ConversationFile, loop_start
 from foretoken.training.diversity import Unseen
-from foretoken.training.openings import opening
-from foretoken.training.self_data import SelfTalk, Template
+from foretoken.training.openings import Opening, authors_of, first_opening, next_opening, reads
+from foretoken.training.self_data import SelfTalk, Template, topics
 from foretoken.training.talks import Answerer, Talk
+from foretoken.training.writer import Wanted, Writer, Writing, Written
 from tests.cli.conftest import CHAT_TEMPLATE, END, ascii_tokenizer
-from tests.training.world import CHAT, chat_llm
+from tests.training.world import CHAT, chat_llm, short_talks
+
+LENGTH = 512
+"""Of a conversation; a token is a character."""
 
 
 @pytest.fixture(autouse=True)
 def short_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, most in (("_MOST_USER_TOKENS", 16), ("_MOST_TEXT_TOKENS", 24)):
-        monkeypatch.setattr(self_data, name, most)
-    for name in ("_GREEDY", "_SAMPLED"):
-        shorter = getattr(talks, name).model_copy(update={"max_tokens": 24})
-        monkeypatch.setattr(talks, name, shorter)
+    short_talks(monkeypatch, message=16)
 
 
 @pytest.fixture(scope="module")
@@ -39,19 +38,20 @@ def talkative() -> LLM:
 
 def test_a_conversation_follows_from_its_seed_in_any_batch(talkative: LLM) -> None:
     seeds = range(40)
-    together = SelfTalk(talkative).write(seeds)
-    talk = SelfTalk(talkative)
+    together = SelfTalk(talkative, LENGTH).write(seeds)
+    talk = SelfTalk(talkative, LENGTH)
     apart = [
         each for part in ([0], [1, 2, 3], range(4, 17), range(17, 40)) for each in talk.write(part)
     ]
     assert together == apart
     assert len({each.tokens for each in together}) > 20
     assert max(len(each.answers) for each in together) > 1
+    assert {reads(each.seed) for each in together} == {False, True}
 
 
 def collected(llm: LLM, path: Path, wanted: int, *, held_out: bool = False) -> list[Conversation]:
     chooser = Chooser(wanted, Unseen(()))
-    totals = list(collect(SelfSource(llm, 1), path, chooser, held_out=held_out))
+    totals = list(collect(SelfSource(llm, 2, LENGTH), path, chooser, held_out=held_out))
     assert totals == sorted(totals)
     assert totals[-1] == sum(each.num_answer_tokens for each in chooser.kept) >= wanted
     return chooser.kept
@@ -59,12 +59,12 @@ def collected(llm: LLM, path: Path, wanted: int, *, held_out: bool = False) -> l
 
 def test_a_file_that_is_continued_gives_the_same_conversations(llm: LLM, tmp_path: Path) -> None:
     """Wherever the first process ended, in the middle of a line, too."""
-    whole, wanted = tmp_path / "whole.jsonl", 500
+    whole, wanted = tmp_path / "whole.jsonl", 250
     expected = collected(llm, whole, wanted)
     text = whole.read_bytes()
     lines = text.count(b"\n")
     assert lines > 10
-    for end in (0, 1, len(text) // 3, text.index(b"\n") + 1, len(text) - 1):
+    for end in (1, len(text) // 3, text.index(b"\n") + 1, len(text) - 1):
         part = tmp_path / "part.jsonl"
         part.write_bytes(text[:end])
         assert collected(llm, part, wanted) == expected
@@ -79,15 +79,16 @@ def test_held_out_conversations_are_greedy_and_others(llm: LLM, tmp_path: Path) 
     for held_out in (False, True):
         found[held_out] = collected(llm, tmp_path / f"{held_out}.jsonl", 150, held_out=held_out)
     assert {each.temperature for each in found[True]} == {0.0}
-    assert {each.temperature for each in found[False]} == {0.0, 0.7}
+    assert {each.temperature for each in found[False]} == {0.0, 0.7, 1.0}
     assert not {each.seed for each in found[True]} & {each.seed for each in found[False]}
 
 
 def test_answers_are_what_the_target_writes(talkative: LLM) -> None:
-    conversations = SelfTalk(talkative).write(range(0, 48, 2))  # greedy ones
+    conversations = SelfTalk(talkative, LENGTH).write(range(48))
     several = 0
     for each in conversations:
-        assert each.temperature == 0
+        if each.temperature:
+            continue
         assert each.answers[-1][1] == len(each.tokens)
         several += len(each.answers) > 1
         for start, stop in each.answers:
@@ -99,7 +100,7 @@ def test_answers_are_what_the_target_writes(talkative: LLM) -> None:
 
 def test_what_is_between_the_answers_is_the_template(talkative: LLM) -> None:
     template = Template.of(talkative.tokenizer)
-    for each in SelfTalk(talkative).write(range(24)):
+    for each in SelfTalk(talkative, LENGTH).write(range(24)):
         assert each.tokens[: len(template.before)] == template.before
         for start, _ in each.answers:
             assert each.tokens[start - len(template.after) : start] == template.after
@@ -107,39 +108,107 @@ def test_what_is_between_the_answers_is_the_template(talkative: LLM) -> None:
             assert each.tokens[stop - 1 : stop - 1 + len(template.between)] == template.between
 
 
-def test_no_room_for_an_answer_leaves_a_conversation_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(self_data, "_MOST_USER_TOKENS", 60)
-    monkeypatch.setattr(self_data, "_MOST_TEXT_TOKENS", 60)
-    written = SelfTalk(chat_llm(context=64)).write(range(40))
-    assert 0 < len(written) < len(SelfTalk(chat_llm(context=256)).write(range(40)))
-    assert all(len(each.tokens) <= 64 for each in written)
-
-
-class Scripted:
-    """Stands for a model: writes what it is told to."""
-
-    def __init__(self, *texts: list[int]) -> None:
-        self._texts = iter(texts)
-
-    def generate(self, prompts: list[Any], params: list[Any]) -> list[Any]:
-        return [
-            type("Output", (), {"token_ids": next(self._texts), "finish_reason": "stop"})
-            for _ in prompts
+def test_texts_are_answers_of_the_same_block(talkative: LLM) -> None:
+    """Whether the conversations that they come from are asked for or not."""
+    assert talkative.tokenizer is not None
+    decode = talkative.tokenizer.decode
+    talk = SelfTalk(talkative, LENGTH)
+    written = {each.seed: each for each in talk.write(range(32))}
+    found = 0
+    for seed in filter(reads, written):
+        answers = [written[author] for author in authors_of(seed) if author in written]
+        texts = [
+            str(
+                decode(list(each.tokens[slice(*each.answers[0])]), skip_special_tokens=True)
+            ).strip()
+            for each in answers
         ]
+        prompt = talkative.tokenizer.decode(
+            list(written[seed].tokens[: written[seed].answers[0][0]])
+        )
+        quoted = [text for text in texts if len(text) >= 8 and text in prompt]
+        assert quoted
+        found += len(quoted) > 1
+        assert talk.write([seed]) == [written[seed]]
+    assert found
 
 
-def test_an_answer_that_loops_is_cut() -> None:
-    loop = [*range(20), *[1, 2, 3] * 20]
-    answerer = Answerer(Scripted(loop, [5] * 3, list(range(30))))  # type: ignore[arg-type]
-    talks_ = [Talk(seed, True, [7, 7]) for seed in range(3)]
-    answered = answerer.answer(talks_)
-    assert answered == [talks_[0], talks_[2]]
-    cut = len(talks_[0].tokens) - 2
-    assert talks_[0].answers == [(2, 2 + cut)]
-    assert 20 < cut < len(loop)
-    assert not talks_[0].finished
-    assert loop_start(talks_[0].tokens) is None
-    assert talks_[2].finished
+def test_a_conversation_keeps_to_its_length(talkative: LLM) -> None:
+    for length in (96, 200):
+        written = SelfTalk(talkative, length).write(range(40))
+        assert written
+        assert max(len(each.tokens) for each in written) <= length
+    context = SelfTalk(chat_llm(context=96, end_bias=12), LENGTH).write(range(40))
+    assert context == SelfTalk(talkative, 96).write(range(40))
+
+
+def test_topics_are_words_of_the_vocabulary() -> None:
+    tokenizer = ascii_tokenizer(CHAT)
+    words = ["\u0120volcano", "\u2581honey", "\u0120a", "\u0120x1y2z", "river", "\u0120na\u00efve"]
+    tokenizer.add_tokens(words)
+    assert topics(tokenizer) == ["volcano", "honey"]
+    assert topics(ascii_tokenizer(CHAT)) == []
+
+
+# Texts
+
+
+def repeated(count: int, loop: int) -> Writing[list[Written]]:
+    """Texts of a target, one after the other."""
+    texts = []
+    for each in range(count):
+        params = SamplingParams(temperature=0, max_tokens=40 + each)
+        texts.append((yield Wanted((1, 2, 3 + each), params, loop)))
+    return texts
+
+
+def test_a_text_that_loops_is_stopped_there(llm: LLM) -> None:
+    """A tiny target without an end soon repeats itself."""
+    (texts,) = Writer(llm).run([repeated(6, loop=3)])
+    looped = 0
+    for each, text in enumerate(texts):
+        params = SamplingParams(temperature=0, max_tokens=40 + each)
+        (whole,) = llm.generate([[1, 2, 3 + each]], params)
+        start = loop_start(whole.token_ids, length=3)
+        assert text.tokens == whole.token_ids[:start]
+        assert text.finish == ("loop" if start is not None else whole.finish_reason)
+        looped += start is not None
+    assert looped
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_results_come_in_order_whatever_is_written_first(llm: LLM) -> None:
+    counts = [3, 0, 1, *[1] * 40, 2]
+    results = Writer(llm).run(repeated(count, loop=3) for count in counts)
+    assert [len(each) for each in results] == counts
+
+
+def test_nothing_goes_on_after_an_error(llm: LLM) -> None:
+    def failing() -> Writing[None]:
+        yield Wanted((1, 2), SamplingParams(max_tokens=2))
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        Writer(llm).run([repeated(2, loop=3), failing()])
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_an_answer_that_loops_is_cut(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    longer = talks._GREEDY.model_copy(update={"max_tokens": 200})
+    monkeypatch.setattr(talks, "_GREEDY", longer)
+    for talk in Answerer(llm).answer([Talk(seed, 0.0, [7, seed]) for seed in range(6)]):
+        (whole,) = llm.generate([talk.tokens[:2]], longer)
+        cut = loop_start(whole.token_ids)
+        assert tuple(talk.tokens[2:]) == whole.token_ids[:cut]
+        assert talk.answers == [(2, len(talk.tokens))]
+        assert talk.finished == (cut is None and whole.finish_reason == "stop")
+
+
+def test_an_answer_that_is_too_short_is_left_out(llm: LLM) -> None:
+    room = [1] * (llm.max_model_len - talks.FEWEST_ANSWER_TOKENS)
+    fits, full = Talk(0, 0.0, room), Talk(2, 0.0, [*room, 1])
+    assert Answerer(llm).answer([fits, full]) == [fits]
+    assert full.answers == []
 
 
 def test_where_a_loop_starts() -> None:
@@ -154,12 +223,20 @@ def test_where_a_loop_starts() -> None:
         assert loop_start(text[: start + length], length=length) is not None
 
 
-def test_half_of_the_users_begin_with_given_words() -> None:
-    words = [opening(seed) for seed in range(400)]
-    assert sum(text == "" for text, _ in words) == 200
-    assert all(words[seed] == words[seed + 1] for seed in range(0, 400, 2))
-    assert any(long for _, long in words)
-    assert not any(long for text, long in words if not text)
+def test_openings_are_of_many_kinds() -> None:
+    seeds = range(3200)
+    found = [first_opening(seed) for seed in seeds]
+    assert found == [first_opening(seed) for seed in seeds]
+    assert [each.reads for each in found] == [reads(seed) for seed in seeds]
+    assert 0.25 < sum(each.reads for each in found) / len(found) < 0.4
+    assert 0.05 < sum(each == Opening() for each in found) / len(found) < 0.25
+    assert len({each.words for each in found}) > 250
+    for seed in filter(reads, seeds):
+        assert len(authors_of(seed)) > 1
+        assert not any(reads(author) for author in authors_of(seed))
+        assert all(author // 16 == seed // 16 for author in authors_of(seed))
+    assert len({next_opening(seed, 1).words for seed in seeds}) > 20
+    assert not any(next_opening(seed, 2).reads for seed in seeds)
 
 
 # Templates

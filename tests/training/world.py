@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from foretoken import LLM
 from foretoken.runtime.target import Target
+from foretoken.training import self_data, talks
 from foretoken.training.batches import TrainingSet
 from foretoken.training.conversations import Conversation
 from foretoken.training.features import FeatureCache, Features, compute_features
 from foretoken.training.method import HeadParts, TrainingMethod
 from foretoken.training.methods import training_method
+from foretoken.training.openings import Opening, first_opening, next_opening
 from foretoken.training.trainee import Trainee
 from tests.cli.conftest import END, ascii_tokenizer
 from tests.tiny import VOCAB_SIZE, tiny_model
@@ -117,6 +121,21 @@ def new_trainee(
         parameter.data += spread * torch.randn_like(parameter)
         parameter.data = parameter.data.bfloat16().float()  # as in a file
     return trainee
+
+
+def short_talks(patched: pytest.MonkeyPatch, answer: int = 24, message: int = 12) -> None:
+    """The target writes little: so many tokens of an answer, and at the end of a message."""
+
+    def shortened(function: Callable[..., Opening], *arguments: int) -> Opening:
+        opening = function(*arguments)
+        return replace(opening, most=min(opening.most, message))
+
+    for name in ("_GREEDY", "_SAMPLED"):
+        shorter = getattr(talks, name).model_copy(update={"max_tokens": answer})
+        patched.setattr(talks, name, shorter)
+    for function in (first_opening, next_opening):
+        patched.setattr(self_data, function.__name__, partial(shortened, function))
+    patched.setattr(self_data, "_FEWEST_TEXT_TOKENS", 8)
 
 
 class World:

@@ -48,17 +48,19 @@ class SelfSource:
     Args:
         llm: the target.
         rows: sequences that it writes at a time.
+        length: most tokens of a conversation.
     """
 
-    def __init__(self, llm: LLM, rows: int) -> None:
-        self._talk, self._batch = SelfTalk(llm), 8 * rows
+    def __init__(self, llm: LLM, rows: int, length: int) -> None:
+        self._talk, self._batch = SelfTalk(llm, length), 4 * rows
 
     def write(self, after: int | None, *, held_out: bool) -> Iterator[list[Conversation]]:
         """See `Source.write`: without an end."""
         first, step = (_HELD_OUT_SEEDS, 2) if held_out else (0, 1)
         seeds = count(first if after is None else after + step, step)
         while True:
-            yield self._talk.write(list(islice(seeds, self._batch)))
+            written = self._talk.write(list(islice(seeds, self._batch)))
+            yield [each for each in written if not (held_out and each.temperature)]
 
 
 class FileSource:
@@ -85,7 +87,7 @@ class FileSource:
         left = [talk for talk in talks if after is None or talk.seed > after]
         for start in range(0, len(left), self._batch):
             part = left[start : start + self._batch]
-            own = [Talk(t.seed, held_out or t.greedy, list(t.tokens)) for t in part]
+            own = [Talk(t.seed, 0.0 if held_out else t.temperature, list(t.tokens)) for t in part]
             yield [talk.written() for talk in self._answerer.answer(own)]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from foretoken.errors import DataError
 
-__all__ = ["Conversation", "ConversationFile", "loop_start", "opening"]
+__all__ = ["Conversation", "ConversationFile", "Repeats", "loop_start", "opening"]
 
 
 @dataclass(frozen=True)
@@ -125,10 +126,31 @@ def loop_start(tokens: Sequence[int], length: int = 12, times: int = 2) -> int |
     Returns:
         The index at which some n-gram occurs for the `times` + 1st time; None if none does.
     """
-    seen: dict[tuple[int, ...], int] = {}
-    for start in range(len(tokens) - length + 1):
-        ngram = tuple(tokens[start : start + length])
-        seen[ngram] = seen.get(ngram, 0) + 1
-        if seen[ngram] > times:
-            return start
+    repeats = Repeats(length, times)
+    for stop, token in enumerate(tokens, 1):
+        if repeats.add(token):
+            return stop - length
     return None
+
+
+class Repeats:
+    """Watches a text that is being written for n-grams that come again and again.
+
+    Args:
+        length: n of the n-grams.
+        times: how often an n-gram may occur.
+    """
+
+    def __init__(self, length: int = 12, times: int = 2) -> None:
+        self._times = times
+        self._last: deque[int] = deque(maxlen=length)
+        self._seen: dict[tuple[int, ...], int] = {}
+
+    def add(self, token: int) -> bool:
+        """The next token; whether it completes an n-gram that occurs too often."""
+        self._last.append(token)
+        if len(self._last) < (self._last.maxlen or 0):
+            return False
+        ngram = tuple(self._last)
+        self._seen[ngram] = self._seen.get(ngram, 0) + 1
+        return self._seen[ngram] > self._times

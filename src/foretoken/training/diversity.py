@@ -24,6 +24,7 @@ class Diversity:
     Args:
         conversations: number.
         answer_tokens: number.
+        prompt_tokens: mean number of tokens in front of an answer.
         turns: mean number of answers.
         distinct: distinct n-grams of the answers as a share of all, for n = 1, 2, 3.
         greedy: share of greedy conversations.
@@ -31,6 +32,7 @@ class Diversity:
 
     conversations: int
     answer_tokens: int
+    prompt_tokens: float
     turns: float
     distinct: tuple[float, float, float]
     greedy: float
@@ -39,10 +41,12 @@ class Diversity:
 def diversity(conversations: Sequence[Conversation]) -> Diversity:
     """Measure these conversations."""
     count = max(1, len(conversations))
+    starts = [start for each in conversations for start, _ in each.answers]
     answers = [each.tokens[start:stop] for each in conversations for start, stop in each.answers]
     return Diversity(
         len(conversations),
         sum(map(len, answers)),
+        sum(starts) / max(1, len(starts)),
         len(answers) / count,
         (_distinct(answers, 1), _distinct(answers, 2), _distinct(answers, 3)),
         sum(each.temperature == 0 for each in conversations) / count,

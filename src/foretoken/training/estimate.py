@@ -28,8 +28,9 @@ from foretoken.training.trainer import Trainer
 __all__ = ["Estimate", "Speeds", "estimate", "measure_speeds"]
 
 _SAMPLE_TOKENS = 48
-_PROMPT_SHARE = 1.45
-"""Tokens of a conversation for each token of its answers, before any were written."""
+_PROMPT_SHARE, _WRITTEN_SHARE = 2.2, 1.3
+"""Tokens of a conversation, and those that are written, for each token of its answers; before any
+were written, and as in conversations that the target writes by itself."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def estimate(
     first = settings.first_level_share
     per_token = first / speeds.one_level + (1 - first) / speeds.all_levels
     return Estimate(
-        (_PROMPT_SHARE * tokens_to_write + own_tokens) / speeds.writing / 3600,
+        (_WRITTEN_SHARE * tokens_to_write + own_tokens) / speeds.writing / 3600,
         (tokens + own_tokens) / speeds.features / 3600,
         num_drafters * learnt_tokens * per_token / 3600,
         round(tokens * bytes_per_token(num_layers, hidden_size, encoder=encoder)),

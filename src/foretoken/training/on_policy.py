@@ -35,7 +35,7 @@ from foretoken.training.distill import DistillTrainee
 from foretoken.training.features import FeatureCache, compute_features
 from foretoken.training.method import OnPolicy
 from foretoken.training.settings import TrainingSettings
-from foretoken.training.talks import Answerer, Talk
+from foretoken.training.talks import Answerer, Talk, usual_temperature
 from foretoken.training.trainee import Trainee
 
 __all__ = ["OnPolicyRounds"]
@@ -141,7 +141,7 @@ class OnPolicyRounds:
         if path.exists():
             return
         talks = [
-            Talk(index, index % 2 == 0, self._prompt(at))
+            Talk(index, usual_temperature(index), self._prompt(at))
             for index, at in self._places(number)
             if self._is_own(index)
         ]

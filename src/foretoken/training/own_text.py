@@ -2,7 +2,7 @@
 
 They are the negligible-cost approximation models that fit a target best: an n-gram model of its own
 text. The text is that of `foretoken train`: conversations of the target with itself, or its answers
-to prompts of the user's, half of them greedy and half of them sampled.
+to prompts of the user's; some are greedy and some are sampled.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ __all__ = ["ngrams_of_target"]
 
 _ROWS = 16
 """Conversations that are written at a time."""
+_LENGTH = 1024
+"""Most tokens of a conversation with itself, as in `foretoken train`."""
 _MOST_IDLE = 50
 """Batches in a row without any text after which the target is given up."""
 
@@ -65,7 +67,7 @@ def ngrams_of_target(
 
 def _talks(llm: LLM) -> Iterator[list[Conversation]]:
     """Conversations with itself, without an end."""
-    talk = SelfTalk(llm)
+    talk = SelfTalk(llm, _LENGTH)
     for first in count(0, _ROWS):
         yield talk.write(range(first, first + _ROWS))
 

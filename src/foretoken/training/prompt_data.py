@@ -22,7 +22,7 @@ from typing import Any
 from foretoken.errors import DataError, ForetokenError
 from foretoken.llm import LLM, Prompt
 from foretoken.training.conversations import Conversation
-from foretoken.training.talks import Talk
+from foretoken.training.talks import Talk, usual_temperature
 
 __all__ = ["FileData"]
 
@@ -92,7 +92,7 @@ class FileData:
             self.too_long += 1
             return
         number = len(self.talks)
-        self.talks.append(Talk(number, number % 2 == 0, list(tokens)))
+        self.talks.append(Talk(number, usual_temperature(number), list(tokens)))
         if self._given_answers:
             self.answered.append(self._answered(tokens, _answer(where, fields), number))
 

@@ -86,11 +86,11 @@ class TrainingRun:
             return self._pairs(given)
         if self._data.parallel:
             raise ConfigError("--source and --target are for encoder-decoders: give --data.")
+        length = self._settings.max_length
         if not self._data.files:
             if given:
                 raise ConfigError("answers: 'fixed' learns those in your files: give --data FILE.")
-            return SelfSource(self._llm, _ROWS)
-        length = self._settings.max_length
+            return SelfSource(self._llm, _ROWS, length)
         found = FileData(self._llm, self._data.files, length, given_answers=given)
         if found.too_long:
             self._reporter.say(f"{found.too_long} prompts are too long, and are left out.")
@@ -249,7 +249,8 @@ class TrainingRun:
         found = diversity(chooser.kept)
         self._reporter.say(
             f"{what}: {found.conversations:,} with {found.answer_tokens:,} tokens of answers, "
-            f"{found.turns:.2f} turns, {found.greedy:.0%} greedy; distinct 1-, 2- and 3-grams "
+            f"{found.prompt_tokens:.0f} tokens in front of an answer, {found.turns:.2f} turns, "
+            f"{found.greedy:.0%} greedy; distinct 1-, 2- and 3-grams "
             f"{', '.join(f'{share:.1%}' for share in found.distinct)}; left out: {chooser.twice} "
             f"twice, {chooser.overlapping} for prompts that must stay unseen."
         )

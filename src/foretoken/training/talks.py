@@ -11,19 +11,32 @@ from dataclasses import dataclass, field
 
 from foretoken.core.params import SamplingParams
 from foretoken.llm import LLM
-from foretoken.training.conversations import Conversation, loop_start
+from foretoken.training.conversations import Conversation
+from foretoken.training.writer import Wanted, Writer, Writing
 
-__all__ = ["FEWEST_ANSWER_TOKENS", "MOST_TURNS", "Answerer", "Talk"]
+__all__ = [
+    "FEWEST_ANSWER_TOKENS",
+    "MOST_TURNS",
+    "Answerer",
+    "Talk",
+    "answered",
+    "usual_temperature",
+]
 
 MOST_TURNS = 3
 """Answers of a conversation."""
 
 FEWEST_ANSWER_TOKENS = 8
-_MOST_TOKENS = 384
+_MOST_TOKENS = 512
 """Of an answer."""
 
 _GREEDY = SamplingParams(temperature=0, max_tokens=_MOST_TOKENS)
-_SAMPLED = SamplingParams(temperature=0.7, top_p=0.95, top_k=400, max_tokens=_MOST_TOKENS)
+_SAMPLED = SamplingParams(top_p=0.95, top_k=400, max_tokens=_MOST_TOKENS)
+
+
+def usual_temperature(seed: int) -> float:
+    """Of the answers of a conversation: half of them are greedy."""
+    return 0.0 if seed % 2 == 0 else 0.7
 
 
 @dataclass
@@ -32,14 +45,14 @@ class Talk:
 
     Args:
         seed: everything that is sampled in it follows from this.
-        greedy: whether its answers are greedy.
+        temperature: of its answers; 0 is greedy.
         tokens: so far, chat template included.
         answers: [start, stop) of each answer.
         finished: whether the last answer ended by itself.
     """
 
     seed: int
-    greedy: bool
+    temperature: float
     tokens: list[int]
     answers: list[tuple[int, int]] = field(default_factory=list)
     finished: bool = False
@@ -51,46 +64,58 @@ class Talk:
 
     def answer_params(self) -> SamplingParams:
         """Of the next answer."""
-        if self.greedy:
+        if self.temperature == 0:
             return _GREEDY
-        return _SAMPLED.model_copy(update={"seed": self.noise_seed})
+        changed = {"temperature": self.temperature, "seed": self.noise_seed}
+        return _SAMPLED.model_copy(update=changed)
 
     def written(self) -> Conversation:
         """The conversation up to the end of its last answer."""
         stop = self.answers[-1][1]
-        temperature = self.answer_params().temperature
-        return Conversation(tuple(self.tokens[:stop]), tuple(self.answers), self.seed, temperature)
+        tokens, answers = tuple(self.tokens[:stop]), tuple(self.answers)
+        return Conversation(tokens, answers, self.seed, self.temperature)
+
+
+def answered(talk: Talk, length: int) -> Writing[bool]:
+    """Add an answer to a conversation; where it begins to loop it is cut off.
+
+    Args:
+        talk: the conversation.
+        length: most tokens that it may have afterwards.
+
+    Returns:
+        Whether there is a useful answer.
+    """
+    params = talk.answer_params()
+    most = min(params.max_tokens or length, length - len(talk.tokens))
+    if most < 1:
+        return False
+    params = params.model_copy(update={"max_tokens": most})
+    written = yield Wanted(tuple(talk.tokens), params)
+    if len(written.tokens) < FEWEST_ANSWER_TOKENS:
+        return False
+    begin = len(talk.tokens)
+    talk.tokens += written.tokens
+    talk.answers.append((begin, len(talk.tokens)))
+    talk.finished = written.finish == "stop"
+    return True
 
 
 class Answerer:
-    """Lets the target answer.
+    """Lets a model answer.
 
     Args:
-        llm: the target.
+        llm: the model.
     """
 
     def __init__(self, llm: LLM) -> None:
-        self._llm = llm
+        self._writer, self._length = Writer(llm), llm.max_model_len
 
     def answer(self, talks: Sequence[Talk]) -> list[Talk]:
-        """Add an answer to each; where it begins to loop it is cut off.
+        """Add an answer to each, see `answered`.
 
         Returns:
             Those with a useful answer.
         """
-        if not talks:
-            return []
-        params = [talk.answer_params() for talk in talks]
-        outputs = self._llm.generate([list(talk.tokens) for talk in talks], params)
-        answered = []
-        for talk, output in zip(talks, outputs, strict=True):
-            cut = loop_start(output.token_ids)
-            answer = output.token_ids[:cut]
-            if len(answer) < FEWEST_ANSWER_TOKENS:
-                continue
-            begin = len(talk.tokens)
-            talk.tokens += answer
-            talk.answers.append((begin, len(talk.tokens)))
-            talk.finished = cut is None and output.finish_reason == "stop"
-            answered.append(talk)
-        return answered
+        useful = self._writer.run(answered(talk, self._length) for talk in talks)
+        return [talk for talk, is_useful in zip(talks, useful, strict=True) if is_useful]
