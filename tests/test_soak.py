@@ -105,7 +105,9 @@ def test_nothing_stays_behind(requests: int, monkeypatch: pytest.MonkeyPatch) ->
     while added < requests or llm.engine.has_unfinished_requests():
         if added < requests and len(open_ids) < 20:
             open_ids.append(
-                llm.engine.add_request(prompt_of(dice), params_of(dice), dice.choice(choices))
+                llm.engine.add_request(
+                    prompt_of(dice), params_of(dice), choices[added % len(choices)]
+                )
             )
             added += 1
             if added % (requests // 4) == 0:
@@ -137,7 +139,7 @@ def test_nothing_stays_behind(requests: int, monkeypatch: pytest.MonkeyPatch) ->
         llm.engine._speculation.default.drafter,
         *(each.drafter for each in llm.engine.strategies.kept()),
     ]
-    assert len(drafters) == 1 + len(METHODS)
+    assert len(drafters) == len(METHODS)  # the first is the default
     assert not [state for drafter in drafters for state in states_of(drafter, set())]
     gc.collect()
     assert not list(alive)

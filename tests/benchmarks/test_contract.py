@@ -181,7 +181,7 @@ def test_the_whole_on_a_tiny_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     prompts.write_text("\n".join(json.dumps(line) for line in lines))
     app = Typer()
     app.command()(contract.main)
-    arguments = ["--prompts", str(prompts), "--output", str(output), "--rounds", "2"]
+    arguments = ["--prompts", str(prompts), "--output", str(output), "--rounds", "3"]
     arguments += ["--batch-size", "1", "--batch-size", "3"]
     arguments += ["--max-tokens", "6", "--max-prompt-tokens", "12"]
     first = CliRunner().invoke(app, arguments)
@@ -191,16 +191,16 @@ def test_the_whole_on_a_tiny_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     labels = {line.split("|")[1].strip() for line in table}
     expected = ("qa", "rag", "temperature 1.5", "random tokens")
     assert {f"{batch}: {kind}" for batch in (1, 3) for kind in expected} <= labels
-    assert len(output.read_text().splitlines()) == 1 + 2 * 2 * 4
+    assert len(output.read_text().splitlines()) == 1 + 3 * 2 * 4
     again = CliRunner().invoke(app, arguments)
-    assert len(output.read_text().splitlines()) == 1 + 2 * 2 * 4
+    assert len(output.read_text().splitlines()) == 1 + 3 * 2 * 4
     assert [line for line in again.output.splitlines() if line.startswith("| ")] == table
     other = CliRunner().invoke(app, [*arguments, "--seed", "1"])
     assert other.exit_code == 2
     assert "made with seed 0" in other.output
-    more = CliRunner().invoke(app, [*arguments, "--rounds", "3"])
+    more = CliRunner().invoke(app, [*arguments, "--rounds", "4"])
     assert more.exit_code == 2
-    assert "made with rounds 2" in more.output
+    assert "made with rounds 3" in more.output
     nothing = CliRunner().invoke(app, [*arguments, "--kind", "math"])
     assert nothing.exit_code == 2
     assert "--kind math: not among qa, rag, temperature 1.5, random tokens" in nothing.output

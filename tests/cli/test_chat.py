@@ -100,7 +100,7 @@ def test_a_paste_of_several_lines_is_one_message(
         terminal.type("\x1b[200~one\ntwo\x1b[201~\x1b\rthree\r")
         terminal.wait_for(SENT + r"(.|\r|\n)*tokens(.|\r|\n)*" + PROMPT)
         terminal.type("/save talk.json\r")
-        terminal.wait_for("saved in talk.json")
+        terminal.wait_for(r"saved in talk.json(.|\r|\n)*" + PROMPT)
         terminal.type("\x04")
         assert terminal.end() == 0
     messages = json.loads(Path("talk.json").read_text())
@@ -152,8 +152,11 @@ def test_a_full_context_forgets_the_oldest(tiny: Path, capsys: pytest.CaptureFix
     assert first["role"] == "user"
     assert first != user("a" * 30)
     assert last["role"] == "assistant"
+    before = list(conversation.messages)
+    conversation.answer("d" * 500)  # has no room even alone
+    assert conversation.failed
+    assert conversation.messages == before
     assert "context of 128 tokens is full: the oldest" in capsys.readouterr().err
-    assert not conversation.failed
 
 
 def test_set(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,6 +171,7 @@ def test_set(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     for command, error in (
         ("/set temperature hot", "temperature: "),
         ("/set warmth 1", "no field 'warmth'"),
+        ("/set n 2", "n: a chat has one answer"),
     ):
         conversation.obey(command)
         assert error in capsys.readouterr().err
@@ -204,10 +208,10 @@ def test_save_and_load(llm: LLM, tmp_path: Path) -> None:
     ("content", "message"),
     [
         (None, "No such file"),
-        ("[1", "is no saved conversation"),
-        ('[{"role": "user", "content": "a"}]', "no list of questions and answers"),
-        ('[{"role": "user"}]', "no list of questions and answers"),
-        ('{"a": 1}', "no list of questions and answers"),
+        ("[1", "is not a saved conversation"),
+        ('[{"role": "user", "content": "a"}]', "no questions and answers"),
+        ('[{"role": "user"}]', "no questions and answers"),
+        ('{"a": 1}', "no questions and answers"),
     ],
 )
 def test_what_cannot_be_loaded(

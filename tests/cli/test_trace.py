@@ -39,7 +39,7 @@ def step(drafted: tuple[int, ...], accepted: tuple[int, ...], **fields: object) 
 
 CORRECTED = step((1, 2, 3, 4), (0, 1), rejected=(2,), origin=Origin.CORRECTION, reason="no")
 BONUS = step((1, 2), (0, 1), token=4)
-PLAIN = step((), (), token=6)
+PLAIN = step((), (), token=6, origin=Origin.PLAIN)
 CUT = replace(BONUS, committed=1)
 TREE = step(
     (1, 2, 3, 5, 4, 6),

@@ -128,7 +128,7 @@ def test_a_run_has_the_time_of_its_prompt() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--timeline", "--json"], "--json prints the summary"),
+        (["--timeline", "--json"], "leave out --json and --html"),
         (["two.json"], "only --timeline and --svg take several traces"),
         (["--svg", "no/such/folder.svg"], "there is no folder"),
     ],

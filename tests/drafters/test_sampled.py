@@ -77,7 +77,7 @@ def test_q_is_the_truncated_distribution(
         request = Request(PROMPTS[0], params, vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
         (draft,) = drafter.propose([request], [budget])
         drafter.release(request)
-        assert draft.tree.num_drafted >= 3
+        assert draft.tree.num_drafted >= 2  # equal draws share a node
         for node in range(1, len(draft.tree)):
             parent = draft.tree.parents[node]
             path = [*PROMPTS[0], *draft.tree.path_tokens(parent)]

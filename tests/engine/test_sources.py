@@ -392,7 +392,11 @@ def no_start(_: PreTrainedModel) -> None:
         (no_room, PromptError, "kv_cache_memory has no room for a source of 2 tokens"),
         (both_kinds, CompatibilityError, "is a decoder-only model and the target is an encoder-d"),
         (reverse, CompatibilityError, "is an encoder-decoder and the target is a decoder-only"),
-        (other_vocabulary, CompatibilityError, "must read the same source"),
+        (
+            other_vocabulary,
+            CompatibilityError,
+            "a vocabulary of 97 tokens and the target",
+        ),
         (
             no_encoder,
             PromptError,

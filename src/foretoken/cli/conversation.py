@@ -24,7 +24,7 @@ __all__ = ["Conversation", "note"]
 
 HELP = """\
 /help              this list
-/set               the sampling parameters
+/set               the sampling parameters that differ from their defaults
 /set NAME VALUE    change one, for example /set temperature 0.7
 /undo              forget the last question and its answer
 /reset             forget the conversation
@@ -100,6 +100,8 @@ class Conversation:
             value: Any = json.loads(text)
         except ValueError:
             value = text
+        if name == "n":
+            raise ConfigError("n: a chat has one answer")
         given = self._params.model_dump(exclude_unset=True, by_alias=True)
         self._params = type(self._params)(**{**given, name: value})
         note(f"{name} {value}")
@@ -123,9 +125,9 @@ class Conversation:
         try:
             found = json.loads(_file(name).read_text(encoding="utf-8"))
         except ValueError as error:
-            raise PromptError(f"{name} is no saved conversation: {error}") from None
+            raise PromptError(f"{name} is not a saved conversation: {error}") from None
         if not _are_messages(found):
-            raise PromptError(f"{name} is no saved conversation: no list of questions and answers")
+            raise PromptError(f"{name} is not a saved conversation: no questions and answers")
         self.messages = found
         self._start = [message for message in found[:1] if message["role"] == "system"]
         note(f"{sum(message['role'] == 'user' for message in found)} questions and their answers")
@@ -140,11 +142,12 @@ class Conversation:
         """
         question = {"role": "user", "content": line}
         try:
-            self._make_room(question)
-            chunks = self._llm.stream([*self.messages, question], self._params)
-        except PromptError as error:
+            kept = self._with_room(question)
+            chunks = self._llm.stream([*kept, question], self._params)
+        except ForetokenError as error:
             self._fail(f"{error} /reset forgets the conversation.")
             return
+        self._forget(len(self.messages) - len(kept))
         text, output, writer = "", None, TokenWriter()
         try:
             with closing(chunks), closing(writer), _first_interrupt() as interrupted:
@@ -163,20 +166,23 @@ class Conversation:
         elif not self._quiet:
             show_summary(output, writer)
 
-    def _make_room(self, question: dict[str, str]) -> None:
-        """Drop the oldest turns until the context has room for an answer."""
-        most = self._llm.max_model_len
+    def _with_room(self, question: dict[str, str]) -> list[dict[str, str]]:
+        """The messages without the oldest turns, so that the context has room for an answer."""
+        most, begin, kept = self._llm.max_model_len, len(self._start), list(self.messages)
         room = min(self._params.max_tokens or most, most // _LEAST_ROOM)
-        begin, dropped = len(self._start), 0
-        while (
-            len(self.messages) > begin
-            and len(self._llm.encode([*self.messages, question])) + room > most
-        ):
-            del self.messages[begin : begin + 2]
-            dropped += 1
-        if dropped:
-            turns = "turn is" if dropped == 1 else f"{dropped} turns are"
-            note(f"(the context of {most} tokens is full: the oldest {turns} forgotten)")
+        while len(kept) > begin and len(self._llm.encode([*kept, question])) + room > most:
+            del kept[begin : begin + 2]
+        return kept
+
+    def _forget(self, count: int) -> None:
+        """Drop so many of the oldest messages, and say so."""
+        if not count:
+            return
+        begin = len(self._start)
+        del self.messages[begin : begin + count]
+        turns = "turn is" if count == 2 else f"{count // 2} turns are"
+        most = self._llm.max_model_len
+        note(f"(the context of {most} tokens is full: the oldest {turns} forgotten)")
 
 
 def note(text: str) -> None:

@@ -19,13 +19,13 @@ EXAMPLES = examples("foretoken doctor", "foretoken doctor --json")
 
 _GIB = 2**30
 _EXTRAS = {
-    "structured": "llguidance",
-    "train": "accelerate",
-    "bench": "scipy",
-    "plots": "matplotlib",
-    "rest": "pydivsufsort",
+    "structured": ("llguidance",),
+    "train": ("accelerate", "matplotlib"),
+    "bench": ("scipy", "sacrebleu"),
+    "plots": ("matplotlib",),
+    "rest": ("pydivsufsort",),
 }
-"""Extras of the package, and a distribution that each of them installs."""
+"""Extras of the package, and the distributions that they install."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def _native() -> _Finding:
     return _Finding(
         "native runtime",
         f"not available: {missing}",
-        "Until then all models run on PyTorch's operations, which are several times slower.",
+        "All models run on PyTorch's operations instead, which are several times slower.",
     )
 
 
@@ -144,7 +144,9 @@ def _threads() -> _Finding:
     text = f"{threads} for the passes"
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if threads > cores:
-        return _Finding("threads", text, f"Only {cores} cores are there: OMP_NUM_THREADS={cores}.")
+        return _Finding(
+            "threads", text, f"There are only {cores} cores: set OMP_NUM_THREADS to that."
+        )
     if load > cores and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive":
         busy = (
             f"The load is {load:.1f}. Other programs need the cores, too: OMP_WAIT_POLICY=passive."
@@ -170,10 +172,9 @@ def _cache() -> _Finding:
 def _extras() -> list[_Finding]:
     from foretoken.bench.machine import package_version
 
-    return [
-        _Finding(
-            f"foretoken[{extra}]",
-            "installed" if package_version(name) else f"not installed: {name} is missing",
-        )
-        for extra, name in _EXTRAS.items()
-    ]
+    found = []
+    for extra, names in _EXTRAS.items():
+        missing = [name for name in names if package_version(name) is None]
+        how = f"not installed: pip install 'foretoken[{extra}]'" if missing else "installed"
+        found.append(_Finding(f"foretoken[{extra}]", how))
+    return found

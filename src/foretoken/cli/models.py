@@ -59,9 +59,7 @@ def list_models(json_output: JsonOption = False) -> None:
 
 @app.command()
 def fetch(
-    name: Annotated[
-        str, typer.Argument(help="An alias, or a .gguf file to convert.", metavar="NAME")
-    ],
+    name: Annotated[str, typer.Argument(help="What --model takes.", metavar="NAME")],
 ) -> None:
     """Fetch and convert a model now, so that its first use does not wait."""
     folder = resolve(name)

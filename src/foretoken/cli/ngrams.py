@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.progress import Progress
 
-from foretoken.cli.console import display, plain, working
+from foretoken.cli.console import display, errors, plain
 from foretoken.cli.files import check_writable
 from foretoken.cli.flat import flat
 from foretoken.cli.options import DEFAULT_MODEL, ModelOptions
@@ -72,16 +74,19 @@ def write(
 ) -> None:
     """Let a model write, and count unigrams, bigrams and trigrams of its text.
 
-    Half of its answers are greedy and half are sampled, as for
-    `foretoken train`. An n-gram model of the target's own text drafts
-    what the target writes most often, at next to no cost.
+    Its answers are greedy or sampled, as for `foretoken train`. An n-gram
+    model of the target's own text drafts what the target writes most often,
+    at next to no cost.
     """
     check_writable(output)
     llm = open_llm(target, None, max_num_seqs=16)
     from foretoken.training.own_text import ngrams_of_target
 
-    with working(f"Writing {tokens:,} tokens"):
-        tables = ngrams_of_target(llm, tokens, data or ())
+    console = errors()
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(f"Writing {tokens:,} tokens", total=tokens)
+        report = partial(bar.update, task)
+        tables = ngrams_of_target(llm, tokens, data or (), lambda done: report(completed=done))
     _save(tables, output)
 
 

@@ -32,7 +32,7 @@ def nearest(name: str, known: list[str]) -> str:
     """
     longer = [each for each in known if each.startswith(name)] if len(name) > 2 else []
     close = difflib.get_close_matches(name, known, n=1, cutoff=_CLOSE)
-    close = close or (longer if len(longer) == 1 else [])
+    close = close or sorted(longer, key=len)
     if close:
         return f"did you mean '{close[0]}'?"
     return f"known: {', '.join(sorted(known))}."

@@ -11,23 +11,24 @@ import re
 from pathlib import Path
 
 from foretoken.errors import ModelError
+from foretoken.models.disk import full_disk, tells_of_full_disk
 from foretoken.models.folder import check_folder
-from foretoken.models.guard import guarded
 
 __all__ = ["hub_folder", "is_hub_id"]
 
 _log = logging.getLogger(__name__)
 
-_WORD = r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?"
-_ID = re.compile(rf"{_WORD}/{_WORD}(@[\w./-]+)?")
+_WORD = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
+_ID = re.compile(rf"(?!.*(?:--|\.\.|\.git$|\.git@))({_WORD}/{_WORD})(?:@([A-Za-z0-9][\w./-]*))?")
 
-_WANTED = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-_UNWANTED = ["*/*", "consolidated*.safetensors"]  # copies in other layouts
+_WEIGHTS = ["model.safetensors", "model-*.safetensors"]  # and no variants, copies or adapters
+_WANTED = [*_WEIGHTS, "*.json", "*.model", "*.spm", "*.jinja", "*.txt"]
+_UNWANTED = ["*/*"]  # copies in other layouts
 
 
 def is_hub_id(name: str) -> bool:
     """Whether a name has the form `ORG/NAME` or `ORG/NAME@REVISION`."""
-    return _ID.fullmatch(name) is not None
+    return len(name) <= 96 and _ID.fullmatch(name) is not None
 
 
 def hub_folder(name: str) -> Path:
@@ -50,6 +51,11 @@ def hub_folder(name: str) -> Path:
     except (LocalEntryNotFoundError, ModelError):
         _log.info("downloading %s", name)
         folder = _downloaded(repository, revision or None)
+        if not any(folder.glob("*.safetensors")):
+            raise ModelError(
+                f"{repository!r} has no weights in safetensors on the Hugging Face Hub: convert "
+                "them first, or use another repository of the model"
+            ) from None
         check_folder(folder)
     return folder
 
@@ -69,19 +75,25 @@ def _snapshot(repository: str, revision: str | None, *, local: bool) -> Path:
 
 
 def _downloaded(repository: str, revision: str | None) -> Path:
+    """Download a model, with the progress bars of `huggingface_hub`."""
     from huggingface_hub import constants, errors
 
-    failure = f"there is no folder {repository!r}, and the Hugging Face Hub does not give the model"
-    with guarded(failure):
-        try:
-            return _snapshot(repository, revision, local=False)
-        except errors.GatedRepoError:
-            why = "agree to its licence on its page there, and log in with `hf auth login`"
-        except errors.RevisionNotFoundError:
-            why = f"it has no revision {revision!r}"
-        except errors.RepositoryNotFoundError:
-            why = "it has none of this name, or it is private (`hf auth login`)"
-        except errors.LocalEntryNotFoundError:
-            reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "it cannot be reached"
-            why = f"{reason}, and the model is not in the local cache"
-        raise ModelError(f"{failure}: {why}")
+    try:
+        return _snapshot(repository, revision, local=False)
+    except errors.GatedRepoError:
+        why = "agree to its licence on its page there, and log in with `hf auth login`"
+    except errors.RevisionNotFoundError:
+        why = f"it has no revision {revision!r}"
+    except errors.RepositoryNotFoundError:
+        why = "it has none of this name, or it is private (`hf auth login`)"
+    except errors.LocalEntryNotFoundError:
+        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "it cannot be reached"
+        why = f"{reason}, and the model is not in the local cache"
+    except Exception as error:
+        if tells_of_full_disk(str(error)):
+            raise full_disk() from error
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+    raise ModelError(
+        f"there is no folder {repository!r}, and the Hugging Face Hub does not give the model: "
+        f"{why}"
+    )

@@ -42,7 +42,7 @@ class LoadedModel:
         dtype: str | torch.dtype,
         device: str | torch.device,
     ) -> LoadedModel:
-        """Load a model by name, or take a loaded module as it is. So with the tokenizer.
+        """Load a model by name, or take a loaded module as it is. The same goes for the tokenizer.
 
         Raises:
             ModelError: the model cannot be found or read.
@@ -88,7 +88,7 @@ class LoadedModel:
     def eos_token_ids(self) -> tuple[int, ...]:
         """End-of-sequence tokens of the model's generation config and of the tokenizer."""
         ids: set[int] = set()
-        settings = self.module.generation_config
+        settings = getattr(self.module, "generation_config", None)  # none without an output layer
         configured = settings.eos_token_id if settings else None
         if configured is not None:
             ids.update([configured] if isinstance(configured, int) else configured)

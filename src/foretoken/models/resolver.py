@@ -127,7 +127,7 @@ def _build_gguf(path: Path, name: str) -> Path:
 def _not_found(model: str, is_file: bool) -> str:
     if is_file:
         return f"{model} is neither a Hugging Face folder nor a .gguf file"
-    names = [*aliases(), *(model.name for model in store.cached())]
+    names = list(dict.fromkeys([*aliases(), *(model.name for model in store.cached())]))
     near = difflib.get_close_matches(model.lower(), names, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
     return f"no model {model!r}: there is no such folder, .gguf file, alias or cached model; {hint}"
