@@ -127,7 +127,7 @@ def test_defaults_are_vllms(llm: LLM) -> None:
         (3, "expected text or a list, got int"),
         (b"hi", "expected text or a list, got bytes: decode it first"),
         ([b"hi"], "a prompt is text, a list of token ids"),
-        ("a\ud800", "half of a character at position 1 (a lone surrogate, U+D800)"),
+        ("a\ud800", "prompt: half of a character at position 1 (a lone surrogate, U+D800)"),
         ([{"role": "user", "content": "\udc00"}], "a lone surrogate, U+DC00"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "of type 'image_url' is not text"),
         ({"prompt": "a", "prompt_token_ids": [1]}, "a mapping with 'prompt' or 'prompt_token_ids'"),

@@ -315,15 +315,19 @@ class LLM:
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: BeamSearchParams,
+        params: BeamSearchParams | Mapping[str, Any],
         *,
         speculative_config: Speculative | Sequence[Speculative] = None,
+        **unknown: Any,
     ) -> list[BeamSearchOutput]:
         """Search for the most probable outputs, with vLLM's parameters and results.
 
         It is `generate` with `SamplingParams(beam_width=...)`. Arguments and errors are the same,
         except that all prompts have the same `params`. The sequences begin with the prompt.
         """
+        _refuse("beam_search", unknown)
+        if isinstance(params, Mapping):
+            params = BeamSearchParams(**params)
         given, config = params.sampling_params, speculative_config
         found = self.generate(prompts, given, speculative_config=config)
         return [sequences_of(each, params, self.tokenizer, self.eos_token_ids) for each in found]

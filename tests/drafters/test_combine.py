@@ -17,6 +17,7 @@ from foretoken.core.distribution import Distribution
 from foretoken.core.tree import Draft, TokenTree, chain
 from foretoken.decode import Outcome, StepTimes
 from foretoken.drafters.combine import Ensemble, Switch, SwitchOptions, merge
+from foretoken.drafters.hybrid import graft
 from foretoken.drafters.model_set import write_drafters
 from foretoken.drafters.ngram import NgramDrafter, NgramOptions
 from foretoken.drafters.none import NoDrafter
@@ -25,12 +26,14 @@ from tests.drafting import drafter_of
 from tests.enumeration import (
     chains,
     distance,
+    independent,
     most_likely,
     output_distribution,
     random_distributions,
     trees,
 )
 from tests.invariants.test_controllers import outcome
+from tests.invariants.test_shared_nodes import shared_trees
 from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import tiny_model
 
@@ -72,6 +75,25 @@ def test_merged_drafts_are_lossless(rule: str, limit: int) -> None:
     outcomes = output_distribution(RULES[rule](), merged(), p, length=3)
     assert sum(outcomes.values()) == pytest.approx(1)
     assert distance(outcomes, p, 3) < 1e-6
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("limit", [2, 9])
+@pytest.mark.parametrize("looked_up", [0, 1, 2])
+def test_features_do_not_order_sampled_nodes(looked_up: int, limit: int, shared: bool) -> None:
+    """A hybrid's draft in an ensemble: two draws of one q, onto which a lookup was grafted."""
+    p, q = random_distributions(3, 1), random_distributions(3, 2)
+    found = Draft.deterministic(chain([0, looked_up]), by_match(3, 1))
+    lookup = Draft.deterministic(chain([0, looked_up]), by_match(2, 1))
+
+    def merged() -> Iterator[tuple[Draft, float]]:
+        drawn = shared_trees(q, 2, 1) if shared else trees(q, independent, 2, 1)
+        for tree, weight in drawn:
+            grafted = graft(tree, found, 8, siblings=True)
+            yield merge([lookup, grafted], limit, shared=shared), weight
+
+    outcomes = output_distribution(RULES["rejection"](), merged(), p, length=2)
+    assert distance(outcomes, p, 2) < 1e-6
 
 
 def test_lookups_are_merged_by_their_odds() -> None:

@@ -125,6 +125,9 @@ def test_one_list_for_all_prompts_or_one_per_prompt() -> None:
     assert (len(first.texts), len(second.texts)) == (1, 0)
     assert read(1, [[[3, 4]]])[0].texts == ((3, 4),)
     assert [each.texts for each in read(2, None)] == [(), ()]
+    assert [each.texts for each in read(2, [])] == [(), ()]
+    with pytest.raises(PromptError, match="references: half of a character at position 1"):
+        read(1, ["a\ud800"])
 
 
 @pytest.mark.parametrize(
@@ -134,6 +137,7 @@ def test_one_list_for_all_prompts_or_one_per_prompt() -> None:
         ([["a"]], "references: 1 lists for 2 prompts"),
         ([[1.5], ["a"]], "references: each is a text or a list of token ids"),
         ([[96]], "references: token id 96 is outside the vocabulary"),
+        ([[b"ab"], None], "references: each is a text or a list of token ids"),
         (["a"], "this model has no tokenizer"),
     ],
 )

@@ -177,9 +177,9 @@ class Drafter(ABC):
     def ignore_times(self) -> None:  # noqa: B027 - most drafters do
         """From now on, let no measured time decide what is drafted.
 
-        It is called once, before the first draft, if the output's bits depend on the drafts: seeded
-        runs are then reproducible only if drafts do not depend on the clock. A drafter that
-        combines others passes it on.
+        It is called before the first draft of a strategy under which the output's bits depend on
+        the drafts: seeded runs are then reproducible only if drafts do not depend on the clock. A
+        drafter that combines others passes it on.
         """
 
 

@@ -138,8 +138,9 @@ def merge(drafts: Sequence[Draft], limit: int, *, shared: bool = False) -> Draft
     residual distribution, whatever its token (invariant 2). So a sampled node gets a node of its
     own; or with `shared`, it is another draw of the sibling's node (`Draft.draws`).
 
-    If all drafts have features, the nodes with the highest path probability are kept, and a merged
-    node has the better of its features. Otherwise the nodes closest to the root are kept.
+    If all nodes have features and none was sampled, those with the highest path probability are
+    kept, and a merged node has the better of its features. Otherwise the nodes closest to the root
+    are kept.
 
     Args:
         drafts: drafts with the same root.
@@ -151,7 +152,7 @@ def merge(drafts: Sequence[Draft], limit: int, *, shared: bool = False) -> Draft
     draws: list[tuple[int, Distribution]] = []
     features: list[int] = []
     merged: list[dict[int, int]] = [{0: 0} for _ in drafts]  # per draft: its node -> merged node
-    has_features = all(len(draft.features) == draft.tree.num_drafted for draft in drafts)
+    has_features = all(map(_is_ranked, drafts))
     for index, node, distribution in (_by_path_prob if has_features else _by_depth)(drafts):
         draft = drafts[index]
         parent = merged[index].get(draft.tree.parents[node])
@@ -177,6 +178,12 @@ def merge(drafts: Sequence[Draft], limit: int, *, shared: bool = False) -> Draft
                 )
     merged_draft = Draft.drawn(TokenTree(tuple(tokens), tuple(parents)), draws)
     return replace(merged_draft, features=tuple(features)) if has_features else merged_draft
+
+
+def _is_ranked(draft: Draft) -> bool:
+    """Whether features may order a draft's nodes: not those of sampled ones (invariant 2)."""
+    is_complete = len(draft.features) == draft.tree.num_drafted
+    return is_complete and all(q.certain is not None for _, q in draft.all_draws)
 
 
 _Draw: TypeAlias = tuple[int, int, Distribution]

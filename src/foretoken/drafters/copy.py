@@ -166,6 +166,7 @@ class Alignment:
         if len(ends):
             later = int(np.searchsorted(ends, self._last))
             self.position = self._last = int(ends[min(later, len(ends) - 1)])
+            self._num_inserted = 0
 
     def _insert(self, position: int | None) -> None:
         """Take the last token as inserted in front of the expected one."""

@@ -18,6 +18,7 @@ __all__ = [
     "as_list",
     "check_prompt",
     "checked_ids",
+    "checked_text",
     "is_conversation",
     "needed",
     "one_per_prompt",
@@ -96,7 +97,7 @@ def token_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> list
         return checked_ids(prompt)
     tokenizer = needed(tokenizer)
     if isinstance(prompt, str):
-        return list(tokenizer.encode(_checked(prompt)))
+        return list(tokenizer.encode(checked_text("prompt", prompt)))
     if not tokenizer.chat_template:
         raise PromptError("this model has no chat template: pass text instead of messages.")
     try:
@@ -126,8 +127,12 @@ def _text_of(prompt: Any) -> Any:
     )
 
 
-def _checked(text: str) -> str:
+def checked_text(name: str, text: str) -> str:
     """A text that has an encoding.
+
+    Args:
+        name: what it is, for error messages.
+        text: the text.
 
     Raises:
         PromptError: it has half of a surrogate pair, which stands for no character.
@@ -136,7 +141,7 @@ def _checked(text: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise PromptError(
-            f"the prompt has half of a character at position {error.start} (a lone surrogate, "
+            f"{name}: half of a character at position {error.start} (a lone surrogate, "
             f"U+{ord(text[error.start]):04X}): decode its bytes with errors='replace'."
         ) from None
     return text
@@ -150,7 +155,7 @@ def _with_text(message: Message) -> dict[str, Any]:
     """
     content = message.get("content")
     if isinstance(content, str):
-        return {**message, "content": _checked(content)}
+        return {**message, "content": checked_text("messages", content)}
     if not isinstance(content, Sequence):
         return dict(message)
     texts = []
@@ -159,7 +164,7 @@ def _with_text(message: Message) -> dict[str, Any]:
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise PromptError(f"messages: a part of content of type {kind!r} is not text.")
-        texts.append(_checked(text))
+        texts.append(checked_text("messages", text))
     return {**message, "content": "".join(texts)}
 
 

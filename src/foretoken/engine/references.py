@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from foretoken.core.references import NO_REFERENCES, References
 from foretoken.drafters.base import Drafter
-from foretoken.engine.prompts import needed
+from foretoken.engine.prompts import checked_text, needed
 from foretoken.errors import CompatibilityError, PromptError
 from foretoken.runtime.target import Target
 
@@ -79,7 +79,7 @@ class ReferenceReader:
 
     def _encoded(self, text: str) -> Sequence[int]:
         """The tokens that an output would have, without special tokens."""
-        tokenizer = needed(self.tokenizer)
+        text, tokenizer = checked_text("references", text), needed(self.tokenizer)
         # The outputs of some encoder-decoders are split in another way than their sources.
         texts = {"text_target": text} if self.target.reads_source else {"text": text}
         # `verbose` would warn of texts longer than the model's context, which does not read them.
@@ -100,7 +100,8 @@ def per_prompt(count: int, given: Any) -> list[GivenReferences]:
         PromptError: it is none of these, or has another length than there are prompts.
     """
     listed = isinstance(given, Sequence) and not isinstance(given, str)
-    if not listed or any(isinstance(item, str) or (item and _is_ids(item)) for item in given):
+    shared = not listed or not given
+    if shared or any(isinstance(item, str) or (item and _is_ids(item)) for item in given):
         return [given] * count
     if len(given) != count:
         raise PromptError(
@@ -127,6 +128,6 @@ def check_quotes(method: str, drafter: Drafter) -> None:
 def _is_ids(value: Any) -> bool:
     return (
         isinstance(value, Sequence)
-        and not isinstance(value, str)
+        and not isinstance(value, str | bytes | bytearray)
         and all(isinstance(token, int) and not isinstance(token, bool) for token in value)
     )

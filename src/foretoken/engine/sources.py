@@ -17,7 +17,14 @@ from transformers import PreTrainedTokenizerBase
 
 from foretoken.core.config import nearest
 from foretoken.core.source import Source
-from foretoken.engine.prompts import Prompt, checked_ids, is_conversation, needed, token_ids
+from foretoken.engine.prompts import (
+    Prompt,
+    checked_ids,
+    checked_text,
+    is_conversation,
+    needed,
+    token_ids,
+)
 from foretoken.errors import PromptError
 from foretoken.models.audio import AudioReader
 from foretoken.runtime.target import Target
@@ -141,7 +148,7 @@ class SourceReader:
         if not text.strip():
             raise PromptError("the source is empty: give at least one word to read.")
         with self._reading(language):
-            ids: list[int] = needed(self.tokenizer)(text)["input_ids"]
+            ids: list[int] = needed(self.tokenizer)(checked_text("source", text))["input_ids"]
         return ids
 
     @contextmanager
