@@ -80,12 +80,12 @@ def test_ctrl_c(tiny: Path) -> None:
     with Terminal("chat", "-m", tiny, *endless) as terminal:
         terminal.wait_for(PROMPT)
         terminal.type("hello\n")
-        terminal.wait_for(SENT + "(.|\r|\n){60}")
+        terminal.wait_for(SENT + r"[\s\S]{60}")
         terminal.type("\x03")
-        stopped = terminal.wait_for(r"\(stopped\)(.|\r|\n)*" + PROMPT)
+        stopped = terminal.wait_for(r"\(stopped\)[\s\S]*" + PROMPT)
         assert "Traceback" not in stopped
         terminal.type("\x1b[200~/he\x1b[201~lp\n")  # a part of it is pasted
-        terminal.wait_for(r"several lines(.|\r|\n)*" + PROMPT)
+        terminal.wait_for(r"several lines[\s\S]*" + PROMPT)
         assert terminal.interrupt_until_end() == 130
         assert terminal.shown.rstrip().endswith("interrupted")
         assert "Traceback" not in terminal.shown
@@ -98,9 +98,9 @@ def test_a_paste_of_several_lines_is_one_message(
     with Terminal("chat", "-m", tiny, "--max-tokens", 5) as terminal:
         terminal.wait_for(PROMPT)
         terminal.type("\x1b[200~one\ntwo\x1b[201~\x1b\rthree\r")
-        terminal.wait_for(SENT + r"(.|\r|\n)*tokens(.|\r|\n)*" + PROMPT)
+        terminal.wait_for(SENT + r"[\s\S]*tokens[\s\S]*" + PROMPT)
         terminal.type("/save talk.json\r")
-        terminal.wait_for(r"saved in talk.json(.|\r|\n)*" + PROMPT)
+        terminal.wait_for(r"saved in talk.json[\s\S]*" + PROMPT)
         terminal.type("\x04")
         assert terminal.end() == 0
     messages = json.loads(Path("talk.json").read_text())
