@@ -11,20 +11,26 @@ target's and stay as they are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from annotated_types import Ge, MinLen
+from pydantic import model_validator
 from torch import Tensor
 
 from foretoken.core.config import Config
-from foretoken.drafters.heads.checkpoint import write_checkpoint
+from foretoken.drafters.heads.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from foretoken.drafters.heads.config_file import Description
 from foretoken.drafters.heads.eagle_layer import EagleConfig, KeysValues
 from foretoken.drafters.heads.eagle_net import EagleNet, default_layers
+from foretoken.drafters.heads.feature_net import FeatureConfig
+from foretoken.drafters.heads.folder import check_layers
 from foretoken.drafters.heads.probe import Probe, Seen
-from foretoken.errors import ConfigError
+from foretoken.drafters.heads.shipped import shipped_head
+from foretoken.errors import CompatibilityError, ConfigError
 from foretoken.training.batches import Batch
 from foretoken.training.features import dequantize, noisy
 from foretoken.training.head_options import DraftOptions, NoiseOptions
@@ -109,9 +115,20 @@ class EagleTrainingOptions(FusedOptions):
 
     Args:
         norm_output: whether the state that is fed back is normalised (EAGLE-3.1).
+        start: the folder of an EAGLE-3 head that learns on, or the alias of a model with a head in
+            the package; None for random weights. Layers, norms and sizes are then that head's.
     """
 
     norm_output: bool = True
+    start: Annotated[str, MinLen(1)] | None = None
+
+    @model_validator(mode="after")
+    def _form_is_not_given(self) -> Self:
+        form = ("layers", "qk_norm", "fc_norm", "intermediate_size", "norm_output")
+        for name in form if self.start is not None else ():
+            if name in self.model_fields_set:
+                raise ValueError(f"{name}: the head in 'start' decides: remove one of the two.")
+        return self
 
 
 def layer_sizes(parts: HeadParts, intermediate_size: int | None) -> dict[str, Any]:
@@ -188,8 +205,9 @@ class EagleTraining(EagleHeadTraining):
 
     def layers(self, num_layers: int) -> tuple[int, ...]:
         """See `TrainingMethod.layers`."""
-        chosen = self._options.layers
-        if chosen is None:
+        start = self._start
+        chosen = start.description.config.aux_layers if start else self._options.layers
+        if not chosen:
             return default_layers(num_layers)
         if max(chosen) > num_layers:
             raise ConfigError(f"layers: this model has layers 0 to {num_layers}, got {chosen}.")
@@ -198,16 +216,31 @@ class EagleTraining(EagleHeadTraining):
         return chosen
 
     def trainee(self, parts: HeadParts) -> Trainee:
-        """See `TrainingMethod.trainee`."""
+        """See `TrainingMethod.trainee`; with `start`, its weights are those of that head."""
         assert isinstance(self.options, EagleTrainingOptions)
-        net = EagleNet(
-            EagleConfig(**self.sizes(parts), norm_output=self.options.norm_output),
-            parts.embedding,
-            parts.output_rows[parts.draft_tokens],
-            parts.draft_tokens,
-        )
-        net.initialise()
+        if self._start:
+            net = _learning_on(self._start.for_target(parts.num_layers), parts)
+        else:
+            config = EagleConfig(**self.sizes(parts), norm_output=self.options.norm_output)
+            net = _over_target(config, parts)
+            net.initialise()
         return EagleTrainee(net, LOSSES[self._options.loss], self._options.noise)
+
+    @cached_property
+    def _start(self) -> Checkpoint | None:
+        """The head that learns on.
+
+        Raises:
+            CompatibilityError: it is an EAGLE-1 head.
+            ModelError: there is none, or it is damaged.
+        """
+        start = getattr(self.options, "start", None)
+        if start is None:
+            return None
+        found = read_checkpoint(shipped_head(start) or start)
+        if isinstance(found.description.config, FeatureConfig):
+            raise CompatibilityError(f"start: {start} is an EAGLE-1 head: give an EAGLE-3 head.")
+        return found
 
     def sizes(self, parts: HeadParts) -> dict[str, Any]:
         """The fields of `EagleConfig` that do not depend on what is fed back."""
@@ -218,3 +251,30 @@ class EagleTraining(EagleHeadTraining):
             "fc_norm": options.fc_norm,
             "qk_norm": options.qk_norm,
         }
+
+
+def _over_target(config: EagleConfig, parts: HeadParts) -> EagleNet:
+    """A head over the target's embedding and its output rows of the draft vocabulary."""
+    rows = parts.output_rows[parts.draft_tokens]
+    return EagleNet(config, parts.embedding, rows, parts.draft_tokens)
+
+
+def _learning_on(start: Checkpoint, parts: HeadParts) -> EagleNet:
+    """A head with the weights of another one, and the draft vocabulary of `parts`.
+
+    Raises:
+        CompatibilityError: that one is for a target of other sizes, or has an embedding or output
+            rows of its own.
+    """
+    check_layers(start.path, start.description.verifier, parts.num_layers)
+    old = start.net(parts.embedding, parts.output_rows)
+    shared = parts.output_rows[old.draft_tokens]
+    if old.embedding is not parts.embedding or not torch.equal(old.head, shared):
+        raise CompatibilityError(
+            f"start: {start.path} has an embedding or output rows of its own, and training uses "
+            "the target's: give a head without them."
+        )
+    net = _over_target(replace(old.config, draft_vocab_size=len(parts.draft_tokens)), parts)
+    vocabulary = {name: net.state_dict()[name] for name in ("d2t", "t2d")}
+    net.load_state_dict({**old.state_dict(), **vocabulary})
+    return net
