@@ -14,7 +14,7 @@ from foretoken.runtime.network import Need
 from foretoken.runtime.share import decoder_layers
 from foretoken.training.batches import collate
 from foretoken.training.early_exit import Schedule, _behind, _dropped
-from foretoken.training.features import passes
+from foretoken.training.feature_passes import passes
 from foretoken.training.methods import training_method
 from tests.tiny import tiny_model
 from tests.training.world import computed, cycles, parts_of, tiny_target

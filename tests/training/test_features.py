@@ -14,15 +14,9 @@ from torch import Tensor
 from foretoken.errors import DataError
 from foretoken.runtime.rows import INTERNAL_KEY
 from foretoken.runtime.target import Target
-from foretoken.training import features
-from foretoken.training.features import (
-    TOP_K,
-    FeatureCache,
-    bytes_per_token,
-    compute_features,
-    dequantize,
-    noisy,
-)
+from foretoken.training import feature_passes, features
+from foretoken.training.feature_passes import compute_features
+from foretoken.training.features import TOP_K, FeatureCache, bytes_per_token, dequantize, noisy
 from tests.tiny import VOCAB_SIZE, tiny_model
 from tests.training.world import computed, cycles, tiny_target
 
@@ -52,7 +46,7 @@ def passes(target: Target, tokens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 def test_the_cache_holds_what_the_target_computes(
     chunk: int, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(features, "_CHUNK", chunk)
+    monkeypatch.setattr(feature_passes, "_CHUNK", chunk)
     cache = computed(target, TALKS, LAYERS, tmp_path / "cache")
     assert len(cache) == len(TALKS)
     for number, talk in enumerate(TALKS):

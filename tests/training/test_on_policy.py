@@ -19,7 +19,7 @@ from foretoken.training import on_policy, talks
 from foretoken.training.batches import TrainingSet
 from foretoken.training.conversations import Conversation, ConversationFile
 from foretoken.training.distill import DistillTrainee
-from foretoken.training.features import compute_features
+from foretoken.training.feature_passes import compute_features
 from foretoken.training.methods import training_method
 from foretoken.training.on_policy import OnPolicyRounds
 from foretoken.training.progress import Evaluation, Step

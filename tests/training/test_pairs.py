@@ -18,7 +18,7 @@ from foretoken.runtime.network import Need
 from foretoken.training.collect import Chooser
 from foretoken.training.conversations import Conversation, ConversationFile
 from foretoken.training.diversity import Unseen
-from foretoken.training.features import passes
+from foretoken.training.feature_passes import passes
 from foretoken.training.pairs import PairData, PairSource
 from foretoken.training.settings import DataSettings
 from tests.cli.conftest import ascii_tokenizer

@@ -19,21 +19,22 @@ from foretoken.errors import CompatibilityError
 from foretoken.runtime.choose import network_for
 from foretoken.runtime.passes import Passes
 from foretoken.runtime.target import Target
-from foretoken.training import spec_drafter
+from foretoken.training import masked_blocks
 from foretoken.training.averaging import Averages
 from foretoken.training.batches import Batch, TrainingSet, collate
 from foretoken.training.conversations import Conversation
-from foretoken.training.features import FeatureCache, Features, compute_features
-from foretoken.training.masked_lm import copy_encoder, new_masked_lm
-from foretoken.training.methods import training_method
-from foretoken.training.progress import Evaluation, Step
-from foretoken.training.settings import TrainingSettings
-from foretoken.training.spec_drafter import (
+from foretoken.training.feature_passes import compute_features
+from foretoken.training.features import FeatureCache, Features
+from foretoken.training.masked_blocks import (
     SpecDrafterTrainee,
     SpecDrafterTrainingOptions,
     some_of,
     some_prefixes,
 )
+from foretoken.training.masked_lm import copy_encoder, new_masked_lm
+from foretoken.training.methods import training_method
+from foretoken.training.progress import Evaluation, Step
+from foretoken.training.settings import TrainingSettings
 from foretoken.training.trainer import Trainer
 from tests.spec_drafters import spec_drafter_of
 from tests.tiny_seq2seq import CONTEXT, TEXT, VOCAB_SIZE, tiny_seq2seq, tiny_source
@@ -119,7 +120,7 @@ def test_it_learns_what_is_served_with_the_targets_encoder(name: str, tmp_path: 
 
 @torch.inference_mode()
 def test_evaluations_are_about_every_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spec_drafter, "_PLACES", 60)  # several passes
+    monkeypatch.setattr(masked_blocks, "_PLACES", 60)  # several passes
     trainee = trainee_of().eval()
     learnt = trainee(batch := batch_of(3), 3)
     for row, (tokens, source) in enumerate(zip(OUTPUTS, SOURCES, strict=True)):

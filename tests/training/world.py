@@ -19,7 +19,8 @@ from foretoken.runtime.target import Target
 from foretoken.training import self_data, talks
 from foretoken.training.batches import TrainingSet
 from foretoken.training.conversations import Conversation
-from foretoken.training.features import FeatureCache, Features, compute_features
+from foretoken.training.feature_passes import compute_features
+from foretoken.training.features import FeatureCache, Features
 from foretoken.training.method import HeadParts, TrainingMethod
 from foretoken.training.methods import training_method
 from foretoken.training.openings import Opening, first_opening, next_opening

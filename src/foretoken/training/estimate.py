@@ -18,7 +18,8 @@ from foretoken.core.params import SamplingParams
 from foretoken.llm import LLM
 from foretoken.training.batches import TrainingSet
 from foretoken.training.conversations import Conversation
-from foretoken.training.features import FeatureCache, bytes_per_token, compute_features
+from foretoken.training.feature_passes import compute_features
+from foretoken.training.features import FeatureCache, bytes_per_token
 from foretoken.training.memory import TrainingBytes
 from foretoken.training.progress import Step
 from foretoken.training.settings import TrainingSettings

@@ -6,15 +6,13 @@ from the features it will see. Hidden states are kept in int8 with a scale per g
 more exact than the noise that training adds to them.
 
 A cache is a folder of raw arrays, mapped into memory when they are read, and `index.json`, which is
-written last. A folder without it is incomplete and is made anew.
+written last. A folder without it is incomplete and is made anew (`feature_passes.py`).
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd, prod
 from pathlib import Path
@@ -22,28 +20,21 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foretoken.core.files import write_whole
-from foretoken.core.source import Source
-from foretoken.core.tree import chain
 from foretoken.errors import DataError
-from foretoken.runtime.network import Need, PassOutput
-from foretoken.runtime.rows import INTERNAL_KEY
-from foretoken.runtime.target import Target
-from foretoken.training.conversations import Conversation
 
 __all__ = [
+    "ENCODED",
+    "INDEX",
     "TOP_K",
     "FeatureCache",
     "Features",
+    "array_shapes",
     "bytes_per_token",
-    "compute_features",
     "dequantize",
     "noisy",
-    "passes",
     "quantize",
 ]
 
@@ -51,10 +42,7 @@ TOP_K = 16
 """Most probable next tokens that are kept of the target's distribution."""
 
 INDEX = "index.json"
-_CHUNK = 256
-"""Tokens of a pass."""
-
-_ENCODED, _ENCODED_KIND = "encoded", "float16"
+ENCODED, _ENCODED_KIND = "encoded", "float16"
 """The file of what the encoder returned, with its own number of rows: those of the sources."""
 
 _GROUP = 32
@@ -152,7 +140,7 @@ class FeatureCache:
             self._source_starts = [0, *np.cumsum(sizes, dtype=int).tolist()]
             self._arrays = {
                 name: np.memmap(folder / name, dtype=kind, mode="r", shape=shape)
-                for name, (kind, shape) in _shapes(self.index).items()
+                for name, (kind, shape) in array_shapes(self.index).items()
             }
         except (OSError, ValueError, KeyError, TypeError):
             raise DataError(
@@ -173,7 +161,7 @@ class FeatureCache:
         read = {
             name: torch.from_numpy(np.array(array[part]))
             for name, array in self._arrays.items()
-            if name != _ENCODED
+            if name != ENCODED
         }
         size, none = self.index["hidden_size"], (len(read["tokens"]), 0)
         return Features(
@@ -188,7 +176,7 @@ class FeatureCache:
         )
 
     def _encoded(self, number: int) -> Tensor:
-        array = self._arrays.get(_ENCODED)
+        array = self._arrays.get(ENCODED)
         if array is None:
             return torch.zeros(0, 0, dtype=torch.float16)
         part = slice(self._source_starts[number], self._source_starts[number + 1])
@@ -209,151 +197,11 @@ class FeatureCache:
         return counts
 
 
-def _shapes(index: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def array_shapes(index: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """File name -> type and shape of the arrays of a cache with this `index.json`."""
     total, columns = sum(index["lengths"]), _columns(len(index["layers"]), index["hidden_size"])
     shapes = {name: (kind, (total, *shape)) for name, (kind, shape) in columns.items()}
-    if index.get(_ENCODED):
+    if index.get(ENCODED):
         rows = sum(len(source) for source in index["sources"])
-        shapes[_ENCODED] = (_ENCODED_KIND, (rows, index["hidden_size"]))
+        shapes[ENCODED] = (_ENCODED_KIND, (rows, index["hidden_size"]))
     return shapes
-
-
-def compute_features(
-    target: Target,
-    conversations: Sequence[Conversation],
-    layers: Sequence[int],
-    folder: Path,
-    *,
-    encoder: bool = False,
-) -> Iterator[int]:
-    """Fill a cache; a complete one for these conversations and layers stays as it is.
-
-    Args:
-        target: the target.
-        conversations: what it is run over.
-        layers: ids of the layers whose hidden states are kept.
-        folder: of the cache.
-        encoder: whether what the encoder makes of the sources is kept.
-
-    Yields:
-        Numbers of tokens that have been computed.
-
-    Raises:
-        DataError: the disk is full. What was there before is gone.
-    """
-    index: dict[str, Any] = {
-        "layers": list(layers),
-        "hidden_size": target.hidden_size,
-        "lengths": [len(each.tokens) for each in conversations],
-        "answers": [each.answers for each in conversations],
-    }
-    if any(each.source for each in conversations):
-        index["sources"] = [each.source for each in conversations]
-    if encoder:
-        index[_ENCODED] = True
-    text = json.dumps(index)
-    if _is_complete(folder, text):
-        return
-    arrays = _new_arrays(folder, _shapes(index))
-    at = read = 0
-    for each in conversations:
-        stop = at + len(each.tokens)
-        arrays["tokens"][at:stop] = each.tokens
-        if encoder:
-            found = _encoded(target, each)
-            arrays[_ENCODED][read : read + len(found)] = found.half().cpu().numpy()
-            read += len(found)
-        for name, tensor in _features(target, each, layers).items():
-            arrays[name][at:stop] = tensor.numpy()
-        at = stop
-        yield at
-    for array in arrays.values():
-        array.flush()
-    write_whole(folder / INDEX, lambda path: path.write_text(text))
-
-
-def _is_complete(folder: Path, index: str) -> bool:
-    """Whether a cache has this index, and all that the index says."""
-    try:
-        FeatureCache(folder)
-    except DataError:
-        return False
-    return (folder / INDEX).read_text() == index
-
-
-def _new_arrays(
-    folder: Path, shapes: Mapping[str, tuple[str, tuple[int, ...]]]
-) -> dict[str, np.memmap[Any, Any]]:
-    """Empty arrays in a new folder."""
-    shutil.rmtree(folder, ignore_errors=True)
-    try:
-        folder.mkdir(parents=True)
-        return {name: _allocated(folder / name, *each) for name, each in shapes.items()}
-    except OSError as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        size = sum(prod(shape) * np.dtype(kind).itemsize for kind, shape in shapes.values())
-        raise DataError(
-            f"{folder}: the features take {size / 1e9:.2f} GB: {error.strerror}: learn fewer "
-            "tokens, or choose another disk."
-        ) from None
-
-
-def _allocated(path: Path, kind: str, shape: tuple[int, ...]) -> np.memmap[Any, Any]:
-    """A new array on disk whose space is there: writing beyond a full disk would be a signal."""
-    with path.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, max(1, prod(shape) * np.dtype(kind).itemsize))
-    return np.memmap(path, dtype=kind, mode="r+", shape=shape)
-
-
-def _features(
-    target: Target, conversation: Conversation, layers: Sequence[int]
-) -> dict[str, Tensor]:
-    """File name -> what is kept of the n tokens of a conversation."""
-    need = Need(hidden=tuple(sorted(layers)))
-    outputs = passes(target, conversation.tokens, need, conversation.source)
-    parts = [_kept(output, layers) for output in outputs]
-    return {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
-
-
-@torch.inference_mode()
-def _encoded(target: Target, conversation: Conversation) -> Tensor:
-    """[s, E] what the target's encoder makes of a source."""
-    assert target.source_network is not None, "the method is for encoder-decoders"
-    return target.source_network.encoded(Source(tuple(conversation.source)))
-
-
-def passes(
-    target: Target, tokens: Sequence[int], need: Need, source: Sequence[int] = ()
-) -> Iterator[PassOutput]:
-    """The outputs of a target's passes over a text, chunk by chunk.
-
-    Args:
-        target: the target.
-        tokens: of the text; of an encoder-decoder, the decoder's.
-        need: what the outputs are to have.
-        source: what an encoder-decoder reads; without it, a short source of its own.
-    """
-    target.add(INTERNAL_KEY)
-    try:
-        if source:
-            target.encode(INTERNAL_KEY, Source(tuple(source)))
-        for start in range(0, len(tokens), _CHUNK):
-            chunk = chain(tokens[start : start + _CHUNK])
-            (output,) = target.verify([INTERNAL_KEY], [chunk], need=need)
-            yield output
-            target.commit(INTERNAL_KEY, range(len(chunk)))
-    finally:
-        target.remove(INTERNAL_KEY)
-
-
-@torch.inference_mode()
-def _kept(output: PassOutput, layers: Sequence[int]) -> dict[str, Tensor]:
-    logits = output.scores.float()
-    values, tokens = logits.topk(min(TOP_K, logits.shape[-1]))
-    missing = TOP_K - values.shape[-1]  # of a vocabulary smaller than that
-    logprobs = F.pad(values - logits.logsumexp(-1, keepdim=True), (0, missing), value=-1e4)
-    kept = {"top_tokens": F.pad(tokens.int(), (0, missing)), "top_logprobs": logprobs.half()}
-    if layers:
-        hidden = torch.stack([output.hidden[layer] for layer in layers], dim=1)
-        kept["hidden"], kept["scales"] = quantize(hidden)
-    return kept

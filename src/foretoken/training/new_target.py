@@ -21,7 +21,7 @@ from foretoken.llm import LLM
 from foretoken.runtime.network import Need
 from foretoken.runtime.target import Target
 from foretoken.training.conversations import Conversation
-from foretoken.training.features import passes
+from foretoken.training.feature_passes import passes
 
 __all__ = ["Perplexity", "perplexity", "served_alike"]
 

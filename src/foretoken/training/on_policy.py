@@ -32,7 +32,8 @@ from foretoken.models.support import context_length
 from foretoken.training.batches import Examples, Joined, TrainingSet
 from foretoken.training.conversations import Conversation, ConversationFile, opening
 from foretoken.training.distill import DistillTrainee
-from foretoken.training.features import FeatureCache, compute_features
+from foretoken.training.feature_passes import compute_features
+from foretoken.training.features import FeatureCache
 from foretoken.training.method import OnPolicy
 from foretoken.training.settings import TrainingSettings
 from foretoken.training.talks import Answerer, Talk, usual_temperature

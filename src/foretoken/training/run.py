@@ -22,7 +22,8 @@ from foretoken.training.conversations import Conversation, ConversationFile, ope
 from foretoken.training.diversity import Unseen, diversity, texts_in
 from foretoken.training.draft_vocabulary import draft_vocabulary
 from foretoken.training.estimate import Estimate, estimate, measure_speeds
-from foretoken.training.features import FeatureCache, bytes_per_token, compute_features
+from foretoken.training.feature_passes import compute_features
+from foretoken.training.features import FeatureCache, bytes_per_token
 from foretoken.training.folder import TrainingFolder
 from foretoken.training.memory import training_bytes
 from foretoken.training.method import HeadParts, TrainingMethod
