@@ -13,28 +13,24 @@ from typing import Any
 
 import torch
 
-from foretoken.core.params import SamplingParams
 from foretoken.drafters.heads.folder import vocabulary_weights
 from foretoken.errors import CompatibilityError, ConfigError, DataError
 from foretoken.llm import LLM, Prompt
-from foretoken.training.collect import Chooser, FileSource, SelfSource, Source, collect
 from foretoken.training.conversations import Conversation, ConversationFile, opening
-from foretoken.training.diversity import Unseen, diversity, texts_in
+from foretoken.training.diversity import diversity
 from foretoken.training.draft_vocabulary import draft_vocabulary
 from foretoken.training.estimate import Estimate, estimate, measure_speeds
-from foretoken.training.feature_passes import compute_features
-from foretoken.training.features import FeatureCache, bytes_per_token
+from foretoken.training.features import FeatureCache
 from foretoken.training.folder import TrainingFolder
 from foretoken.training.memory import training_bytes
 from foretoken.training.method import HeadParts, TrainingMethod
 from foretoken.training.new_target import Perplexity, served_alike
-from foretoken.training.pairs import PairData, PairSource
 from foretoken.training.processes import processes
-from foretoken.training.prompt_data import FileData
 from foretoken.training.report import Reporter, TrainingReport, advice, usage_text
 from foretoken.training.series import DrafterSeries
 from foretoken.training.serving import Served, measure
 from foretoken.training.settings import DataSettings, TrainingSettings
+from foretoken.training.text import TrainingText
 
 __all__ = ["TrainingRun"]
 
@@ -79,39 +75,9 @@ class TrainingRun:
         self._layers = method.layers(llm.engine.target.network.num_layers)
         self._processes = processes(on_cpu=llm.device.type == "cpu")
         self._folder.check(self._wanted())
-        self._source = self._made_source()
-
-    def _made_source(self) -> Source:
-        given = self._method.learns_given_answers
-        if self._llm.engine.target.reads_source:
-            return self._pairs(given)
-        if self._data.parallel:
-            raise ConfigError("--source and --target are for encoder-decoders: give --data.")
-        length = self._settings.max_length
-        if not self._data.files:
-            if given:
-                raise ConfigError("answers: 'fixed' learns those in your files: give --data FILE.")
-            return SelfSource(self._llm, _ROWS, length)
-        found = FileData(self._llm, self._data.files, length, given_answers=given)
-        if found.too_long:
-            self._reporter.say(f"{found.too_long} prompts are too long, and are left out.")
-        return FileSource(self._llm, found, _ROWS)
-
-    def _pairs(self, given: bool) -> PairSource:
-        """The sources of an encoder-decoder, which it answers."""
-        if not (self._data.files or self._data.parallel):
-            raise ConfigError(
-                "an encoder-decoder cannot write sources by itself: give --data FILE, or --source."
-            )
-        found = PairData(self._llm, self._data)
-        if found.left_out:
-            self._reporter.say(f"{found.left_out} sources are left out. {found.reason}")
-        params = SamplingParams(
-            temperature=0,
-            max_tokens=self._settings.max_length,
-            beam_width=self._method.beam_width,
+        self._text = TrainingText(
+            llm, method, data, self._settings.max_length, _ROWS, self._folder, reporter
         )
-        return PairSource(self._llm, found, _ROWS, params, given_answers=given)
 
     @property
     def has_begun(self) -> bool:
@@ -231,50 +197,11 @@ class TrainingRun:
     def _prepare(self) -> tuple[list[Conversation], list[Conversation]]:
         """The conversations to learn and those that are held out; their features are there, too."""
         self._folder.claim(self._wanted())
-        held_out = self._conversations("held_out", self._data.held_out_tokens)
-        training = self._conversations("train", self._data.tokens, held_out)
+        held_out = self._text.conversations("held_out", self._data.held_out_tokens)
+        training = self._text.conversations("train", self._data.tokens, held_out)
         for name, chosen in (("train", training), ("held_out", held_out)):
-            self._compute(name, chosen)
+            self._text.compute_features(name, chosen, self._layers)
         return training, held_out
-
-    def _conversations(
-        self, name: str, tokens: int, others: Sequence[Conversation] = ()
-    ) -> list[Conversation]:
-        path, held_out = self._folder.conversations(name), name == "held_out"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        what = "Held-out conversations" if held_out else "Conversations"
-        chooser = Chooser(tokens, self._unseen, others)
-        with self._reporter.stage(what, tokens) as done:
-            for total in collect(self._source, path, chooser, held_out=held_out):
-                done(min(total, tokens), f"{total:,} tokens of answers")
-        found = diversity(chooser.kept)
-        self._reporter.say(
-            f"{what}: {found.conversations:,} with {found.answer_tokens:,} tokens of answers, "
-            f"{found.prompt_tokens:.0f} tokens in front of an answer, {found.turns:.2f} turns, "
-            f"{found.greedy:.0%} greedy; distinct 1-, 2- and 3-grams "
-            f"{', '.join(f'{share:.1%}' for share in found.distinct)}; left out: {chooser.twice} "
-            f"twice, {chooser.overlapping} for prompts that must stay unseen."
-        )
-        return chooser.kept
-
-    @cached_property
-    def _unseen(self) -> Unseen:
-        if not self._data.unseen:
-            return Unseen(())
-        assert self._llm.tokenizer is not None
-        texts = [text for path in self._data.unseen for text in texts_in(path)]
-        encode = self._llm.tokenizer.encode
-        return Unseen(encode(text, add_special_tokens=False) for text in texts)
-
-    def _compute(self, name: str, conversations: Sequence[Conversation]) -> None:
-        target, total = self._llm.engine.target, sum(len(c.tokens) for c in conversations)
-        layers, encoder = self._layers, self._method.reads_encoder
-        size = total * bytes_per_token(len(layers), target.hidden_size, encoder=encoder)
-        doing = f"Features ({size / 1e9:.2f} GB)"
-        folder = self._folder.features(name)
-        with self._reporter.stage(doing, total) as done:
-            for count in compute_features(target, conversations, layers, folder, encoder=encoder):
-                done(count, f"{count:,} tokens")
 
     def _draft_tokens(self) -> tuple[torch.Tensor, float]:
         """The draft vocabulary: what the target writes most often, and its share held out."""
