@@ -147,19 +147,21 @@ def build_draft_model(parts: DrafterParts) -> Drafter:
 def build_eagle(parts: DrafterParts) -> Drafter:
     """A trained head with attention."""
     checkpoint = read_checkpoint(parts.model)
-    head, rows = load_head(checkpoint, parts.target, parts.tokenizer)
+    quantization = parts.options.quantization
+    head, rows = load_head(checkpoint, parts.target, parts.tokenizer, quantization)
     parts.share_memory(rows)
     layers = head.layers
     shape = shape_of(parts.options)
     drafter = EagleDrafter(head, layers, parts.options, shape, coupled=parts.coupled)
-    drafter.learnable = LearnableEagle(head, checkpoint.path, layers, parts.target)
+    drafter.learnable = LearnableEagle(head, checkpoint.path, layers, parts.target, quantization)
     return drafter
 
 
 def build_parallel(parts: DrafterParts) -> Drafter:
     """A trained head with attention that drafts a block in one pass."""
     checkpoint = read_checkpoint(parts.model, ["peagle"])
-    head, rows = load_parallel_head(checkpoint, parts.target, parts.tokenizer)
+    quantization = parts.options.quantization
+    head, rows = load_parallel_head(checkpoint, parts.target, parts.tokenizer, quantization)
     parts.share_memory(rows)
     layers = checkpoint.description.config.aux_layers
     shape = shape_of(parts.options)

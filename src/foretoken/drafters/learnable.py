@@ -22,7 +22,7 @@ from foretoken.drafters.draft_model import OwnModel
 from foretoken.drafters.heads.checkpoint import file_tensors, read_checkpoint
 from foretoken.drafters.heads.eagle import EagleHead, head_net
 from foretoken.drafters.heads.eagle_net import EagleNet
-from foretoken.drafters.heads.eagle_weights import EagleWeights
+from foretoken.drafters.heads.eagle_weights import network_of
 from foretoken.drafters.heads.folder import write_folder
 from foretoken.drafters.heads.fusion import Fusion
 from foretoken.drafters.heads.published import fields_of
@@ -30,7 +30,7 @@ from foretoken.drafters.heads.state_file import StateFile, load_net, write_state
 from foretoken.drafters.heads.state_head import StateHead
 from foretoken.drafters.heads.state_net import StateNet
 from foretoken.drafters.online import Learnable
-from foretoken.runtime.choose import head_network, network_for
+from foretoken.runtime.choose import network_for
 from foretoken.runtime.native.decoder import NativeDecoder
 from foretoken.runtime.target import Target
 
@@ -59,12 +59,19 @@ class LearnableEagle(LearnableHead):
         path: its folder.
         layers: ids of the target's layers whose hidden states it reads.
         target: the target.
+        quantization: of the head that drafts; see `head_network`.
     """
 
     def __init__(
-        self, head: EagleHead, path: Path, layers: tuple[int, ...], target: Target
+        self,
+        head: EagleHead,
+        path: Path,
+        layers: tuple[int, ...],
+        target: Target,
+        quantization: str | None,
     ) -> None:
         self._head, self._path, self._target = head, path, target
+        self._quantization = quantization
         self.layers = layers
 
     def net(self) -> EagleNet:
@@ -75,7 +82,7 @@ class LearnableEagle(LearnableHead):
         """See `Learnable.use`."""
         assert isinstance(net, EagleNet)
         target, net = self._target, _frozen(net)
-        network = head_network(EagleWeights(net), target.network, target.quantization)
+        network = network_of(net, target, self._quantization)
         native = isinstance(network, NativeDecoder)
         fusion = Fusion(net, target.dtype, target.device, native=native)
         self._head.use_head(network, fusion)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from functools import cache
 
+import torch
 from transformers import PreTrainedModel
 
 from foretoken.errors import ConfigError
@@ -121,19 +122,34 @@ def slab_for(network: Network, max_model_len: int) -> KVSlab:
     return StaticSlab(positions=min(max_model_len, _STATIC_POSITIONS))
 
 
-def head_network(weights: DecoderWeights, target: Network, quantization: str | None) -> Network:
+def head_network(
+    weights: DecoderWeights,
+    target: Network,
+    quantization: str | None = None,
+    *,
+    of_target: str | None = None,
+) -> Network:
     """The network of a drafting head that works for a target.
 
     Args:
         weights: the head's, on the target's device and in its dtype.
         target: the target's network: a native target gets a native head, if it supports the sizes.
-        quantization: the target's. A native head of a quantized target is quantized to int8.
+        quantization: "int8" or "none". None chooses: int8 for a native head whose weights would be
+            bfloat16, or whose target is quantized.
+        of_target: the target's quantization.
+
+    Raises:
+        ConfigError: the device has no int8.
     """
     dtype, device = weights.embedding.dtype, weights.embedding.device
-    if isinstance(target, NativeDecoder) and wrong_sizes(weights) is None:
-        own = None if quantization is None else "int8"
-        return NativeDecoder(weights, own, beside=target)
-    return LeanDecoder(weights, linear_layer(dtype, device, None) or DenseLinear)
+    native = isinstance(target, NativeDecoder) and wrong_sizes(weights) is None
+    if quantization is None and native and (of_target or dtype == torch.bfloat16):
+        quantization = "int8"
+    own = None if quantization == "none" else quantization
+    if native:
+        return NativeDecoder(weights, own, beside=_native(target))
+    check_quantization(own, device)
+    return LeanDecoder(weights, linear_layer(dtype, device, own) or DenseLinear)
 
 
 def _native(network: Network | None) -> NativeDecoder | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from foretoken import LLM, SamplingParams
-from foretoken.core.tree import TokenTree
+from foretoken.core.tree import TokenTree, chain
 from foretoken.drafters.heads.checkpoint import read_checkpoint
 from foretoken.drafters.heads.eagle import EagleHead, head_net, load_head
 from foretoken.drafters.heads.eagle_layer import EagleConfig, KeysValues
@@ -19,6 +19,8 @@ from foretoken.drafters.heads.eagle_net import EagleNet
 from foretoken.drafters.heads.eagle_weights import head_passes
 from foretoken.drafters.heads.fusion import Fusion
 from foretoken.request import Request
+from foretoken.runtime.network import Need
+from foretoken.runtime.passes import Passes
 from foretoken.runtime.target import Target
 from tests.drafters.heads.serving import PROMPTS, check_schedules, preempted
 from tests.heads import feature_config, save_head, tiny_config, tiny_net
@@ -166,6 +168,33 @@ def test_native_code_fuses_as_pytorch_does(form: str, dtype: torch.dtype) -> Non
     for start, stop in ((0, 1), (3, 8), (18, 19)):
         some = {layer: states[start:stop] for layer, states in hidden.items()}
         assert torch.equal(fusions[0](some), native[start:stop])
+
+
+@pytest.mark.parametrize("runtime", ["native", "torch"])
+@torch.inference_mode()
+def test_a_head_may_run_in_int8(runtime: str) -> None:
+    """By default it does so on the native runtime, where it would otherwise be bfloat16."""
+    for dtype in (torch.bfloat16, torch.float32):
+        model = tiny_model(head_dim=32, dtype=dtype)
+        target = Target(model, runtime=runtime)
+        net = tiny_net(tiny_config(), model)
+        logits = {
+            quantization: _pair_logits(head_passes(net, target, quantization))
+            for quantization in (None, "none", "int8")
+        }
+        default = "int8" if (runtime, dtype) == ("native", torch.bfloat16) else "none"
+        assert torch.equal(logits[None], logits[default])
+        assert not torch.equal(logits["none"], logits["int8"])
+        assert torch.cosine_similarity(logits["none"], logits["int8"]).min() > 0.99
+
+
+def _pair_logits(passes: Passes) -> Tensor:
+    """[9, Vd] logits of some pairs of token and state."""
+    states = torch.randn(9, 64, generator=torch.Generator().manual_seed(0)).to(passes.dtype)
+    passes.add(0)
+    need = Need()
+    (output,) = passes.verify([0], [chain(range(1, 10))], None, need, [states])
+    return output.scores.float().clone()
 
 
 def head_of(model: PreTrainedModel, folder: Path) -> dict[str, Any]:

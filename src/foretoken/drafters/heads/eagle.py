@@ -9,6 +9,7 @@ head's own outputs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -36,7 +37,15 @@ __all__ = ["EagleDrafter", "EagleHead", "EagleOptions", "head_net", "load_head",
 
 
 class EagleOptions(TreeOptions):
-    """Options of `eagle` and `parallel`: those of trees."""
+    """Options of `eagle` and `parallel`, besides those of trees.
+
+    Args:
+        quantization: of the head's weights. None chooses: int8 on the native runtime, unless the
+            model runs in float32; elsewhere `none`. Drafts are a little less exact in int8, and
+            cheaper. The output does not depend on it.
+    """
+
+    quantization: Literal["none", "int8"] | None = None
 
 
 class _States:
@@ -258,7 +267,10 @@ def head_net(checkpoint: Checkpoint, target: Target) -> EagleNet:
 
 
 def load_parts(
-    checkpoint: Checkpoint, target: Target, tokenizer: PreTrainedTokenizerBase | None = None
+    checkpoint: Checkpoint,
+    target: Target,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    quantization: str | None = None,
 ) -> tuple[EagleNet, Passes, Fusion]:
     """The head of a checkpoint for a target, its KV rows, and what makes its states.
 
@@ -266,6 +278,7 @@ def load_parts(
         checkpoint: the head's folder.
         target: the target.
         tokenizer: the target's, if it has one; see `probe.check_head`.
+        quantization: of the head; see `head_network`.
 
     Raises:
         CompatibilityError: it was trained for another model.
@@ -278,14 +291,17 @@ def load_parts(
             f"{checkpoint.path}: the head drafts tokens that this model cannot: train one for it."
         )
     check_head(checkpoint, net.to(target.device), target, tokenizer)
-    passes = head_passes(net, target)
+    passes = head_passes(net, target, quantization)
     native = isinstance(passes.network, NativeDecoder)
     return net, passes, Fusion(net, target.dtype, target.device, native=native)
 
 
 def load_head(
-    checkpoint: Checkpoint, target: Target, tokenizer: PreTrainedTokenizerBase | None = None
+    checkpoint: Checkpoint,
+    target: Target,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    quantization: str | None = None,
 ) -> tuple[EagleHead, Passes]:
     """The head of a checkpoint for a target, and its KV rows: see `load_parts`."""
-    net, passes, fusion = load_parts(checkpoint, target, tokenizer)
+    net, passes, fusion = load_parts(checkpoint, target, tokenizer, quantization)
     return EagleHead(passes, fusion, net.draft_tokens), passes

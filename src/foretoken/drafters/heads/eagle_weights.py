@@ -18,10 +18,11 @@ from foretoken.runtime.llama import (
     MixedInput,
     Rotary,
 )
+from foretoken.runtime.network import Network
 from foretoken.runtime.passes import Passes
 from foretoken.runtime.target import Target
 
-__all__ = ["EagleWeights", "head_passes"]
+__all__ = ["EagleWeights", "head_passes", "network_of"]
 
 
 class EagleWeights:
@@ -83,9 +84,21 @@ class EagleWeights:
         return weight.detach().to(self.embedding.device, self._dtype)
 
 
-def head_passes(net: EagleNet, target: Target) -> Passes:
-    """The head over KV rows of its own, computed by the kind of network that the target has."""
-    network = head_network(EagleWeights(net), target.network, target.quantization)
+def network_of(net: EagleNet, target: Target, quantization: str | None) -> Network:
+    """The network that computes a head; see `head_network`."""
+    weights, own = EagleWeights(net), target.quantization
+    return head_network(weights, target.network, quantization, of_target=own)
+
+
+def head_passes(net: EagleNet, target: Target, quantization: str | None = None) -> Passes:
+    """The head over KV rows of its own, computed by the kind of network that the target has.
+
+    Args:
+        net: the head.
+        target: the target.
+        quantization: of the head; see `head_network`.
+    """
+    network = network_of(net, target, quantization)
     length = min(target.max_model_len, net.config.max_position_embeddings)
     passes = Passes(network, length, target.dtype, target.device)
     passes.allocate(net.embedding[:1])

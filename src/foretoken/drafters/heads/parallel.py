@@ -75,14 +75,17 @@ class ParallelDrafter(BlockDrafter, HeadDrafter):
 
 
 def load_parallel_head(
-    checkpoint: Checkpoint, target: Target, tokenizer: PreTrainedTokenizerBase | None = None
+    checkpoint: Checkpoint,
+    target: Target,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    quantization: str | None = None,
 ) -> tuple[ParallelHead, Passes]:
-    """The head of a checkpoint for a target, and its KV rows.
+    """The head of a checkpoint for a target, and its KV rows: see `eagle.load_parts`.
 
     Raises:
         CompatibilityError: it was trained for another model.
         ModelError: its file is damaged.
     """
-    net, passes, fusion = load_parts(checkpoint, target, tokenizer)
+    net, passes, fusion = load_parts(checkpoint, target, tokenizer, quantization)
     assert isinstance(net, ParallelNet), "read_checkpoint was asked for such a head"
     return ParallelHead(passes, fusion, net), passes
