@@ -24,7 +24,7 @@ from foretoken.drafters.heads.folder import check_layers, vocabulary_weights
 from foretoken.drafters.heads.fusion import Fusion
 from foretoken.drafters.heads.head_drafter import HeadDrafter
 from foretoken.drafters.heads.probe import check_head
-from foretoken.drafters.tree_options import TreeOptions
+from foretoken.drafters.options.models import EagleOptions
 from foretoken.errors import CompatibilityError
 from foretoken.request import Request
 from foretoken.runtime.native.decoder import NativeDecoder
@@ -33,10 +33,6 @@ from foretoken.runtime.passes import Passes
 from foretoken.runtime.target import Target
 
 __all__ = ["EagleDrafter", "EagleHead", "EagleOptions", "head_net", "load_head", "load_parts"]
-
-
-class EagleOptions(TreeOptions):
-    """Options of `eagle` and `parallel`: those of trees."""
 
 
 class _States:
