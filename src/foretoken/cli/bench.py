@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from foretoken.cli.bench_options import Amount, BenchEngine, Contenders, Emissions, Target
+from foretoken.cli.bench_view import show_results
 from foretoken.cli.console import display, errors, plain
 from foretoken.cli.files import write_whole
 from foretoken.cli.flat import flat, in_panel
@@ -87,9 +88,7 @@ def _plan(
 ) -> Plan:
     """The plan of the run, with every check that needs no model loaded."""
     from foretoken.bench.contestants import Setting, peers
-    from foretoken.bench.run import Plan
 
-    sample = amount.sample(file)
     sizes = amount.batches()
     if engine.max_num_seqs is not None and not sizes:
         raise UsageError("--max-num-seqs is for several prompts at once: add --batch-sizes")
@@ -113,6 +112,7 @@ def _plan(
     own = _methods(contenders, setting, target.quantization)
     others = peers(contenders.peers, setting)
     _refuse_unused(contenders, [one.kind for one in others], [dict(one.config) for one in own])
+    sample = amount.sample(file)
     folder = resolve(setting.model)
     if gguf is not None:
         from foretoken.bench.same_model import check_same_model
@@ -120,6 +120,8 @@ def _plan(
         check_same_model(gguf, folder)
     if setting.draft_model is not None:
         resolve(setting.draft_model)
+    from foretoken.bench.run import Plan
+
     return Plan((*own, *others), setting, sample, amount.rounds, sizes, amount.control)
 
 
@@ -202,8 +204,12 @@ def _progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], object]]:
 
 
 def _write(plan: Plan, results: Results, folder: Path, *, as_object: bool) -> None:
-    """Write the table and the report to the folder; print the table, or one JSON object."""
+    """Write the table and the report to the folder; print the results.
+
+    On a terminal they are tables of its width, on a pipe Markdown, or one JSON object.
+    """
     from foretoken.bench.page import html
+    from foretoken.bench.ran import settings_that_ran
     from foretoken.bench.report import markdown
 
     header = plan.header()
@@ -211,9 +217,13 @@ def _write(plan: Plan, results: Results, folder: Path, *, as_object: bool) -> No
     write_whole(folder / TABLE, table)
     write_whole(folder / PAGE, html(results, header))
     if as_object:
-        display().out(as_json({"settings": header, **results.as_dict()}))
+        ran = settings_that_ran(header, results)
+        display().out(as_json({"settings": ran, **results.as_dict()}))
         return
-    display().out(table.rstrip())
+    if display().is_terminal:
+        show_results(results, header)
+    else:
+        display().out(table.rstrip())
     console = errors()
     if console.is_terminal:
         console.print(plain(f"{RECORDS}, {TABLE} and {PAGE} are in {folder}.", "note"))

@@ -35,7 +35,8 @@ class Contenders:
         str,
         in_panel(
             "Contestants",
-            "transformers, llama.cpp, openvino. Add -plain, -lookup or -assistant for one mode.",
+            "transformers, llama.cpp, openvino, or none. For one mode, add -plain, -lookup or "
+            "-assistant.",
             metavar="PEER,...",
         ),
     ] = _DEFAULT_PEERS
