@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foretoken.cli.bench_options import Amount, BenchEngine, Contenders, Emissions, Target
+from foretoken.cli.bench_options import Amount, BenchEngine, Contenders, Emissions
 from foretoken.cli.bench_view import show_results
-from foretoken.cli.console import display, errors, plain
+from foretoken.cli.console import counting, display, errors, plain
 from foretoken.cli.files import write_whole
 from foretoken.cli.flat import flat, in_panel
-from foretoken.cli.options import DEFAULT_METHOD
+from foretoken.cli.options import DEFAULT_METHOD, ModelOptions
 from foretoken.cli.report import as_json
 from foretoken.cli.root import UsageError, examples
 from foretoken.cli.session import resolve
@@ -47,7 +45,7 @@ def bench(
         Path, typer.Argument(help="JSON lines (Spec-Bench's or others), or one prompt per line.")
     ],
     contenders: Contenders,
-    target: Target,
+    target: ModelOptions,
     engine: BenchEngine,
     amount: Amount,
     emissions: Emissions,
@@ -72,7 +70,7 @@ def bench(
     from foretoken.bench.run import run
     from foretoken.bench.summary import Results
 
-    with _progress(quiet=json_output) as show:
+    with counting(quiet=json_output) as show:
         run(plan, journal, show)
     footprint = Footprint(emissions.pue, emissions.co2)
     results = Results(journal.records, plan.contestants, amount.seed, footprint)
@@ -84,7 +82,7 @@ def bench(
 
 
 def _plan(
-    file: Path, contenders: Contenders, target: Target, engine: BenchEngine, amount: Amount
+    file: Path, contenders: Contenders, target: ModelOptions, engine: BenchEngine, amount: Amount
 ) -> Plan:
     """The plan of the run, with every check that needs no model loaded."""
     from foretoken.bench.contestants import Setting, peers
@@ -179,28 +177,6 @@ def _journal(plan: Plan, folder: Path, *, resume: bool) -> Journal:
         raise UsageError(f"--resume: there is no {file}")
     folder.mkdir(parents=True, exist_ok=True)
     return Journal(file, FORMAT, plan.header())
-
-
-@contextmanager
-def _progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], object]]:
-    """A progress bar on stderr, if that is a terminal."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    console = errors()
-    columns = (BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
-    text = TextColumn("{task.description}", markup=False)
-    shown = console.is_terminal and not quiet
-    with Progress(*columns, text, console=console, disable=not shown, transient=True) as bar:
-        task = bar.add_task("starting", total=1)
-        yield lambda doing, done, total: bar.update(
-            task, description=doing, completed=done, total=total
-        )
 
 
 def _write(plan: Plan, results: Results, folder: Path, *, as_object: bool) -> None:

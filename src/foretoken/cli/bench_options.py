@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from foretoken.cli.flat import in_panel
-from foretoken.cli.options import DEFAULT_METHOD, EngineOptions, MaxNumSeqs, ModelOptions
+from foretoken.cli.options import DEFAULT_METHOD, EngineOptions, MaxNumSeqs
 from foretoken.cli.root import UsageError
 
 if TYPE_CHECKING:
     from foretoken.bench.prompts_file import Prompt
 
-__all__ = ["Amount", "BenchEngine", "Contenders", "Emissions", "Target"]
+__all__ = ["Amount", "BenchEngine", "Contenders", "Emissions"]
 
 _DEFAULT_PEERS = "transformers-plain"
 _DEFAULT_PER_KIND = 5
@@ -51,16 +51,6 @@ class Contenders:
         in_panel(
             "Contestants", "Draft model, for methods that take one and transformers-assistant."
         ),
-    ] = None
-
-
-@dataclass(frozen=True)
-class Target(ModelOptions):
-    """The model and how it runs, for the baseline and all methods."""
-
-    threads: Annotated[
-        int | None,
-        in_panel("Model", "Threads of every contestant.", min=1, show_default="all cores"),
     ] = None
 
 

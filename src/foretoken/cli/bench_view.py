@@ -86,8 +86,8 @@ def _cuts(widths: Sequence[int], width: int) -> list[int]:
 def _table(columns: Sequence[Sequence[str]], widths: Sequence[int]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="head", padding=(0, _GAP, 0, 0))
     for index, (column, width) in enumerate(zip(columns, widths, strict=True)):
-        justify = "right" if index else "left"
-        table.add_column(plain(column[0]), justify=justify, width=width, vertical="top")
+        name = plain(column[0])
+        table.add_column(name, justify="right" if index else "left", width=width, vertical="top")
     for row in zip(*(column[1:] for column in columns), strict=True):
         table.add_row(*map(plain, row))
     return table
