@@ -177,6 +177,14 @@ class LLM:
         return self.engine.target.bit_exact
 
     @property
+    def controller(self) -> str:
+        """The name of the controller that runs by default.
+
+        If `speculative_config` names none, it is `fixed` where draft lengths may change the output.
+        """
+        return self.engine.controller
+
+    @property
     def vocabulary_overlap(self) -> VocabularyOverlap | None:
         """How many tokens the draft model shares with the target, and how it drafts for it.
 

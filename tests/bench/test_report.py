@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -62,12 +63,46 @@ def test_markdown_has_every_table() -> None:
     titles = [line for line in text.splitlines() if line.startswith("## ")]
     assert titles == [
         *("## Speed", "## Speed by kind of prompt", f"## {ACCEPTANCE}"),
-        *("## Steps", "## Memory", "## Roofline", "## Batches"),
+        *("## Steps", "## What ran", "## Memory", "## Roofline", "## Batches"),
         "## Remarks",
     ]
     assert "2.213 [" in text
     assert "Energy: unavailable: no counter." in text
     assert "transformers-plain: version 5, weights float32." in text
+
+
+def test_what_ran_is_named_and_not_auto() -> None:
+    text = markdown(results(), HEADER)
+    assert "dtype float32, threads 2, cpu any <processor>, device cpu, runtime native\n" in text
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    assert ["ngram", "native", "float32", "cpu", "2", "fixed", "yes"] in rows
+    assert ["transformers-plain", "its own", "float32", "cpu", "2", "-", "-"] in rows
+
+
+def test_how_much_rounds_differ_is_said_of_several() -> None:
+    assert "Rounds of the same call differ" not in markdown(results(), HEADER)
+    assert "Every call was made once" in markdown(results(), HEADER)
+    records = complete()
+    again = {**next(r for r in records if r["type"] == "request"), "round": 1, "seconds": 5.0}
+    several = Results([*records, again], CONTESTANTS)
+    assert several.spread == pytest.approx(1 / 4.5)
+    assert "Rounds of the same call differ by 22.2%" in markdown(several, HEADER)
+
+
+def test_the_rest_of_the_peak_is_explained() -> None:
+    assert "The rest of the peak is Python with its libraries" in markdown(results(), HEADER)
+
+
+def test_what_is_counted_has_ticks_at_whole_numbers() -> None:
+    pytest.importorskip("matplotlib")
+    plots = figures.draw_all(results())
+    for title, axis in (
+        ("Accepted tokens per draft", "xtick"),
+        ("Single-prompt speed-ups", "ytick"),
+    ):
+        ticks = re.findall(rf'<g id="{axis}_\d+">.*?<text[^>]*>([^<]*)<', plots[title], re.DOTALL)
+        assert len(ticks) >= 2
+        assert all(tick.isdecimal() for tick in ticks), (title, ticks)
 
 
 def test_who_is_not_measured_in_batches_and_why() -> None:
@@ -97,7 +132,7 @@ def test_energy_has_a_table_where_there_is_a_counter() -> None:
 def test_the_control_has_a_column_and_a_remark() -> None:
     records = [*complete(), *control()]
     text = markdown(Results(records, CONTESTANTS), HEADER)
-    headers = [line for line in text.splitlines() if "| " in line and "control" in line]
+    headers = [line for line in text.splitlines() if "| " in line and " control " in line]
     found = [[cell.strip() for cell in header.split("|")[2:-1]] for header in headers]
     assert found == [["qa", "rag", "control"]] * 2
     assert "- control: 1 prompts of random tokens" in text

@@ -11,7 +11,8 @@ from foretoken import ConfigError, SamplingParams
 from foretoken.control import Budget
 from foretoken.core.rules import DecodingRules
 from foretoken.core.source import Source
-from foretoken.drafters.copy import LONGEST_MATCH, CopyDrafter, CopyOptions
+from foretoken.drafters.copy import CopyDrafter
+from foretoken.drafters.options.lookups import LONGEST_ALIGNED, CopyOptions
 from foretoken.request import Request
 
 INPUT = [10, 11, 12, 13, 14, 15, 16]
@@ -143,7 +144,7 @@ def brute_force(source: list[int], tokens: list[int], shortest: int, start: int)
             position = last = position + 1
             continue
         ends: list[int] = []
-        for length in range(min(LONGEST_MATCH, end), shortest - 1, -1):
+        for length in range(min(LONGEST_ALIGNED, end), shortest - 1, -1):
             suffix = tokens[end - length : end]
             ends = [e for e in range(length, len(source)) if source[e - length : e] == suffix]
             if ends:
@@ -217,7 +218,7 @@ def test_a_source_against_brute_force(seed: int) -> None:
         text.then(*expected[: dice.randrange(4)], *(dice.choices(range(4, 9), k=dice.randrange(3))))
 
 
-@pytest.mark.parametrize("shortest", [0, LONGEST_MATCH + 1])
+@pytest.mark.parametrize("shortest", [0, LONGEST_ALIGNED + 1])
 def test_wrong_options(shortest: int) -> None:
     with pytest.raises(ConfigError, match="copy_min_match"):
         CopyOptions(copy_min_match=shortest)

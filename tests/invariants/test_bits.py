@@ -221,7 +221,7 @@ def test_a_request_never_reads_global_randomness(model: PreTrainedModel) -> None
 
 
 def test_request_seed_plus_index_never_overflows() -> None:
-    from foretoken.core.noise import MAX_SEED
+    from foretoken.core.params import MAX_SEED
 
     request = Request([1], SamplingParams(seed=MAX_SEED), vocab_size=8, max_model_len=9, index=3)
     from foretoken.core.distribution import Distribution

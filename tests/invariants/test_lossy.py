@@ -12,7 +12,7 @@ from foretoken.core.acceptance.distance import Distance
 from foretoken.core.acceptance.lenient import Lenient
 from foretoken.core.acceptance.rejection import Rejection
 from foretoken.core.acceptance.top_beta import TopBeta
-from foretoken.core.acceptance.typical import Typical, entropy
+from foretoken.core.acceptance.typical import Typical
 from foretoken.core.distribution import Distribution
 from foretoken.core.tree import Draft, TokenTree, chain
 from tests.enumeration import (
@@ -118,7 +118,7 @@ def test_a_sampled_distribution_of_one_token_is_not_greedy_decoding(rule: str) -
 def test_typical_threshold(token: int) -> None:
     distribution = random_distributions(5, 3, sharpness=0.7)(())
     rule = Typical(Typical.Options(posterior_threshold=0.2, posterior_alpha=0.6))
-    threshold = min(0.2, 0.6 * math.exp(-entropy(distribution)))
+    threshold = min(0.2, 0.6 * math.exp(-distribution.entropy()))
     ((decision, _), *_) = decisions(
         rule, Draft.deterministic(chain([0, token])), lambda _: distribution
     )

@@ -147,7 +147,11 @@ class Laboratory:
             )
 
     def assumptions(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_gamma: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        max_gamma: int,
+        report: Callable[[int], object] = lambda _: None,
     ) -> Assumptions:
         """Measure alpha, c and the cost of verification.
 
@@ -155,13 +159,15 @@ class Laboratory:
             prompts: token ids; at least one prompt.
             params: how to sample; p and q are the distributions under these parameters.
             max_gamma: longest draft of interest, at least 1.
+            report: called with the number of prompts that are done, after each.
 
         Raises:
             ConfigError: nothing was drafted, so there is nothing to predict from.
         """
         found = _Findings()
-        for prompt in prompts:
+        for done, prompt in enumerate(prompts, 1):
             self._examine(prompt, params, max_gamma, found)
+            report(done)
         if not found.betas or not found.c:
             raise ConfigError(
                 f"method '{self._config.method_name}' drafted nothing on these prompts: "

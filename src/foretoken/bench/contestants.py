@@ -166,14 +166,20 @@ def _complete(fields: dict[str, Any], draft_model: str | None) -> None:
 def peers(text: str, setting: Setting) -> list[Contestant]:
     """The peers that `--peers` names: families, or one configuration each.
 
-    A family stands for those of its configurations whose needs the setting meets.
+    A family stands for those of its configurations whose needs the setting meets. "none" and an
+    empty text name no peer.
 
     Raises:
-        ConfigError: a name is unknown, a need is not met, a peer is not installed, or it is not
-            measured at this temperature.
+        ConfigError: "none" stands beside others, a name is unknown, a need is not met, or a peer is
+            not installed or not measured at this temperature.
     """
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    if "none" in names:
+        if len(names) > 1:
+            raise ConfigError("--peers: 'none' means no peers: leave it out, or the others.")
+        return []
     chosen: dict[str, Contestant] = {}
-    for name in filter(None, (part.strip() for part in text.split(","))):
+    for name in names:
         for label in _labels(name, setting):
             chosen[label] = Contestant(label, label)
     for label in chosen:

@@ -17,10 +17,14 @@ from foretoken.bench.summary import Results
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.ticker import Locator
 
 __all__ = ["can_draw", "draw_all"]
 
 BINS = 12
+
+THE_REST = "the rest"
+"""What of the peak is not computed from shapes; a remark of the report says what it is."""
 
 
 def can_draw() -> bool:
@@ -57,7 +61,7 @@ def _svg(contents: Callable[[Axes], None]) -> str:
     text = io.StringIO()
     # Without a date and with a fixed salt, equal figures give equal files.
     with rc_context({"svg.hashsalt": "foretoken", "svg.fonttype": "none"}):
-        figure = Figure(figsize=(7, 4), layout="constrained")
+        figure = Figure(figsize=(9, 4.5), layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
         contents(axes)
@@ -66,6 +70,13 @@ def _svg(contents: Callable[[Axes], None]) -> str:
             figure.legend(loc="outside upper center", ncols=3, fontsize="small")
         figure.savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()
+
+
+def _whole_numbers() -> Locator:
+    """Ticks at whole numbers only, for what is counted."""
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(integer=True)
 
 
 def _others(results: Results) -> list[str]:
@@ -94,6 +105,7 @@ def _speed_ups(axes: Axes, results: Results) -> None:
 
 def _distribution(axes: Axes, results: Results) -> None:
     labels = _others(results)
+    axes.yaxis.set_major_locator(_whole_numbers())
     axes.hist([results.ratios(label) for label in labels], bins=BINS, label=labels)
     axes.axvline(1, color="grey", linestyle="--", linewidth=1)
     axes.set_xlabel(f"tokens/s over {BASELINE.label} on one prompt")
@@ -105,8 +117,10 @@ def _accepted(axes: Axes, results: Results, labels: list[str]) -> None:
     for number, label in enumerate(labels):
         counts = results.accepted_lengths(label)
         total = sum(counts.values())
-        places = [length + number * width for length in counts]
+        first = (1 - len(labels)) * width / 2  # the bars of a length stand around its tick
+        places = [length + first + number * width for length in counts]
         axes.bar(places, [count / total for count in counts.values()], width, label=label)
+    axes.xaxis.set_major_locator(_whole_numbers())
     axes.set_xlabel("accepted tokens")
     axes.set_ylabel("share of drafts")
 
@@ -115,6 +129,7 @@ def _verify(axes: Axes, results: Results, labels: list[str]) -> None:
     for label in labels:
         seconds = results.verify_seconds(label)
         axes.plot(list(seconds), [1000 * s for s in seconds.values()], marker="o", label=label)
+    axes.xaxis.set_major_locator(_whole_numbers())
     axes.set_xlabel("nodes of a target pass, root included")
     axes.set_ylabel("ms, median")
     axes.set_ylim(bottom=0)
@@ -142,7 +157,7 @@ def _memory(axes: Axes, results: Results) -> None:
         "drafter": [(one.drafter or 0) / 1e6 for one in found],
     }
     known = [sum(values) for values in zip(*parts.values(), strict=True)]
-    parts["everything else"] = [
+    parts[THE_REST] = [
         max(0.0, one.peak / 1e6 - sure) for one, sure in zip(found, known, strict=True)
     ]
     for name, values in parts.items():

@@ -9,7 +9,8 @@ from typing import Any
 from jinja2 import Environment
 
 from foretoken.bench.figures import can_draw, draw_all
-from foretoken.bench.report import facts_line, notes, tables
+from foretoken.bench.ran import facts_line
+from foretoken.bench.report import notes, tables
 from foretoken.bench.summary import Results
 
 __all__ = ["html"]
@@ -24,7 +25,8 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto
 table { border-collapse: collapse; display: block; overflow-x: auto; }
 th, td { padding: .2rem .8rem; border-bottom: 1px solid #ccc; text-align: right; }
 th:first-child, td:first-child { text-align: left; }
-img { max-width: 100%; height: auto; }
+figure { margin: 2rem 0; }
+img { width: 100%; height: auto; }
 </style>
 </head>
 <body>
@@ -69,7 +71,7 @@ def html(results: Results, settings: Mapping[str, Any]) -> str:
     """
     template = Environment(autoescape=True, trim_blocks=True).from_string(PAGE)
     return template.render(
-        facts=facts_line(settings),
+        facts=facts_line(settings, results),
         tables=tables(results),
         notes=notes(results),
         plots=_pictures(results) if can_draw() else {},

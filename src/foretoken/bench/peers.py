@@ -76,6 +76,7 @@ class TransformersRunner:
             "version": package_version("transformers"),
             **_batches(None if mode == "plain" else "its assisted generation takes one prompt"),
             "dtype": str(dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
             "weight_bytes": weight_bytes(folder, dtype.itemsize),
             "kv_bytes": kv_bytes(folder, dtype.itemsize),
             "draft_bytes": draft_bytes,
@@ -164,6 +165,7 @@ class LlamaCppRunner:
             verbose=False,
         )
         self._size = gguf_path(setting).stat().st_size
+        self._threads = setting.threads
 
     def facts(self) -> dict[str, Any]:
         """Version, and bytes of the file."""
@@ -171,6 +173,7 @@ class LlamaCppRunner:
             "version": package_version("llama-cpp-python"),
             **_batches("llama-cpp-python generates for one prompt at a time"),
             "dtype": "as in the GGUF file",
+            "threads": self._threads,
             "weight_bytes": self._size,
         }
 
@@ -219,6 +222,7 @@ class OpenVinoRunner:
         }
         self._pipeline = self._genai.LLMPipeline(os.fspath(path), "CPU", **options)
         self._size = path.stat().st_size
+        self._threads = setting.threads
 
     def facts(self) -> dict[str, Any]:
         """Version, and bytes of the file."""
@@ -226,6 +230,7 @@ class OpenVinoRunner:
             "version": package_version("openvino-genai"),
             **_batches("its pipeline is given one prompt's tokens at a time here"),
             "dtype": "as in the GGUF file",
+            "threads": self._threads,
             "weight_bytes": self._size,
         }
 

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from foretoken.bench.contestants import BASELINE
+from foretoken.bench.ran import contestants_table, facts_line
 from foretoken.bench.ratios import Interval
 from foretoken.bench.rows import ALL, CONTROL, Row
 from foretoken.bench.summary import Results
 from foretoken.bench.tables import markdown_table
 
-__all__ = ["Table", "facts_line", "markdown", "notes", "tables"]
+__all__ = ["Table", "markdown", "notes", "tables"]
 
 Table = tuple[str, Sequence[str], list[list[str]]]
 """Title, header, rows."""
@@ -32,18 +33,11 @@ HEADER = (
 
 def markdown(results: Results, settings: Mapping[str, Any]) -> str:
     """All tables and remarks."""
-    parts = ["# foretoken bench", facts_line(settings)]
+    parts = ["# foretoken bench", facts_line(settings, results)]
     for title, header, rows in tables(results):
         parts += [f"## {title}", markdown_table(header, rows)]
     remarks = "\n".join(f"- {note}" for note in notes(results))
     return "\n\n".join([*parts, "## Remarks", remarks]) + "\n"
-
-
-def facts_line(settings: Mapping[str, Any]) -> str:
-    """The settings and the machine that the figures depend on, in one line."""
-    hidden = ("contestants", "max_num_seqs", "batch_sizes", "max_prompt_tokens", "control")
-    shown = {name: value for name, value in settings.items() if name not in hidden}
-    return ", ".join(f"{name} {value}" for name, value in shown.items() if value is not None)
 
 
 def tables(results: Results) -> list[Table]:
@@ -56,6 +50,7 @@ def tables(results: Results) -> list[Table]:
         found.append((ACCEPTANCE, *_by_kind(results, rows, _acceptance)))
     if results.steps():
         found.append(("Steps", *_steps(results)))
+    found.append(("What ran", *contestants_table(results)))
     if results.agreements():
         found.append(("Agreement", *_agreements(results)))
     found.append(("Memory", *_memory(results)))
@@ -73,8 +68,10 @@ def notes(results: Results) -> list[str]:
     found = [
         "A ratio is the geometric mean over prompts of medians over rounds, with a 95 % bootstrap "
         "interval over prompts. Compare ratios: tokens/s depend on what else the machine did.",
-        f"Rounds of the same call differ by {results.spread:.1%} (longest less shortest "
-        "over their median; the median of all calls).",
+        *_about_rounds(results),
+        "Memory: the peak is that of the contestant's process. Weights, KV and drafter are "
+        "computed from shapes. The rest of the peak is Python with its libraries, buffers of the "
+        "passes, and copies of the weights, such as those that were read to be packed.",
         f"Energy: {results.energy_source}.",
     ]
     found += _about_energy(results) + _about_agreement(results)
@@ -103,6 +100,15 @@ def notes(results: Results) -> list[str]:
         if row.learning
     ]
     return found
+
+
+def _about_rounds(results: Results) -> list[str]:
+    if results.spread is None:
+        return ["Every call was made once, so nothing tells how much the machine's speed varied."]
+    return [
+        f"Rounds of the same call differ by {results.spread:.1%} (longest less shortest "
+        "over their median; the median of all calls)."
+    ]
 
 
 def _control(results: Results) -> list[str]:

@@ -116,7 +116,7 @@ class Memory:
     """Peak bytes of a process, and what its parts take.
 
     The parts are computed from shapes: weights, KV of the longest request, draft model. None is
-    unknown. The rest of the peak is libraries, buffers and packed copies of the weights.
+    unknown. The rest of the peak is libraries, buffers and copies of the weights.
     """
 
     label: str

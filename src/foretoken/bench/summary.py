@@ -193,15 +193,20 @@ class Results:
         return str(found[-1]) if found else "unavailable: nothing was measured"
 
     @property
-    def spread(self) -> float:
-        """How much rounds of a call differ: (longest - shortest) / median, the median of all."""
+    def spread(self) -> float | None:
+        """How much rounds of a call differ: (longest - shortest) / median, the median of all.
+
+        None if no call was made in several rounds.
+        """
         seconds = [[call["seconds"] for call in calls] for calls in self._calls.values()]
-        return float(median((max(s) - min(s)) / median(s) for s in seconds))
+        several = [(max(s) - min(s)) / median(s) for s in seconds if len(s) > 1]
+        return float(median(several)) if several else None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
             "baseline": BASELINE.label,
+            "contestants": {label: self.facts[label] for label in self.labels},
             "rows": [asdict(row) for row in self.rows],
             "accepted_lengths": {label: self.accepted_lengths(label) for label in self.labels},
             "verify_seconds": {label: self.verify_seconds(label) for label in self.labels},

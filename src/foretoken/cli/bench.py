@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foretoken.cli.bench_options import Amount, BenchEngine, Contenders, Emissions, Target
-from foretoken.cli.console import display, errors, plain
+from foretoken.cli.bench_options import Amount, BenchEngine, Contenders, Emissions
+from foretoken.cli.bench_view import show_results
+from foretoken.cli.console import counting, display, errors, plain
 from foretoken.cli.files import write_whole
 from foretoken.cli.flat import flat, in_panel
-from foretoken.cli.options import DEFAULT_METHOD
+from foretoken.cli.options import DEFAULT_METHOD, ModelOptions
 from foretoken.cli.report import as_json
 from foretoken.cli.root import UsageError, examples
 from foretoken.cli.session import resolve
@@ -46,7 +45,7 @@ def bench(
         Path, typer.Argument(help="JSON lines (Spec-Bench's or others), or one prompt per line.")
     ],
     contenders: Contenders,
-    target: Target,
+    target: ModelOptions,
     engine: BenchEngine,
     amount: Amount,
     emissions: Emissions,
@@ -71,7 +70,7 @@ def bench(
     from foretoken.bench.run import run
     from foretoken.bench.summary import Results
 
-    with _progress(quiet=json_output) as show:
+    with counting(quiet=json_output) as show:
         run(plan, journal, show)
     footprint = Footprint(emissions.pue, emissions.co2)
     results = Results(journal.records, plan.contestants, amount.seed, footprint)
@@ -83,13 +82,11 @@ def bench(
 
 
 def _plan(
-    file: Path, contenders: Contenders, target: Target, engine: BenchEngine, amount: Amount
+    file: Path, contenders: Contenders, target: ModelOptions, engine: BenchEngine, amount: Amount
 ) -> Plan:
     """The plan of the run, with every check that needs no model loaded."""
     from foretoken.bench.contestants import Setting, peers
-    from foretoken.bench.run import Plan
 
-    sample = amount.sample(file)
     sizes = amount.batches()
     if engine.max_num_seqs is not None and not sizes:
         raise UsageError("--max-num-seqs is for several prompts at once: add --batch-sizes")
@@ -113,6 +110,7 @@ def _plan(
     own = _methods(contenders, setting, target.quantization)
     others = peers(contenders.peers, setting)
     _refuse_unused(contenders, [one.kind for one in others], [dict(one.config) for one in own])
+    sample = amount.sample(file)
     folder = resolve(setting.model)
     if gguf is not None:
         from foretoken.bench.same_model import check_same_model
@@ -120,6 +118,8 @@ def _plan(
         check_same_model(gguf, folder)
     if setting.draft_model is not None:
         resolve(setting.draft_model)
+    from foretoken.bench.run import Plan
+
     return Plan((*own, *others), setting, sample, amount.rounds, sizes, amount.control)
 
 
@@ -179,31 +179,13 @@ def _journal(plan: Plan, folder: Path, *, resume: bool) -> Journal:
     return Journal(file, FORMAT, plan.header())
 
 
-@contextmanager
-def _progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], object]]:
-    """A progress bar on stderr, if that is a terminal."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    console = errors()
-    columns = (BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
-    text = TextColumn("{task.description}", markup=False)
-    shown = console.is_terminal and not quiet
-    with Progress(*columns, text, console=console, disable=not shown, transient=True) as bar:
-        task = bar.add_task("starting", total=1)
-        yield lambda doing, done, total: bar.update(
-            task, description=doing, completed=done, total=total
-        )
-
-
 def _write(plan: Plan, results: Results, folder: Path, *, as_object: bool) -> None:
-    """Write the table and the report to the folder; print the table, or one JSON object."""
+    """Write the table and the report to the folder; print the results.
+
+    On a terminal they are tables of its width, on a pipe Markdown, or one JSON object.
+    """
     from foretoken.bench.page import html
+    from foretoken.bench.ran import settings_that_ran
     from foretoken.bench.report import markdown
 
     header = plan.header()
@@ -211,9 +193,13 @@ def _write(plan: Plan, results: Results, folder: Path, *, as_object: bool) -> No
     write_whole(folder / TABLE, table)
     write_whole(folder / PAGE, html(results, header))
     if as_object:
-        display().out(as_json({"settings": header, **results.as_dict()}))
+        ran = settings_that_ran(header, results)
+        display().out(as_json({"settings": ran, **results.as_dict()}))
         return
-    display().out(table.rstrip())
+    if display().is_terminal:
+        show_results(results, header)
+    else:
+        display().out(table.rstrip())
     console = errors()
     if console.is_terminal:
         console.print(plain(f"{RECORDS}, {TABLE} and {PAGE} are in {folder}.", "note"))

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from foretoken.cli.flat import in_panel
-from foretoken.cli.options import DEFAULT_METHOD, EngineOptions, MaxNumSeqs, ModelOptions
+from foretoken.cli.options import DEFAULT_METHOD, EngineOptions, MaxNumSeqs
 from foretoken.cli.root import UsageError
 
 if TYPE_CHECKING:
     from foretoken.bench.prompts_file import Prompt
 
-__all__ = ["Amount", "BenchEngine", "Contenders", "Emissions", "Target"]
+__all__ = ["Amount", "BenchEngine", "Contenders", "Emissions"]
 
 _DEFAULT_PEERS = "transformers-plain"
 _DEFAULT_PER_KIND = 5
@@ -35,7 +35,8 @@ class Contenders:
         str,
         in_panel(
             "Contestants",
-            "transformers, llama.cpp, openvino. Add -plain, -lookup or -assistant for one mode.",
+            "transformers, llama.cpp, openvino, or none. For one mode, add -plain, -lookup or "
+            "-assistant.",
             metavar="PEER,...",
         ),
     ] = _DEFAULT_PEERS
@@ -50,16 +51,6 @@ class Contenders:
         in_panel(
             "Contestants", "Draft model, for methods that take one and transformers-assistant."
         ),
-    ] = None
-
-
-@dataclass(frozen=True)
-class Target(ModelOptions):
-    """The model and how it runs, for the baseline and all methods."""
-
-    threads: Annotated[
-        int | None,
-        in_panel("Model", "Threads of every contestant.", min=1, show_default="all cores"),
     ] = None
 
 

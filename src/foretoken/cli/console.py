@@ -7,7 +7,7 @@ can be read on black and on white. On a pipe there are none.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 from rich.console import Console
@@ -16,7 +16,7 @@ from rich.theme import Theme
 
 from foretoken.core.shown import COLOURS
 
-__all__ = ["display", "errors", "plain", "safe", "say", "working"]
+__all__ = ["counting", "display", "errors", "plain", "safe", "say", "working"]
 
 THEME = Theme(
     {
@@ -29,6 +29,9 @@ THEME = Theme(
     }
 )
 """Styles: the origins of tokens by name, then all others."""
+
+_SPEED_OF_SECONDS = 600.0
+"""The time that is left is estimated from what was done in the last seconds of this number."""
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -73,6 +76,41 @@ def working(doing: str, *, quiet: bool = False) -> Iterator[None]:
     shown = console.is_terminal and not quiet
     with console.status(plain(f"{doing} ...", "note")) if shown else nullcontext():
         yield
+
+
+@contextmanager
+def counting(*, quiet: bool = False) -> Iterator[Callable[[str, int, int], object]]:
+    """Show a bar with the time that is left on stderr, if that is a terminal.
+
+    Yields:
+        A function that takes what is being done, how much of it is done, and how much there is.
+    """
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = errors()
+    columns = (
+        BarColumn(20),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
+    with Progress(
+        *columns,
+        console=console,
+        disable=quiet or not console.is_terminal,
+        transient=True,
+        speed_estimate_period=_SPEED_OF_SECONDS,
+    ) as bar:
+        task = bar.add_task("starting", total=1)
+        yield lambda doing, done, total: bar.update(
+            task, description=safe(doing), completed=done, total=total
+        )
 
 
 def say(line: str) -> None:

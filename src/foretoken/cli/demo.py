@@ -95,6 +95,7 @@ def _load(target: ModelOptions, config: SpeculativeConfig) -> tuple[LLM, LLM]:
         from foretoken.models import load_model, load_tokenizer
         from foretoken.models.support import default_device, default_dtype
 
+        target.set_threads()
         device = default_device(target.device)
         model = load_model(folder, default_dtype(target.dtype, device), device)
         tokenizer = load_tokenizer(folder)

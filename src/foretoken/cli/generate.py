@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foretoken.cli.batch_options import BatchOptions
 from foretoken.cli.console import display, plain, working
 from foretoken.cli.files import check_writable, write_whole
 from foretoken.cli.flat import flat, in_panel
@@ -21,15 +22,16 @@ from foretoken.cli.options import (
     ModelOptions,
     SpeculationOptions,
 )
-from foretoken.cli.prompt import read_lines, read_prompt
+from foretoken.cli.prompt import read_prompt
 from foretoken.cli.references import ReferenceOptions
-from foretoken.cli.report import as_json, show_summary
+from foretoken.cli.report import as_json, show_summary, show_what_ran, what_ran
 from foretoken.cli.root import UsageError, examples
 from foretoken.cli.sampling_options import SamplingOptions
 from foretoken.cli.session import open_llm, shaped
 from foretoken.cli.writer import TokenWriter
 
 if TYPE_CHECKING:
+    from foretoken.cli.prompts_file import Line
     from foretoken.core.params import SamplingParams
     from foretoken.llm import LLM, Prompt
     from foretoken.outputs import CompletionOutput, RequestOutput
@@ -44,6 +46,7 @@ EXAMPLES = examples(
     'foretoken generate "Count to ten." --trace steps.json',
     "foretoken generate Hi --speculative-config '{\"prompt_lookup_max\": 6}'",
     "foretoken generate --model DIR --file sentences.txt --jsonl",
+    "foretoken generate --prompts-file in.jsonl --output out.jsonl",
     'foretoken generate "What does the manual say?" --reference manual.txt',
     'foretoken generate "Translate to French: good morning." --beam-width 4',
 )
@@ -85,7 +88,9 @@ class GenerateEngine(CachingOptions):
         }
         for name, was_given in given.items():
             if was_given:
-                raise UsageError(f"{name} is for several answers: add --n, or --jsonl")
+                raise UsageError(
+                    f"{name} is for several answers: add --n, --jsonl or --prompts-file"
+                )
 
 
 @flat
@@ -128,10 +133,7 @@ def generate(
         bool,
         in_panel("Output", "Print one JSON object; with --n, `outputs` has all answers.", "--json"),
     ] = False,
-    jsonl: Annotated[
-        bool,
-        in_panel("Output", "Read a prompt per line, print a JSON object per line.", "--jsonl"),
-    ] = False,
+    batch: BatchOptions,
     trace: Annotated[
         Path | None,
         in_panel("Output", "Write what every step drafted, accepted and added.", metavar="FILE"),
@@ -140,40 +142,51 @@ def generate(
         bool, in_panel("Output", "Print the text only: no spinner, no statistics.", "--quiet", "-q")
     ] = False,
 ) -> None:
-    """Generate text for one prompt, or with --jsonl for one per line.
+    """Generate text for one prompt, or for many with --prompts-file.
 
     On a terminal the colour of a token shows its origin: accepted draft,
     correction of a rejected draft, or bonus. A pipe gets the text and
     nothing else.
     """
-    _check(n, logprobs, json_output, jsonl, trace, beams=beam_width > 1)
-    if n == 1 and not jsonl:
+    batch.check(prompt, file)
+    _check(n, logprobs, json_output, trace, lines=batch.wanted, beams=beam_width > 1)
+    if n == 1 and not batch.wanted:
         engine.refuse_what_is_for_several()
-    lines = read_lines(prompt, file) if jsonl else [read_prompt(prompt, file)]
-    quoted = references.read(len(lines), lines=jsonl)
+    text = "" if batch.wanted else read_prompt(prompt, file)
+    quoted = None if batch.wanted else references.read(1, lines=False)
     with working("Starting", quiet=quiet):
         config = speculation.config_for(target.model, beams=beam_width > 1)
         beams = {"beam_width": beam_width, "length_penalty": length_penalty}
         params = sampling.params(n=n, logprobs=logprobs, **beams)
+    lines = batch.lines(prompt, file, params, references) if batch.wanted else []
+    results = batch.results(target.model)
     llm = open_llm(target, config, quiet=quiet, **engine.arguments())
-    prompts = [languages.prompt(shaped(llm, line, chat)) for line in lines]
-    if jsonl:
-        generate_lines(llm, lines, prompts, params, quoted)
+    if batch.wanted:
+
+        def as_prompt(line: Line) -> Prompt:
+            given = shaped(llm, line.prompt, chat) if line.form == "prompt" else line.prompt
+            return languages.prompt(given)
+
+        generate_lines(llm, lines, as_prompt, results, quiet=quiet)
         return
-    (text,), (conversation,) = lines, prompts
+    conversation = languages.prompt(shaped(llm, text, chat))
     texts = None if quoted is None else quoted[0]
     if json_output:
         with working("Generating", quiet=quiet):
             (result,) = llm.generate(
                 [conversation], params, references=texts, trace=trace is not None
             )
-        print(as_json({"model": target.model, **_fields(llm, text, result)}))
+        print(
+            as_json({"model": target.model, **_fields(llm, text, result, traced=trace is not None)})
+        )
         outputs = list(result.outputs)
     elif n > 1:
         outputs = _several(llm, conversation, params, texts, quiet=quiet)
     else:
         traced = trace is not None
         outputs = [_stream(llm, conversation, params, texts, trace=traced, quiet=quiet)]
+    if not (quiet or json_output):
+        show_what_ran(llm)
     if trace is not None:
         write_whole(trace, json.dumps(outputs[0].trace.as_dict()) + "\n")
 
@@ -182,19 +195,23 @@ def _check(
     n: int,
     logprobs: int | None,
     json_output: bool,
-    jsonl: bool,
     trace: Path | None,
     *,
+    lines: bool,
     beams: bool,
 ) -> None:
     """Refuse wrong combinations before the model is loaded."""
-    if json_output and jsonl:
-        raise UsageError("--json prints one object, and --jsonl one per line: leave out one")
-    if logprobs is not None and not (json_output or jsonl):
-        raise UsageError("--logprobs are shown with --json only, or with --jsonl: add one of them")
+    if json_output and lines:
+        raise UsageError(
+            "--json prints one object, and several prompts have one per line: leave out --json"
+        )
+    if logprobs is not None and not (json_output or lines):
+        raise UsageError(
+            "--logprobs are shown in JSON only: add --json, or --jsonl or --prompts-file"
+        )
     if trace is not None:
-        if jsonl:
-            raise UsageError("--trace describes one answer: leave out --jsonl")
+        if lines:
+            raise UsageError("--trace describes one answer: leave out --jsonl, or --prompts-file")
         if n > 1:
             raise UsageError(f"--trace describes one answer: leave out --n {n}")
         if beams:
@@ -248,14 +265,15 @@ def _several(
     return list(outputs)
 
 
-def _fields(llm: LLM, text: str, result: RequestOutput) -> dict[str, Any]:
+def _fields(llm: LLM, text: str, result: RequestOutput, *, traced: bool) -> dict[str, Any]:
     """What --json prints: the first answer's fields, then all answers if there are several."""
-    outputs = [output.as_dict() | {"trace": output.trace.as_dict()} for output in result.outputs]
+    outputs = [
+        output.as_dict() | ({"trace": output.trace.as_dict()} if traced else {})
+        for output in result.outputs
+    ]
     first = {name: field for name, field in outputs[0].items() if name != "index"}
     return {
-        "dtype": str(llm.dtype).removeprefix("torch."),
-        "device": str(llm.device),
-        "speculative_config": llm.speculative_config.as_dict(),
+        **what_ran(llm),
         "prompt": text,
         **result.ids_as_dict(),
         **first,

@@ -1,17 +1,19 @@
-"""`foretoken generate --jsonl`: a prompt per line, a JSON object per line."""
+"""`foretoken generate` for several prompts: a JSON object per line, in the order of the prompts."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from foretoken.cli.console import counting, say
+from foretoken.cli.line_results import LineResults
 from foretoken.cli.report import as_json_line
 from foretoken.errors import ForetokenError, PromptError
 
 if TYPE_CHECKING:
-    from foretoken.core.params import SamplingParams
-    from foretoken.core.references import References
+    from foretoken.cli.prompts_file import Line
     from foretoken.engine.jobs import Job
     from foretoken.llm import LLM, Prompt
 
@@ -20,63 +22,77 @@ __all__ = ["generate_lines"]
 
 def generate_lines(
     llm: LLM,
-    lines: Sequence[str],
-    prompts: Sequence[Prompt],
-    params: SamplingParams,
-    references: Sequence[Sequence[str]] | None = None,
+    lines: Sequence[Line],
+    as_prompt: Callable[[Line], Prompt],
+    results: LineResults | None,
+    *,
+    quiet: bool,
 ) -> None:
-    """Generate for all lines together, and print each result as soon as those before it are done.
+    """Generate for all lines together; write each result as soon as those before it are done.
 
     Args:
         llm: the model.
-        lines: the lines as they were read.
-        prompts: one prompt per line.
-        params: sampling parameters of all of them.
-        references: what the drafts for each line may quote; None for nothing.
+        lines: what was read.
+        as_prompt: the prompt of a line.
+        results: where results go, which may have the first ones; None for standard output.
+        quiet: show no bar.
 
     Raises:
         PromptError: a line is no prompt. Then nothing is generated.
-        ForetokenError: a request failed. The other lines are complete.
+        ForetokenError: a request failed, now or in an earlier run. The other lines are complete.
     """
-    engine = llm.engine
-    quoted = engine.references.read_all(len(prompts), references)
-    jobs = [
-        _job(llm, number, prompt, params, texts)
-        for number, (prompt, texts) in enumerate(zip(prompts, quoted, strict=True), 1)
-    ]
-    failed = 0
+    begin = 0 if results is None else results.begin(llm, lines)
+    references = [line.references or () for line in lines[begin:]]
+    quoted = llm.engine.references.read_all(len(references), references)
+    jobs = deque(
+        _job(llm, line, as_prompt(line), texts)
+        for line, texts in zip(lines[begin:], quoted, strict=True)
+    )
+    failed = 0 if results is None else results.failed
+    # A bar between the lines of a terminal would be in their way.
+    quiet = quiet or (results is None and sys.stdout.isatty())
     try:
-        engine.start(jobs)
-        for number, (line, job) in enumerate(zip(lines, jobs, strict=True), 1):
-            while not job.finished:
-                engine.step()
-            print(as_json_line({"line": number, **_fields(line, job)}))
-            sys.stdout.flush()
-            failed += any(request.failure is not None for request in job.requests)
+        with counting(quiet=quiet) as show:
+            llm.engine.start(list(jobs))
+            for done, line in enumerate(lines[begin:], begin):
+                show("lines", done, len(lines))
+                while not jobs[0].finished:
+                    llm.engine.step()
+                failed += any(request.failure is not None for request in jobs[0].requests)
+                _write({**line.shown, **_fields(jobs.popleft())}, results)
+    except KeyboardInterrupt:
+        if results is not None:
+            say(f"{results.path} has {results.count} of {len(lines)} lines: add --resume")
+        raise
     finally:
-        engine.end(jobs)
+        llm.engine.end(list(jobs))
     if failed:
         raise ForetokenError(
-            f"{failed} of {len(jobs)} lines ended with an error: see their 'error'"
+            f"{failed} of {len(lines)} lines ended with an error: see their 'error'"
         )
 
 
-def _job(
-    llm: LLM, number: int, prompt: Prompt, params: SamplingParams, references: References
-) -> Job:
+def _job(llm: LLM, line: Line, prompt: Prompt, references: Any) -> Job:
     try:
-        return llm.engine.job(prompt, params, references=references)
+        return llm.engine.job(prompt, line.params, references=references)
     except PromptError as error:
-        raise PromptError(f"line {number}: {error}") from None
+        raise PromptError(f"line {line.number}: {error}") from None
 
 
-def _fields(line: str, job: Job) -> dict[str, Any]:
-    """What is printed for a line: the first answer's fields, then all answers if several."""
+def _write(record: dict[str, Any], results: LineResults | None) -> None:
+    if results is not None:
+        results.add(record)
+        return
+    print(as_json_line(record))
+    sys.stdout.flush()
+
+
+def _fields(job: Job) -> dict[str, Any]:
+    """What a result says of the output: the first answer's fields, then all if several."""
     result = job.result()
     outputs = [output.as_dict() for output in result.outputs]
     first = {name: field for name, field in outputs[0].items() if name != "index"}
     return {
-        "prompt": line,
         **result.ids_as_dict(),
         **first,
         **({"outputs": outputs} if len(outputs) > 1 else {}),

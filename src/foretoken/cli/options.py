@@ -105,6 +105,17 @@ class ModelOptions:
         str,
         _model("auto, native (C++ on a CPU), torch, cuda or compiled.", callback=_known_runtime),
     ] = "auto"
+    threads: Annotated[
+        int | None,
+        _model("Threads on a CPU.", min=1, show_default="OMP_NUM_THREADS, else all cores"),
+    ] = None
+
+    def set_threads(self) -> None:
+        """Let this process compute with `threads`, if they were given."""
+        if self.threads is not None:
+            import torch
+
+            torch.set_num_threads(self.threads)
 
 
 MaxNumSeqs = Annotated[int | None, _engine("Maximum sequences at once.", show_default="16")]

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretoken.bench.prompts_file import read_prompts
-from foretoken.cli.console import working
+from foretoken.cli.console import counting
 from foretoken.cli.demo_prompts import PROMPTS
 from foretoken.cli.root import UsageError
 from foretoken.cli.session import open_llm, shaped
@@ -125,12 +127,25 @@ def run_trials(
 
     prompts = [laboratory.llm.encode(shaped(laboratory.llm, text)) for text in texts]
     seeded = params.model_copy(update={"seed": params.seed or 0})
-    with working("Measuring alpha, c and the cost of verification", quiet=quiet):
-        assumed = laboratory.assumptions(prompts, seeded, gammas[-1])
-    samples = []
-    for index in range(rounds):
-        with working(f"Measuring speed, round {index + 1} of {rounds}", quiet=quiet):
-            samples.append(_round(laboratory, prompts, seeded, [0, *gammas], index))
+    total = len(prompts) * (1 + rounds * (1 + len(gammas)))
+    with counting(quiet=quiet) as show:
+        doing = "alpha, c and the cost of verification"
+        show(doing, 0, total)
+        assumed = laboratory.assumptions(
+            prompts, seeded, gammas[-1], lambda done: show(doing, done, total)
+        )
+        runs = count(len(prompts) + 1)
+        samples = [
+            _round(
+                laboratory,
+                prompts,
+                seeded,
+                [0, *gammas],
+                index,
+                partial(_show_next, show, f"speed, round {index + 1} of {rounds}", runs, total),
+            )
+            for index in range(rounds)
+        ]
     return Trials(
         method=laboratory.llm.speculative_config.method_name,
         acceptance=laboratory.llm.speculative_config.rule.name,
@@ -148,6 +163,7 @@ def _round(
     params: SamplingParams,
     gammas: Sequence[int],
     index: int,
+    show_next: Callable[[], object],
 ) -> dict[int, list[StepSample]]:
     """Run all lengths on one prompt after the other, so that other load slows all alike."""
     params = params.model_copy(update={"seed": (params.seed or 0) + index})
@@ -156,4 +172,11 @@ def _round(
         start = (index + number) % len(gammas)
         for gamma in (*gammas[start:], *gammas[:start]):
             steps[gamma] += laboratory.run(prompt, params, gamma)
+            show_next()
     return steps
+
+
+def _show_next(
+    show: Callable[[str, int, int], object], doing: str, runs: Iterator[int], total: int
+) -> None:
+    show(doing, next(runs), total)

@@ -13,7 +13,7 @@ import typer
 from foretoken.cli.root import UsageError
 from foretoken.errors import ForetokenError
 
-__all__ = ["decoded", "read_lines", "read_prompt"]
+__all__ = ["STDIN", "decoded", "read_lines", "read_prompt", "read_stdin"]
 
 STDIN = "-"
 
@@ -39,7 +39,7 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
     elif argument is None and sys.stdin.isatty():
         raise UsageError("no prompt: give PROMPT, --file FILE, or pipe text in")
     else:
-        text = decoded(typer.get_binary_stream("stdin").read(), "standard input")
+        text = read_stdin()
     if not text:
         raise UsageError("the prompt is empty")
     return text
@@ -56,6 +56,15 @@ def read_lines(argument: str | None, file: Path | None) -> list[str]:
     if argument not in (None, STDIN):
         raise UsageError("--jsonl reads a prompt per line: give --file FILE, or pipe text in")
     return [line.removesuffix("\r") for line in read_prompt(argument, file).split("\n")]
+
+
+def read_stdin() -> str:
+    """The text of standard input, without its last line end.
+
+    Raises:
+        ForetokenError: it is not UTF-8 text.
+    """
+    return decoded(typer.get_binary_stream("stdin").read(), "standard input")
 
 
 def decoded(content: bytes, source: str) -> str:

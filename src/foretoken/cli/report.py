@@ -17,9 +17,18 @@ if TYPE_CHECKING:
     from collections import Counter
 
     from foretoken.cli.writer import TokenWriter
+    from foretoken.llm import LLM
     from foretoken.outputs import CompletionOutput, Metrics
 
-__all__ = ["as_json", "as_json_line", "legend", "show_summary", "summary"]
+__all__ = [
+    "as_json",
+    "as_json_line",
+    "legend",
+    "show_summary",
+    "show_what_ran",
+    "summary",
+    "what_ran",
+]
 
 
 def legend(origins: Counter[str]) -> Text:
@@ -61,6 +70,38 @@ def show_summary(output: CompletionOutput, writer: TokenWriter) -> None:
     if display().is_terminal:
         console.print(legend(writer.origins))
     console.print(plain(summary(output.metrics, output.finish_reason), "note"))
+
+
+def what_ran(llm: LLM) -> dict[str, Any]:
+    """What a result depends on besides its prompt, for JSON; nothing is "auto"."""
+    config = llm.speculative_config.as_dict()
+    if config["controller"]["rule"] != llm.controller:
+        config["controller"] = {"rule": llm.controller}
+    return {
+        "dtype": _dtype(llm),
+        "device": str(llm.device),
+        "runtime": llm.runtime,
+        "bit_exact": llm.bit_exact,
+        "speculative_config": config,
+    }
+
+
+def show_what_ran(llm: LLM) -> None:
+    """Print method, controller and runtime on stderr, if that is a terminal."""
+    console = errors()
+    if console.is_terminal:
+        parts = [
+            f"method {llm.speculative_config.method_name}",
+            f"controller {llm.controller}",
+            f"runtime {llm.runtime}",
+            _dtype(llm),
+            "bit-exact" if llm.bit_exact else "not bit-exact",
+        ]
+        console.print(plain(" \u00b7 ".join(parts), "note"))
+
+
+def _dtype(llm: LLM) -> str:
+    return str(llm.dtype).removeprefix("torch.")
 
 
 def as_json(value: dict[str, Any]) -> str:

@@ -35,6 +35,7 @@ def open_llm(
     with working(f"Loading {options.model}", quiet=quiet):
         from foretoken.llm import LLM
 
+        options.set_threads()
         llm = LLM(
             options.model,
             speculative_config=config,

@@ -19,7 +19,7 @@ from foretoken.cli.report import as_json
 from foretoken.cli.root import UsageError, examples
 from foretoken.cli.session import open_llm
 from foretoken.core.config import nearest
-from foretoken.training.choices import TRAINABLE
+from foretoken.training.choices import TRAINABLE, check_trainable
 
 if TYPE_CHECKING:
     from foretoken.training.estimate import Estimate
@@ -154,6 +154,7 @@ def train(
 
     Run it again to continue where it stopped. Ctrl-C saves the state.
     """
+    check_trainable(method)
     _check_installed()
     given = [*(set_ or []), *([] if size is None else [f"size={size}"])]
     run = _opened(method, out, learnt, target, given, quiet=json_output)

@@ -109,13 +109,13 @@ class DrafterOptions:
             UsageError: the JSON is not an object, contradicts a flag, or says how much to draft.
             ConfigError: a value is unknown or out of range, or the method takes no trees.
         """
-        from foretoken.tuning.measure_tree import one_level
-
         for name in _FOUND_HERE:
             if name in parse_object("--speculative-config", self.speculative_config):
                 raise UsageError(f"{name} in --speculative-config: this command finds the tree")
-        shared = SpeculationOptions(**vars(self))
-        return one_level(shared.config(), ranks)
+        shared = SpeculationOptions(**vars(self)).config()
+        from foretoken.tuning.measure_tree import one_level
+
+        return one_level(shared, ranks)
 
 
 @flat

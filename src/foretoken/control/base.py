@@ -11,13 +11,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from foretoken.core.config import Config
-from foretoken.core.tree import Draft
-from foretoken.decode import Outcome
-from foretoken.request import Request
 from foretoken.runtime.costs import CostCurve
+
+if TYPE_CHECKING:
+    from foretoken.core.tree import Draft
+    from foretoken.decode import Outcome
+    from foretoken.request import Request
 
 __all__ = ["NO_BUDGET", "Budget", "Controller", "Expected"]
 

@@ -7,14 +7,16 @@ therefore shorten drafts, or stop drafting, as the batch grows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge
 from pydantic import field_validator
 
 from foretoken.control.base import Budget, Controller, within
 from foretoken.core.config import Config
-from foretoken.request import Request
+
+if TYPE_CHECKING:
+    from foretoken.request import Request
 
 __all__ = ["BatchTable"]
 

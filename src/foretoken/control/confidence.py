@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Le
 
 from foretoken.control.base import Budget, Controller, within
 from foretoken.core.config import Config
-from foretoken.decode import Outcome
-from foretoken.request import Request
+
+if TYPE_CHECKING:
+    from foretoken.decode import Outcome
+    from foretoken.request import Request
 
 __all__ = ["Confidence"]
 

@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import mul
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge
 
@@ -43,8 +43,10 @@ from foretoken.control.drafting_costs import DraftingCosts, levels_of_one
 from foretoken.control.history import History
 from foretoken.control.planning import Chances, Plan, best_plan
 from foretoken.core.config import Config
-from foretoken.decode import Outcome
-from foretoken.request import Request
+
+if TYPE_CHECKING:
+    from foretoken.decode import Outcome
+    from foretoken.request import Request
 
 __all__ = ["CostModel"]
 

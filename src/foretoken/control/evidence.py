@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from foretoken.core.tree import Draft
-from foretoken.decode import Outcome
+if TYPE_CHECKING:
+    from foretoken.core.tree import Draft
+    from foretoken.decode import Outcome
+
 
 __all__ = [
     "LONGEST_CONTEXT",

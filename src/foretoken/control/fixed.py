@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from foretoken.control.base import Budget, Controller, within
-from foretoken.request import Request
+
+if TYPE_CHECKING:
+    from foretoken.request import Request
 
 __all__ = ["Fixed"]
 

@@ -6,14 +6,16 @@ This is Transformers' schedule for assistant models: plus 2, minus 1, never belo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge, Le
 
 from foretoken.control.base import Budget, Controller, within
 from foretoken.core.config import Config
-from foretoken.decode import Outcome
-from foretoken.request import Request
+
+if TYPE_CHECKING:
+    from foretoken.decode import Outcome
+    from foretoken.request import Request
 
 __all__ = ["Heuristic"]
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from foretoken.control.evidence import Frequency
-from foretoken.decode import Outcome
+
+if TYPE_CHECKING:
+    from foretoken.decode import Outcome
 
 __all__ = ["History"]
 

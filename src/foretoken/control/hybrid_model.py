@@ -19,16 +19,18 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from foretoken.control.base import NO_BUDGET, Budget, Controller, Expected
 from foretoken.control.cost_model import CostModel
 from foretoken.control.evidence import AcceptanceRates, is_graft, path_probs
 from foretoken.control.lookup_model import LookupModel, LookupPlan, how_many
 from foretoken.core.acceptance import Accepted
-from foretoken.core.tree import Draft
-from foretoken.decode import Outcome
-from foretoken.request import Request
+
+if TYPE_CHECKING:
+    from foretoken.core.tree import Draft
+    from foretoken.decode import Outcome
+    from foretoken.request import Request
 
 __all__ = ["HybridModel"]
 

@@ -22,16 +22,18 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from foretoken.control.base import NO_BUDGET, Budget, Controller, Expected, within
 from foretoken.control.cost_model import CostModel
 from foretoken.control.drafting_costs import smoothed
 from foretoken.control.evidence import AcceptanceRates, path_probs
-from foretoken.core.tree import Draft
-from foretoken.decode import Outcome
-from foretoken.request import Request
 from foretoken.runtime.costs import CostCurve
+
+if TYPE_CHECKING:
+    from foretoken.core.tree import Draft
+    from foretoken.decode import Outcome
+    from foretoken.request import Request
 
 __all__ = ["LookupModel", "LookupPlan", "how_many"]
 

@@ -151,6 +151,15 @@ class Distribution:
             return Distribution.one_hot(int(token_ids[self.certain]))
         return Distribution(self.probs, token_ids[self.tokens])
 
+    def in_float64(self) -> Distribution:
+        """The same probabilities in float64, normalised again."""
+        probs = self.probs.double()
+        return Distribution(probs / probs.sum(), self.support)
+
+    def entropy(self) -> float:
+        """Entropy, in nats."""
+        return float(-torch.xlogy(self.probs, self.probs).sum())
+
     def normalised(self, probs: Tensor) -> Distribution:
         """A distribution with other probabilities on the same support; zeros leave the support.
 

@@ -10,82 +10,22 @@ need. They also know which tokens are forced; the drafter `regex` proposes those
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from foretoken.core.common_prefix import common_prefix
+from foretoken.core.form import Form, library, source
 from foretoken.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Form", "Grammar", "Grammars", "check_grammar"]
-
-
-class Form(Protocol):
-    """The form an output must have: the part of `StructuredOutputs` that this file needs."""
-
-    disable_any_whitespace: bool
-
-    @property
-    def kind(self) -> str:
-        """One of "json", "regex", "choice", "grammar" and "json_object"."""
-        ...
-
-    @property
-    def value(self) -> Any:
-        """The schema, the expression, the choices or the grammar."""
-        ...
-
-
-def check_grammar(outputs: Form) -> None:
-    """Check that a form can be compiled.
-
-    Raises:
-        ConfigError: llguidance refuses the form (the message is its first error line), or
-            llguidance is not installed.
-    """
-    if message := _library().LLMatcher.validate_grammar(_source(outputs)):
-        lines = [line.strip() for line in message.splitlines()]
-        reason = next((line for line in lines if line.startswith("error:")), lines[0])
-        raise ConfigError(f"not a valid {outputs.kind}: {reason.removeprefix('error: ')}")
-
-
-def _library() -> Any:
-    try:
-        import llguidance
-    except ImportError:
-        raise ConfigError(
-            "structured outputs need llguidance: pip install 'foretoken[structured]'"
-        ) from None
-    return llguidance
-
-
-def _source(outputs: Form) -> str:
-    """The grammar in llguidance's own format."""
-    matcher = _library().LLMatcher
-    compact = {"whitespace_flexible": not outputs.disable_any_whitespace}
-    value = outputs.value
-    match outputs.kind:
-        case "json":
-            schema = json.loads(value) if isinstance(value, str) else value
-            source = matcher.grammar_from_json_schema(schema, overrides=compact)
-        case "json_object":
-            source = matcher.grammar_from_json_schema({"type": "object"}, overrides=compact)
-        case "regex":
-            source = matcher.grammar_from_regex(value)
-        case "choice":
-            strings = (json.dumps(choice, ensure_ascii=False) for choice in value)
-            source = matcher.grammar_from_lark(f"start: {' | '.join(strings)}")
-        case _:
-            source = matcher.grammar_from_lark(value)
-    return str(source)
+__all__ = ["Grammar", "Grammars"]
 
 
 class Grammars:
@@ -114,14 +54,14 @@ class Grammars:
         Raises:
             ConfigError: the model has no fast tokenizer, or llguidance refuses the form.
         """
-        matcher = _library().LLMatcher(self._vocabulary, _source(outputs), log_level=0)
+        matcher = library().LLMatcher(self._vocabulary, source(outputs), log_level=0)
         if matcher.is_error():
             raise ConfigError(f"structured_outputs: {matcher.get_error().splitlines()[0]}")
         return Grammar(matcher, self._vocab_size)
 
     @cached_property
     def _vocabulary(self) -> Any:
-        _library()
+        library()
         from llguidance.hf import from_tokenizer
 
         backend = getattr(self._tokenizer, "backend_tokenizer", None)

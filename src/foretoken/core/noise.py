@@ -17,10 +17,9 @@ import numpy as np
 import torch
 
 from foretoken.core.distribution import Distribution
+from foretoken.core.params import MAX_SEED
 
 __all__ = ["Noise", "StepNoise", "Stream", "fresh_seed"]
-
-MAX_SEED = 2**63 - 1
 
 _LANES = 64
 """Most drafters of one ensemble. Each level of nesting multiplies the lane number by this."""

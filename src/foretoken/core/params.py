@@ -14,14 +14,15 @@ from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import BeforeValidator, Field, FiniteFloat, field_validator, model_validator
 
 from foretoken.core.config import Config
-from foretoken.core.grammar import check_grammar
-from foretoken.core.noise import MAX_SEED
+from foretoken.core.form import check_grammar
 from foretoken.errors import ConfigError
 
 __all__ = ["GREEDY_BELOW", "Sampling", "SamplingParams", "StructuredOutputs"]
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM: dividing by them would overflow."""
+
+MAX_SEED = 2**63 - 1
 
 TokenIds = Sequence[Annotated[int, Ge(0)]]
 

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from pydantic import AfterValidator
-from torch import Tensor
 
-from foretoken.control.base import Budget
 from foretoken.core.config import Config
-from foretoken.core.tree import Draft
-from foretoken.decode import Outcome, StepTimes
-from foretoken.drafters.online import Learnable
-from foretoken.drafters.overlap import VocabularyOverlap
-from foretoken.request import Request
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from foretoken.control.base import Budget
+    from foretoken.core.tree import Draft
+    from foretoken.decode import Outcome, StepTimes
+    from foretoken.drafters.online import Learnable
+    from foretoken.drafters.overlap import VocabularyOverlap
+    from foretoken.request import Request
 
 __all__ = ["Drafter", "DrafterOptions", "InnerConfig", "layers_of", "with_method"]
 

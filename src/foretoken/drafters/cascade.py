@@ -11,9 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
-
-from annotated_types import Ge, Le
 
 from foretoken.control.base import Budget, within
 from foretoken.core.acceptance.base import AcceptanceRule
@@ -22,24 +19,12 @@ from foretoken.core.distribution import Distribution
 from foretoken.core.tree import Draft, chain
 from foretoken.decode import Outcome, StepTimes, step
 from foretoken.drafters.admission import most_tokens, open_row, rows_that_fit
-from foretoken.drafters.base import Drafter, DrafterOptions, InnerConfig
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.options.combined import CascadeOptions
 from foretoken.request import Request
 from foretoken.runtime.target import Target
 
 __all__ = ["Cascade", "CascadeOptions"]
-
-
-class CascadeOptions(DrafterOptions):
-    """Options of `cascade`.
-
-    Args:
-        drafter: configuration of the inner drafter: `method` and that method's own fields. It may
-            be another cascade.
-        inner_num_speculative_tokens: draft length of the inner drafter, in tokens.
-    """
-
-    drafter: InnerConfig
-    inner_num_speculative_tokens: Annotated[int, Ge(1), Le(64)] = 3
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import TypeAlias
 
-from annotated_types import Ge, MinLen
-from pydantic import field_validator
 from torch import Tensor
 
 from foretoken.control import Budget
@@ -24,38 +21,11 @@ from foretoken.control.evidence import path_probs, prior_rate
 from foretoken.core.distribution import Distribution
 from foretoken.core.tree import Draft, TokenTree
 from foretoken.decode import Outcome, StepTimes
-from foretoken.drafters.base import Drafter, DrafterOptions, InnerConfig, layers_of
-from foretoken.drafters.model_set import drafters_in
+from foretoken.drafters.base import Drafter, layers_of
+from foretoken.drafters.options.combined import CombineOptions, SwitchOptions
 from foretoken.request import Request
 
 __all__ = ["CombineOptions", "Ensemble", "Several", "Switch", "SwitchOptions", "merge"]
-
-
-class CombineOptions(DrafterOptions):
-    """Options of `ensemble`.
-
-    Args:
-        drafters: at least two configurations, each with `method` and that method's own fields; or
-            the folder of draft models that `foretoken train boost` has written.
-    """
-
-    drafters: Annotated[tuple[InnerConfig, ...], MinLen(2)]
-
-    @field_validator("drafters", mode="before")
-    @classmethod
-    def _drafters_of_a_folder(cls, value: Any) -> Any:
-        return drafters_in(value) if isinstance(value, str | Path) else value
-
-
-class SwitchOptions(CombineOptions):
-    """Options of `switch`.
-
-    Args:
-        drafters: see `CombineOptions`.
-        try_every: a request tries another drafter in every such drafting step (16: every 16th).
-    """
-
-    try_every: Annotated[int, Ge(2)] = 16
 
 
 class Several(Drafter):

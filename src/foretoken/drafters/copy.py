@@ -19,23 +19,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import takewhile
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from annotated_types import Ge, Le
 from numpy.typing import NDArray
 
 from foretoken.control import Budget
 from foretoken.control.evidence import by_match
 from foretoken.core.references import NO_REFERENCES, References
 from foretoken.core.tree import Draft, chain
-from foretoken.drafters.base import Drafter, DrafterOptions
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.options.lookups import LONGEST_ALIGNED, CopyOptions
 from foretoken.request import Request
 
 __all__ = ["CopyDrafter", "CopyOptions"]
-
-LONGEST_MATCH = 32
-"""Longest suffix that is compared, in tokens. It bounds the work on inputs with repetitions."""
 
 SEPARATOR = -1
 """Stands behind each text of the input but the last; no token has this id."""
@@ -43,34 +40,6 @@ MOST_INSERTED = 4
 """Tokens in a row that can be inserted."""
 
 Positions = NDArray[np.int64]
-
-
-class CopyOptions(DrafterOptions):
-    """Options of `copy`.
-
-    Args:
-        copy_start: index in the prompt (or in an encoder-decoder's source) of the input's first
-            token. A negative index counts from the prompt's end, as in Python's slices. None is the
-            prompt's beginning.
-        copy_end: index after the input's last token, likewise. None is the prompt's end.
-        copy_min_match: shortest suffix that aligns text and input again, in tokens.
-        copy_insertions: whether tokens that align with nothing count as inserted, as marks are:
-            copying goes on where it stopped. After `MOST_INSERTED` of them it ends.
-    """
-
-    copy_start: int | None = None
-    copy_end: int | None = None
-    copy_min_match: Annotated[int, Ge(1), Le(LONGEST_MATCH)] = 2
-    copy_insertions: bool = False
-
-    def region(self, tokens: Sequence[int]) -> Sequence[int]:
-        """The input within a prompt or source; empty if that is too short."""
-        return tokens[self.copy_start : self.copy_end]
-
-    @property
-    def explicit(self) -> bool:
-        """Whether the input is a region instead of the whole prompt or source."""
-        return self.copy_start is not None or self.copy_end is not None
 
 
 class Alignment:
@@ -152,7 +121,7 @@ class Alignment:
             self.match += 1
             self._num_inserted = 0
         else:
-            self._realign(tokens[max(0, end - LONGEST_MATCH) : end])
+            self._realign(tokens[max(0, end - LONGEST_ALIGNED) : end])
             if self.position is None and self._insertions:
                 self._insert(position)
 
@@ -181,7 +150,7 @@ class Alignment:
         """
         ends = self._ends.get(suffix[-1], _NOWHERE)
         length = 1
-        while len(ends) and length < min(len(suffix), LONGEST_MATCH):
+        while len(ends) and length < min(len(suffix), LONGEST_ALIGNED):
             longer = ends[ends > length]
             longer = longer[self._array[longer - length - 1] == suffix[-length - 1]]
             if not len(longer):

@@ -20,45 +20,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, Any, Self
+from typing import Any
 
 import numpy as np
 import torch
-from annotated_types import Ge, Le
 from numpy.typing import NDArray
-from pydantic import model_validator
 from transformers import PreTrainedTokenizerBase
 
-from foretoken.core.config import PathText
 from foretoken.core.distribution import Distribution
 from foretoken.core.params import GREEDY_BELOW
-from foretoken.drafters.counted import CountedChains, CountedOptions
+from foretoken.drafters.counted import CountedChains
+from foretoken.drafters.options.lookups import CorpusNgramOptions
 from foretoken.drafters.text.corpus import check_target
 from foretoken.drafters.text.ngrams import FILE, NgramTables
 from foretoken.request import Request
 
 __all__ = ["CorpusNgramDrafter", "CorpusNgramOptions", "SmoothedNgrams", "load_corpus"]
-
-
-class CorpusNgramOptions(CountedOptions):
-    """Options of `corpus_ngram`, besides those of `CountedOptions`.
-
-    Args:
-        corpus: a file made by `foretoken ngrams build` or `foretoken ngrams write`.
-        order: tokens of the longest n-grams that are used: 3 (trigrams), 2 (bigrams), or 1, which
-            always drafts the same token for greedy requests: the most frequent one.
-    """
-
-    corpus: PathText = ""
-    order: Annotated[int, Ge(1), Le(3)] = 3
-
-    @model_validator(mode="after")
-    def _has_corpus(self) -> Self:
-        if not self.corpus:
-            raise ValueError(
-                "method 'corpus_ngram' needs 'corpus': a file made by 'foretoken ngrams'."
-            )
-        return self
 
 
 class SmoothedNgrams:

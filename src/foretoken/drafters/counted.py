@@ -10,23 +10,10 @@ from foretoken.core.distribution import Distribution
 from foretoken.core.tree import Draft, chain
 from foretoken.core.truncation import truncated
 from foretoken.drafters.base import Drafter
-from foretoken.drafters.sampled import SampledOptions
+from foretoken.drafters.options.lookups import CountedOptions
 from foretoken.request import Request
 
 __all__ = ["CountedChains", "CountedOptions"]
-
-
-class CountedOptions(SampledOptions):
-    """Options of drafters that draw from counts; they do not take those of the request.
-
-    Args:
-        draft_temperature: the probabilities are raised to the power 1 / draft_temperature. With 0
-            the most probable token is drafted, for sampled requests too. None is 0 for greedy
-            requests and 1 (q is what was counted) for sampled ones.
-        draft_top_k: draw from the k most probable tokens; None and 0 from all.
-        draft_top_p: draw from the smallest set of most probable tokens whose mass reaches this;
-            None and 1 from all.
-    """
 
 
 class CountedChains(Drafter):

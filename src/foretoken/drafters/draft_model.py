@@ -11,19 +11,14 @@ vocabulary than the target's are in `vocabulary.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Literal, Self
 
-from pydantic import model_validator
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from foretoken.core.common_prefix import common_prefix
 from foretoken.core.tree import TokenTree
 from foretoken.drafters.admission import most_tokens, open_row, rows_that_fit
-from foretoken.drafters.sampled import OF_Q
+from foretoken.drafters.options.models import DraftModelOptions
 from foretoken.drafters.scorer import GrowingScorer
-from foretoken.drafters.tree_options import TreeOptions
 from foretoken.request import Request
 from foretoken.runtime.network import (
     GrownTree,
@@ -40,39 +35,6 @@ __all__ = ["DraftModelOptions", "OwnModel", "scored"]
 FIRST_PASS = 32
 """Most committed tokens that the first drafting pass computes. If more are missing, a prefill
 computes them."""
-
-
-class DraftModelOptions(TreeOptions):
-    """Options of `draft_model`, besides those of trees.
-
-    Args:
-        vocabulary: how to use a draft model with another vocabulary than the target's. `same`
-            refuses it. `intersection` drafts only tokens that both models have. `text` drafts
-            greedy chains of text, which the target's tokenizer tokenises again. `auto` is `same`
-            if the vocabularies are the same, else `intersection` if the draft model has at least
-            half of the target's tokens, else `text`. `LLM.vocabulary_overlap` reports the choice.
-        draft_tokenizer: the draft model's tokenizer, or a folder or alias that holds it. None takes
-            the tokenizer in the draft model's folder.
-    """
-
-    vocabulary: Literal["auto", "same", "intersection", "text"] = "auto"
-    draft_tokenizer: str | Path | PreTrainedTokenizerBase | None = None
-
-    @model_validator(mode="after")
-    def _text_is_drafted_greedily(self) -> Self:
-        if self.vocabulary == "text" and (reason := self.refused_for_text()):
-            raise ValueError(reason)
-        return self
-
-    def refused_for_text(self) -> str | None:
-        """Why vocabulary 'text' cannot be used with the other options; None if it can."""
-        for name in ("tree", "expansion", *OF_Q):
-            if name in self.model_fields_set:
-                return (
-                    f"{name}: with vocabulary 'text' drafts are greedy chains: remove it, or set "
-                    "vocabulary to 'intersection'."
-                )
-        return None
 
 
 def scored(num_computed: Sequence[int], hidden: tuple[int, ...] = ()) -> Need:

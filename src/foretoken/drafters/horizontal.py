@@ -10,46 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Self
 
-from annotated_types import Ge, MinLen
-from pydantic import model_validator
 from torch import Tensor
 
 from foretoken.control import Budget
 from foretoken.core.distribution import Distribution
 from foretoken.core.tree import Draft, chain
 from foretoken.decode import Outcome, StepTimes
-from foretoken.drafters.base import Drafter, DrafterOptions, InnerConfig
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.options.combined import HorizontalOptions
 from foretoken.errors import CompatibilityError
 from foretoken.request import Request
 
 __all__ = ["HorizontalCascade", "HorizontalOptions"]
-
-
-class HorizontalOptions(DrafterOptions):
-    """Options of `horizontal_cascade`.
-
-    Args:
-        drafters: configurations in order of position, each with `method` and that method's fields.
-        tokens: most tokens that each drafter adds, in the same order.
-    """
-
-    drafters: Annotated[tuple[InnerConfig, ...], MinLen(2)]
-    tokens: tuple[Annotated[int, Ge(1)], ...]
-
-    @model_validator(mode="after")
-    def _one_number_per_drafter(self) -> Self:
-        if len(self.tokens) != len(self.drafters):
-            raise ValueError(
-                f"tokens: give one number per drafter, got {len(self.tokens)} for "
-                f"{len(self.drafters)} drafters."
-            )
-        return self
-
-    def default_num_speculative_tokens(self) -> int:
-        """The tokens of all drafters together."""
-        return sum(self.tokens)
 
 
 @dataclass

@@ -12,45 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol, Self
-
-from pydantic import Field, model_validator
+from typing import Protocol
 
 from foretoken.control import Budget
 from foretoken.control.evidence import agreed, disagreed, path_probs, prior_rate
 from foretoken.core.distribution import Distribution
 from foretoken.core.tree import Draft, TokenTree
 from foretoken.decode import Outcome, StepTimes
-from foretoken.drafters.base import Drafter, DrafterOptions, InnerConfig
+from foretoken.drafters.base import Drafter
 from foretoken.drafters.combine import Several
+from foretoken.drafters.options.combined import HybridOptions
 from foretoken.request import Request
 
 __all__ = ["Chooser", "Hybrid", "HybridOptions", "MoreTokens", "graft"]
 
 _TRAINED_RATE = 0.6
 """Acceptance rate that `MoreTokens` assumes of trained drafts."""
-
-
-class HybridOptions(DrafterOptions):
-    """Options of `hybrid`.
-
-    Args:
-        lookup: configuration of the lookup: `method` and that method's own fields.
-        drafter: configuration of the trained drafter in the same way, without `model`, which is
-            that of `hybrid`. `num_speculative_tokens` is the most nodes of a trained draft.
-    """
-
-    lookup: InnerConfig = Field({"method": "suffix"})
-    drafter: InnerConfig = Field({"method": "eagle"})
-
-    @model_validator(mode="after")
-    def _drafter_fits(self) -> Self:
-        if "model" in self.drafter:
-            raise ValueError("drafter takes the 'model' of 'hybrid': set it there.")
-        most = self.drafter.get("num_speculative_tokens", 1)
-        if type(most) is not int or not 1 <= most <= 256:
-            raise ValueError(f"drafter: num_speculative_tokens must be 1 to 256, got {most!r}.")
-        return self
 
 
 class Chooser(Protocol):

@@ -17,39 +17,15 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Annotated
-
-from annotated_types import Ge, Le
 
 from foretoken.control import Budget
 from foretoken.core.tree import Draft, TokenTree
 from foretoken.decode import Outcome, StepTimes
-from foretoken.drafters.base import Drafter, DrafterOptions
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.options.lookups import LookaheadOptions
 from foretoken.request import Request
 
 __all__ = ["LookaheadDrafter", "LookaheadOptions", "Pool", "Window"]
-
-
-class LookaheadOptions(DrafterOptions):
-    """Options of `lookahead`.
-
-    Args:
-        window_size: columns of the window; W of the paper.
-        ngram_size: tokens of an n-gram; N of the paper. The window has one row less.
-        max_ngrams: most n-grams that are drafted in one step, and kept for each first token; G of
-            the paper.
-        pool_from_prompt: whether the pool starts with the n-grams of the prompt, or of an
-            encoder-decoder's source.
-    """
-
-    window_size: Annotated[int, Ge(1), Le(32)] = 5
-    ngram_size: Annotated[int, Ge(2), Le(16)] = 3
-    max_ngrams: Annotated[int, Ge(1), Le(64)] = 3
-    pool_from_prompt: bool = True
-
-    def default_num_speculative_tokens(self) -> int:
-        """The nodes of all drafted n-grams and the whole window together."""
-        return (self.ngram_size - 1) * (self.max_ngrams + self.window_size)
 
 
 class Pool:

@@ -9,43 +9,19 @@ the request's references, its last occurrence there is continued instead.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Self
-
-from annotated_types import Ge, Le
-from pydantic import model_validator
 
 from foretoken.control import Budget
 from foretoken.control.evidence import LONGEST_MATCH, by_match
 from foretoken.core.references import NO_REFERENCES, References
 from foretoken.core.tree import Draft, chain
-from foretoken.drafters.base import Drafter, DrafterOptions
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.options.lookups import NgramOptions
 from foretoken.request import Request
 
 __all__ = ["NgramDrafter", "NgramOptions"]
 
 SEPARATOR = chr(0x10FFFF)
 """Stands before and behind each reference; no vocabulary has so many tokens."""
-
-
-class NgramOptions(DrafterOptions):
-    """Options of `ngram`.
-
-    Args:
-        prompt_lookup_max: longest suffix that is looked up, in tokens.
-        prompt_lookup_min: shortest suffix that is looked up, in tokens.
-    """
-
-    prompt_lookup_max: Annotated[int, Ge(1), Le(64)] = 4
-    prompt_lookup_min: Annotated[int, Ge(1), Le(64)] = 1
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.prompt_lookup_min > self.prompt_lookup_max:
-            raise ValueError(
-                f"prompt_lookup_min ({self.prompt_lookup_min}) is larger than "
-                f"prompt_lookup_max ({self.prompt_lookup_max})."
-            )
-        return self
 
 
 class SearchedText:

@@ -14,33 +14,21 @@ the counts, whose distribution is q, so speculative sampling stays exact.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
 
 import torch
-from annotated_types import Ge, Le
 
 from foretoken.control import Budget
 from foretoken.core.distribution import Distribution
 from foretoken.core.params import GREEDY_BELOW
 from foretoken.core.tree import Draft
-from foretoken.drafters.counted import CountedChains, CountedOptions
+from foretoken.drafters.counted import CountedChains
+from foretoken.drafters.options.lookups import NgramTableOptions
 from foretoken.request import Request
 
 __all__ = ["NgramTable", "NgramTableDrafter", "NgramTableOptions"]
 
 ORDERS = (2, 3, 4)
 """An n-gram of order n is a context of n - 1 tokens and its successor."""
-
-
-class NgramTableOptions(CountedOptions):
-    """Options of `ngram_table`, besides those of `CountedOptions`.
-
-    Args:
-        window: number of latest tokens that are counted. None counts the whole text, as the source
-            does: memory then grows with the text, and with it the time to read a prompt.
-    """
-
-    window: Annotated[int, Ge(2), Le(1_000_000)] | None = None
 
 
 class NgramTable:

@@ -12,15 +12,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol, Self, TypeAlias
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import FiniteFloat, model_validator
-from torch import Tensor, nn
 
 from foretoken.core.config import Config, PathText
-from foretoken.decode import Outcome
-from foretoken.request import Request
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from foretoken.decode import Outcome
+    from foretoken.request import Request
 
 __all__ = ["Learnable", "Learner", "LossName", "OnlineOptions", "OnlineReport"]
 

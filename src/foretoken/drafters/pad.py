@@ -15,32 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isqrt
-from typing import Annotated
-
-from annotated_types import Ge
 
 from foretoken.control import Budget
 from foretoken.core.tree import Draft, TokenTree
 from foretoken.decode import Outcome, StepTimes
-from foretoken.drafters.base import Drafter, DrafterOptions
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.options.lookups import PadOptions
 from foretoken.request import Request
 
 __all__ = ["MOST_PADDING", "PadDrafter", "PadOptions", "block_nodes"]
 
 MOST_PADDING = 15
 """Longest block that is trained: it takes 255 nodes, and a draft has at most 256."""
-
-
-class PadOptions(DrafterOptions):
-    """Options of `pad`.
-
-    Args:
-        pad_token_id: the padding token. None takes the one that the target was trained with, or
-            the first of the mask, padding and end-of-sequence tokens that the tokenizer has, or
-            else token 0.
-    """
-
-    pad_token_id: Annotated[int, Ge(0)] | None = None
 
 
 class PadDrafter(Drafter):

@@ -21,7 +21,6 @@ import torch
 from annotated_types import Gt, Le
 from torch import Tensor
 
-from foretoken.drafters.base import DrafterOptions
 from foretoken.drafters.heads.folder import (
     CONFIG,
     WEIGHTS,
@@ -37,6 +36,7 @@ from foretoken.drafters.heads.folder import (
 )
 from foretoken.drafters.heads.notes import noted, notes_of
 from foretoken.drafters.heads.probe import check_target
+from foretoken.drafters.options.lookups import PassOptions
 from foretoken.drafters.pad import MOST_PADDING, PadDrafter
 from foretoken.errors import ModelError
 from foretoken.runtime.target import Target
@@ -47,10 +47,6 @@ MODEL_TYPE = "foretoken_pass"
 _EMBEDDINGS = "look_ahead"
 
 _Size = Annotated[int, Gt(0)]
-
-
-class PassOptions(DrafterOptions):
-    """`pass` has no options."""
 
 
 class PassDrafter(PadDrafter):

@@ -15,36 +15,21 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Annotated, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
-from annotated_types import Ge, Le
 from torch import Tensor
 
 from foretoken.control import Budget
-from foretoken.control.evidence import LONGEST_CONTEXT, NUM_RANKS, by_rank, prior_rate
+from foretoken.control.evidence import by_rank, prior_rate
 from foretoken.core.tree import Draft, TokenTree
 from foretoken.decode import Outcome, StepTimes
-from foretoken.drafters.base import Drafter, DrafterOptions
+from foretoken.drafters.base import Drafter
 from foretoken.drafters.best_first import best_first_nodes
+from foretoken.drafters.options.lookups import RecycleOptions
 from foretoken.request import Request
 
 __all__ = ["RecycleDrafter", "RecycleOptions", "most_probable"]
-
-
-class RecycleOptions(DrafterOptions):
-    """Options of `recycle`.
-
-    Args:
-        recycle_top_k: number of tokens kept for each context; k in the paper.
-        recycle_context: longest context, in tokens; 1 in the paper.
-        recycle_max_contexts: most contexts kept, at about 0.3 kB each. If there are more, the least
-            recently seen ones are dropped.
-    """
-
-    recycle_top_k: Annotated[int, Ge(1), Le(NUM_RANKS)] = NUM_RANKS
-    recycle_context: Annotated[int, Ge(1), Le(LONGEST_CONTEXT)] = LONGEST_CONTEXT
-    recycle_max_contexts: Annotated[int, Ge(1)] = 100_000
 
 
 Context: TypeAlias = tuple[int, ...]

@@ -12,24 +12,12 @@ from collections.abc import Mapping, Sequence
 
 from foretoken.control import Budget
 from foretoken.core.grammar import Grammar, Grammars
-from foretoken.core.params import Structured
 from foretoken.core.tree import Draft, chain
-from foretoken.drafters.base import Drafter, DrafterOptions
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.options.lookups import RegexOptions
 from foretoken.request import Request
 
 __all__ = ["RegexDrafter", "RegexOptions"]
-
-
-class RegexOptions(DrafterOptions):
-    """Options of `regex`.
-
-    Args:
-        expected: the form that the outputs of requests without `structured_outputs` probably have,
-            given like `structured_outputs`. Drafting ends if an output does not follow it. With
-            None such requests get no drafts.
-    """
-
-    expected: Structured | None = None
 
 
 class RegexDrafter(Drafter):

@@ -11,52 +11,20 @@ most frequent token at every node.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Self
 
-from annotated_types import Ge, Le
-from pydantic import model_validator
 from transformers import PreTrainedTokenizerBase
 
 from foretoken.control import Budget
 from foretoken.control.evidence import by_match
-from foretoken.core.config import PathText
 from foretoken.core.tree import Draft, TokenTree
-from foretoken.drafters.base import Drafter, DrafterOptions
+from foretoken.drafters.base import Drafter
 from foretoken.drafters.best_first import best_first_nodes
+from foretoken.drafters.options.lookups import RestOptions
 from foretoken.drafters.text.corpus import check_target
 from foretoken.drafters.text.datastore import FILE, Datastore
 from foretoken.request import Request
 
 __all__ = ["RestDrafter", "RestOptions", "load_datastore"]
-
-
-class RestOptions(DrafterOptions):
-    """Options of `rest`.
-
-    Args:
-        datastore: a file made by `foretoken datastore build`.
-        max_match: longest suffix that is looked up, in tokens.
-        min_match: shortest suffix that is looked up, in tokens.
-        max_hits: most occurrences that are read. If there are more, they are sorted by their
-            continuations, and `max_hits` of them at equal distances are read.
-        branching: draft trees, for rules that take trees; otherwise chains.
-    """
-
-    datastore: PathText = ""
-    max_match: Annotated[int, Ge(1), Le(256)] = 16
-    min_match: Annotated[int, Ge(1), Le(256)] = 2
-    max_hits: Annotated[int, Ge(1), Le(10_000)] = 64
-    branching: bool = False
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if not self.datastore:
-            raise ValueError(f"method 'rest' needs 'datastore': a file made by '{FILE.made_by}'.")
-        if self.min_match > self.max_match:
-            raise ValueError(
-                f"min_match ({self.min_match}) is larger than max_match ({self.max_match})."
-            )
-        return self
 
 
 Place = tuple[list[list[int]], int]

@@ -9,18 +9,13 @@ writes behind it, and verification then overwrites these slots.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Self
 
-from annotated_types import Ge, Gt, Le, Len
-from pydantic import PrivateAttr, model_validator
 from torch import Tensor
 
-from foretoken.core.config import PathText
 from foretoken.core.tree import TokenTree
+from foretoken.drafters.options.models import EarlyExitOptions, LayerSkipOptions
 from foretoken.drafters.saturation import SaturatingLayers
 from foretoken.drafters.scorer import GrowingScorer, Scorer
-from foretoken.drafters.tree_options import TreeOptions
-from foretoken.drafters.tuned_layers import LayerIndices, TunedLayers
 from foretoken.errors import ConfigError
 from foretoken.request import Request
 from foretoken.runtime.network import (
@@ -40,86 +35,6 @@ __all__ = [
     "leave_out",
     "skip_layers",
 ]
-
-
-class EarlyExitOptions(TreeOptions):
-    """Options of `early_exit`, besides those of trees.
-
-    Args:
-        exit_layer: number of layers that draft, followed by the final norm and head. None is half
-            of the target's layers.
-        exit_layers: at least two such numbers, ascending, instead of a fixed one. The first of them
-            whose most probable token is that of the one before drafts, or else the last one.
-        exit_confidence: with `exit_layers`, a layer whose most probable token has at least this
-            probability drafts, too.
-    """
-
-    exit_layer: Annotated[int, Ge(1)] | None = None
-    exit_layers: Annotated[tuple[Annotated[int, Ge(1)], ...], Len(2)] | None = None
-    exit_confidence: Annotated[float, Gt(0), Le(1)] | None = None
-
-    @model_validator(mode="after")
-    def _one_way_to_exit(self) -> Self:
-        layers = self.exit_layers
-        if layers is not None and self.exit_layer is not None:
-            raise ValueError("exit_layer fixes the layer: remove it, or exit_layers.")
-        if layers is not None and list(layers) != sorted(set(layers)):
-            raise ValueError("exit_layers: list them in ascending order, each once.")
-        if layers is None and self.exit_confidence is not None:
-            raise ValueError("exit_confidence is for exit_layers: set them, too.")
-        return self
-
-
-class LayerSkipOptions(TreeOptions):
-    """Options of `layer_skip`, besides those of trees.
-
-    Args:
-        skip_attention: layers (from 0) whose attention is left out.
-        skip_mlp: layers (from 0) whose MLP is left out. Without any option, every second layer is
-            skipped whole, except the first and the last.
-        layers: a file made by `foretoken tune-layers`, instead of the other two. It also sets the
-            draft length, unless `num_speculative_tokens` is given.
-    """
-
-    skip_attention: LayerIndices = ()
-    skip_mlp: LayerIndices = ()
-    layers: PathText | None = None
-
-    _tuned: TunedLayers | None = PrivateAttr(default=None)
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        if self.layers is not None:
-            for name in ("skip_attention", "skip_mlp"):
-                if name in self.model_fields_set:
-                    raise ValueError(f"layers names a file that says what to skip: remove {name}.")
-            self._tuned = TunedLayers.load(self.layers)
-        return self
-
-    def default_num_speculative_tokens(self) -> int | None:
-        """The number of nodes of a static tree, else the draft length of the file, if any."""
-        implied = super().default_num_speculative_tokens()
-        return self._tuned.num_speculative_tokens if implied is None and self._tuned else implied
-
-    def skipped(self, num_layers: int) -> dict[str, LayerIndices]:
-        """The sublayers to leave out of a model.
-
-        Args:
-            num_layers: layers of the model.
-
-        Returns:
-            Layers (from 0) under "skip_attention" and "skip_mlp".
-
-        Raises:
-            CompatibilityError: the file was made for a model with another number of layers.
-        """
-        chosen: LayerSkipOptions | TunedLayers = self
-        if self._tuned is not None and self.layers is not None:
-            self._tuned.check_fits(self.layers, num_layers)
-            chosen = self._tuned
-        if chosen.skip_attention or chosen.skip_mlp:
-            return {"skip_attention": chosen.skip_attention, "skip_mlp": chosen.skip_mlp}
-        return dict.fromkeys(("skip_attention", "skip_mlp"), tuple(range(1, num_layers - 1, 2)))
 
 
 class SharedLayers(GrowingScorer):

@@ -9,11 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from foretoken.control import Budget
-from foretoken.core.distribution import Distribution
-from foretoken.runtime.network import GrowthPlan
+from foretoken.runtime.growth_plan import GrowthPlan
+
+if TYPE_CHECKING:
+    from foretoken.control import Budget
+    from foretoken.core.distribution import Distribution
 
 __all__ = ["Chain", "Dynamic", "Node", "Paths", "Shape", "Widths"]
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-from foretoken.core.grammar import Grammars
-from foretoken.drafters.base import Drafter, DrafterOptions
-from foretoken.drafters.vocabulary import DraftModel
-from foretoken.runtime.rows import Rows
-from foretoken.runtime.target import Target
+    from foretoken.core.grammar import Grammars
+    from foretoken.drafters.base import Drafter, DrafterOptions
+    from foretoken.drafters.vocabulary import DraftModel
+    from foretoken.runtime.rows import Rows
+    from foretoken.runtime.target import Target
+
 
 __all__ = ["DrafterParts", "DrafterSpec"]
 

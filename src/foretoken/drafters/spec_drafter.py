@@ -35,7 +35,7 @@ from foretoken.drafters.heads.folder import (
     validated,
 )
 from foretoken.drafters.heads.probe import check_target
-from foretoken.drafters.tree_options import TreeOptions
+from foretoken.drafters.options.models import SpecDrafterOptions
 from foretoken.errors import CompatibilityError, ModelError
 from foretoken.models.support import check_supported, context_length
 from foretoken.request import Request
@@ -48,10 +48,6 @@ __all__ = ["MaskScorer", "SpecDrafterNotes", "SpecDrafterOptions", "load_spec_dr
 
 NOTES = "spec_drafter"
 """Where `SpecDrafterNotes` are among the notes on the training in `config.json`."""
-
-
-class SpecDrafterOptions(TreeOptions):
-    """Options of `spec_drafter`: those of trees."""
 
 
 @dataclass(frozen=True)

@@ -15,47 +15,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Annotated
-
-from annotated_types import Ge, Gt, Le
 
 from foretoken.control import Budget
 from foretoken.core.references import References
 from foretoken.core.tree import Draft
-from foretoken.drafters.base import Drafter, DrafterOptions
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.options.lookups import SuffixOptions
 from foretoken.drafters.suffix_candidates import Candidate, grow_chain, grow_tree, times
 from foretoken.drafters.suffix_trie import Node, Place, SuffixTrie, Text
 from foretoken.request import Request
 
 __all__ = ["SuffixDrafter", "SuffixOptions"]
-
-
-class SuffixOptions(DrafterOptions):
-    """Options of `suffix`.
-
-    Args:
-        suffix_decoding_max_tree_depth: most tokens of match and draft together.
-        suffix_decoding_max_cached_requests: most earlier outputs that are kept; 0 keeps none.
-        suffix_decoding_max_cached_tokens: most tokens of earlier outputs that are kept, at about
-            0.4 kB each; 0 keeps none.
-        suffix_decoding_max_spec_factor: most drafted tokens per matched token: alpha of the paper.
-            It is 1 there and in vLLM. It is larger here because the controller cuts tokens that do
-            not pay.
-        suffix_decoding_min_token_prob: smallest estimated path probability of a drafted token.
-        branching: draft trees, for rules that take trees; otherwise chains.
-    """
-
-    suffix_decoding_max_tree_depth: Annotated[int, Ge(2), Le(256)] = 24
-    suffix_decoding_max_cached_requests: Annotated[int, Ge(0)] = 10_000
-    suffix_decoding_max_cached_tokens: Annotated[int, Ge(0)] = 100_000
-    suffix_decoding_max_spec_factor: Annotated[float, Gt(0), Le(256)] = 2.0
-    suffix_decoding_min_token_prob: Annotated[float, Ge(0), Le(1)] = 0.1
-    branching: bool = False
-
-    def draft_length(self, match: int) -> int:
-        """Most tokens that are drafted after a match of this many tokens."""
-        longest = int(self.suffix_decoding_max_spec_factor * match + 1e-6)
-        return max(0, min(longest, self.suffix_decoding_max_tree_depth - match))
 
 
 class EarlierOutputs:

@@ -139,8 +139,9 @@ class LLMEngine:
             self.target.dtype,
             self.target.network.name,
             config.method_name,
-            config.controller_name,
+            default.controller.name,
         )
+        self.controller = default.controller.name
         self._turns = Turns()
         self._reporting = Lock()
         self._jobs: dict[str, Job] = {}  # of `add_request`, with output left to report

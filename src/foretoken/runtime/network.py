@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol, Self, runtime_checkable
 from torch import Tensor
 
 from foretoken.core.source import Source
+from foretoken.runtime.growth_plan import GrowthPlan
 from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.kv_slab import KVSlab
 
@@ -161,29 +162,6 @@ class Network(Protocol):
     def without(self, attention: Collection[int], mlp: Collection[int]) -> Self:
         """The network without the attention or MLP of these layers, on the same weights and KV."""
         ...
-
-
-@dataclass(frozen=True)
-class GrowthPlan:
-    """How trees of most probable tokens grow, level by level.
-
-    Args:
-        widths: children of each node that gets any, at depths 0 (the root), 1, ...
-        beam: nodes of a level that get children: those with the highest path probabilities. None
-            means all of them.
-    """
-
-    widths: tuple[int, ...]
-    beam: int | None = None
-
-    @property
-    def frontiers(self) -> list[int]:
-        """Most nodes that get children, at depths 0 (the root), 1, ..."""
-        sizes = [1]
-        for width in self.widths[:-1]:
-            level = sizes[-1] * width
-            sizes.append(level if self.beam is None else min(level, self.beam))
-        return sizes
 
 
 @dataclass(frozen=True)

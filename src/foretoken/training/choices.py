@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["TRAINABLE"]
+from foretoken.core.config import nearest
+from foretoken.errors import ConfigError
+
+__all__ = ["TRAINABLE", "check_trainable"]
 
 TRAINABLE = (
     "eagle",
@@ -22,3 +25,14 @@ TRAINABLE = (
     "blockwise_tuned",
 )
 """The names in `methods.TRAINING_METHODS`."""
+
+
+def check_trainable(name: str) -> None:
+    """Refuse a name that stands for nothing that can be trained.
+
+    Raises:
+        ConfigError: it is none of `TRAINABLE`.
+    """
+    if name not in TRAINABLE:
+        known = nearest(name, list(TRAINABLE))
+        raise ConfigError(f"nothing can be trained as '{name}': {known}")

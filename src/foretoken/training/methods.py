@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from foretoken.core.config import nearest
-from foretoken.errors import ConfigError
 from foretoken.training.boost import BoostTraining
+from foretoken.training.choices import check_trainable
 from foretoken.training.distill import DistillTraining
 from foretoken.training.eagle import EagleTraining
 from foretoken.training.eagle1 import Eagle1Training
@@ -55,8 +54,6 @@ def training_method(name: str, options: Mapping[str, Any]) -> TrainingMethod:
     Raises:
         ConfigError: no method has this name, or it has no such option.
     """
-    kind = TRAINING_METHODS.get(name)
-    if kind is None:
-        known = list(TRAINING_METHODS)
-        raise ConfigError(f"nothing can be trained as '{name}': {nearest(name, known)}")
+    check_trainable(name)
+    kind = TRAINING_METHODS[name]
     return kind(kind.Options(**options))

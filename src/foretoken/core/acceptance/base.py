@@ -10,12 +10,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from foretoken.core.config import Config
-from foretoken.core.distribution import Distribution
-from foretoken.core.noise import StepNoise
-from foretoken.core.tree import Draft
+
+if TYPE_CHECKING:
+    from foretoken.core.distribution import Distribution
+    from foretoken.core.noise import StepNoise
+    from foretoken.core.tree import Draft
 
 __all__ = ["AcceptanceRule", "Accepted", "Origin", "TargetDistributions"]
 

@@ -12,11 +12,13 @@ token is drawn from norm(max(w_i * p - q, 0)), or from p after the whole chain.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from foretoken.core.acceptance.base import AcceptanceRule, Accepted, TargetDistributions
-from foretoken.core.noise import StepNoise
-from foretoken.core.tree import Draft
+
+if TYPE_CHECKING:
+    from foretoken.core.noise import StepNoise
+    from foretoken.core.tree import Draft
 
 __all__ = ["Block"]
 

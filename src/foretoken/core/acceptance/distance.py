@@ -7,14 +7,16 @@ rule is lossy for epsilon > 0. `minimum_block` is section 5.3 of the paper.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge
 
 from foretoken.core.acceptance.base import AcceptanceRule, Accepted, TargetDistributions
 from foretoken.core.acceptance.walk import BlockOptions, accept_longest, likelihoods
-from foretoken.core.noise import StepNoise
-from foretoken.core.tree import Draft
+
+if TYPE_CHECKING:
+    from foretoken.core.noise import StepNoise
+    from foretoken.core.tree import Draft
 
 __all__ = ["Distance"]
 

@@ -15,15 +15,16 @@ selected separately.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from foretoken.core.acceptance.base import AcceptanceRule, Accepted, TargetDistributions
-from foretoken.core.distribution import Distribution
-from foretoken.core.noise import StepNoise
-from foretoken.core.tree import Draft
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from foretoken.core.distribution import Distribution
+    from foretoken.core.noise import StepNoise
+    from foretoken.core.tree import Draft
 
 __all__ = ["KSequential", "Selection"]
 
@@ -88,7 +89,7 @@ class Selection:
     @staticmethod
     def of(p: Distribution, q: Distribution, siblings: int) -> Selection:
         """The selection with the optimal rho; arguments as in the class, of any precision."""
-        p, q = _in_float64(p), _in_float64(q)
+        p, q = p.in_float64(), q.in_float64()
         q_probs = q.at(p.tokens).to(p.probs)  # [S]
         return Selection(p, q, siblings, _smallest_scale(p.probs, q_probs, siblings))
 
@@ -101,16 +102,11 @@ class Selection:
     def residual(self) -> Distribution:
         """The distribution of the token if no sibling passed; p if rounding leaves no mass."""
         q_probs = self.q.at(self.p.tokens).to(self.p.probs)  # [S]
-        passing = torch.minimum(q_probs, self.p.probs / self.rho)  # [S]
+        passing = q_probs.minimum(self.p.probs / self.rho)  # [S]
         tried = _mean_trials(passing, self.siblings)
         excess = (self.p.probs - tried * passing).clamp(min=0)  # below 0 only by rounding
         total = excess.sum()
         return self.p.normalised(excess / total) if float(total) > 0 else self.p
-
-
-def _in_float64(distribution: Distribution) -> Distribution:
-    probs = distribution.probs.double()
-    return Distribution(probs / probs.sum(), distribution.support)
 
 
 def _smallest_scale(p: Tensor, q: Tensor, siblings: int) -> float:
@@ -123,7 +119,7 @@ def _smallest_scale(p: Tensor, q: Tensor, siblings: int) -> float:
     """
 
     def slack(rho: float) -> float:
-        return rho - _mean_trials(torch.minimum(q, p / rho), siblings)
+        return rho - _mean_trials(q.minimum(p / rho), siblings)
 
     low, high = 1.0, float(siblings)
     below, above = slack(low), slack(high)

@@ -7,7 +7,7 @@ rule is lossy for l < 1.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Gt, Le
 
@@ -15,8 +15,10 @@ from foretoken.core.acceptance.base import AcceptanceRule, Accepted, TargetDistr
 from foretoken.core.acceptance.rejection import accept_by_ratio
 from foretoken.core.acceptance.walk import accept_longest
 from foretoken.core.config import Config
-from foretoken.core.noise import StepNoise
-from foretoken.core.tree import Draft
+
+if TYPE_CHECKING:
+    from foretoken.core.noise import StepNoise
+    from foretoken.core.tree import Draft
 
 __all__ = ["Lenient"]
 

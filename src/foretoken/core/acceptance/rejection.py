@@ -9,11 +9,13 @@ siblings.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from foretoken.core.acceptance.base import AcceptanceRule, Accepted, TargetDistributions
-from foretoken.core.noise import StepNoise
-from foretoken.core.tree import Draft
+
+if TYPE_CHECKING:
+    from foretoken.core.noise import StepNoise
+    from foretoken.core.tree import Draft
 
 __all__ = ["Rejection", "accept_by_ratio"]
 

@@ -12,15 +12,17 @@ Decoding for Deep Autoregressive Models", section 5.1; `minimum_block` is their 
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge
 from pydantic import FiniteFloat
 
 from foretoken.core.acceptance.base import AcceptanceRule, Accepted, TargetDistributions
 from foretoken.core.acceptance.walk import BlockOptions, accept_longest, likelihoods
-from foretoken.core.noise import StepNoise
-from foretoken.core.tree import Draft
+
+if TYPE_CHECKING:
+    from foretoken.core.noise import StepNoise
+    from foretoken.core.tree import Draft
 
 __all__ = ["TopBeta"]
 

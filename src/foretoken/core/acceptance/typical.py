@@ -8,17 +8,17 @@ Option names and defaults are vLLM's. The rule is lossy, except at temperature 0
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-import torch
 from annotated_types import Gt, Le, Lt
 
 from foretoken.core.acceptance.base import AcceptanceRule, Accepted, TargetDistributions
 from foretoken.core.acceptance.walk import accept_longest
 from foretoken.core.config import Config
-from foretoken.core.distribution import Distribution
-from foretoken.core.noise import StepNoise
-from foretoken.core.tree import Draft
+
+if TYPE_CHECKING:
+    from foretoken.core.noise import StepNoise
+    from foretoken.core.tree import Draft
 
 __all__ = ["Typical"]
 
@@ -49,12 +49,7 @@ class Typical(AcceptanceRule):
 
         def passes(node: int, token: int) -> bool:
             distribution = p[node]
-            threshold = options.posterior_alpha * math.exp(-entropy(distribution))
+            threshold = options.posterior_alpha * math.exp(-distribution.entropy())
             return distribution.prob(token) > min(options.posterior_threshold, threshold)
 
         return accept_longest(draft, p, noise, passes, "p below the typical threshold")
-
-
-def entropy(distribution: Distribution) -> float:
-    """Entropy of a distribution, in nats."""
-    return float(-torch.xlogy(distribution.probs, distribution.probs).sum())

@@ -6,15 +6,17 @@ These rules judge each drafted token on its own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge
 
 from foretoken.core.acceptance.base import Accepted, TargetDistributions
 from foretoken.core.config import Config
-from foretoken.core.distribution import Distribution
-from foretoken.core.noise import StepNoise
-from foretoken.core.tree import Draft
+
+if TYPE_CHECKING:
+    from foretoken.core.distribution import Distribution
+    from foretoken.core.noise import StepNoise
+    from foretoken.core.tree import Draft
 
 __all__ = ["BlockOptions", "accept_longest", "likelihoods"]
 

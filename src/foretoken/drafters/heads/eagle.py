@@ -9,7 +9,6 @@ head's own outputs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,7 +24,6 @@ from foretoken.drafters.heads.folder import check_layers, vocabulary_weights
 from foretoken.drafters.heads.fusion import Fusion
 from foretoken.drafters.heads.head_drafter import HeadDrafter
 from foretoken.drafters.heads.probe import check_head
-from foretoken.drafters.tree_options import TreeOptions
 from foretoken.errors import CompatibilityError
 from foretoken.request import Request
 from foretoken.runtime.native.decoder import NativeDecoder
@@ -33,19 +31,7 @@ from foretoken.runtime.network import GrownTree, GrowthLimit, GrowthPlan, Networ
 from foretoken.runtime.passes import Passes
 from foretoken.runtime.target import Target
 
-__all__ = ["EagleDrafter", "EagleHead", "EagleOptions", "head_net", "load_head", "load_parts"]
-
-
-class EagleOptions(TreeOptions):
-    """Options of `eagle` and `parallel`, besides those of trees.
-
-    Args:
-        quantization: of the head's weights. None chooses: int8 on the native runtime, unless the
-            model runs in float32; elsewhere `none`. Drafts are a little less exact in int8, and
-            cheaper. The output does not depend on it.
-    """
-
-    quantization: Literal["none", "int8"] | None = None
+__all__ = ["EagleDrafter", "EagleHead", "head_net", "load_head", "load_parts"]
 
 
 class _States:

@@ -19,6 +19,7 @@ from foretoken.control import Budget
 from foretoken.core.tree import Draft, TokenTree
 from foretoken.drafters.heads.head_drafter import HeadDrafter
 from foretoken.drafters.heads.state_net import FrozenLinear, StateNet
+from foretoken.drafters.options.models import StateHeadOptions
 from foretoken.drafters.shapes import Shape
 from foretoken.drafters.tree_options import TreeOptions
 from foretoken.request import Request
@@ -33,10 +34,6 @@ KEPT = 64
 tokens were taken back."""
 
 NO_LIMIT = 1 << 30
-
-
-class StateHeadOptions(TreeOptions):
-    """Options of `medusa`, `hydra`, `blockwise` and `mlp_speculator`: those of trees."""
 
 
 class _Recent:

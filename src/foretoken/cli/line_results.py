@@ -1,0 +1,119 @@
+"""`foretoken generate --output`: results as JSON lines, from which an interrupted run continues."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foretoken.cli.files import check_writable
+from foretoken.cli.root import UsageError
+from foretoken.errors import ForetokenError
+
+if TYPE_CHECKING:
+    from foretoken.cli.prompts_file import Line
+    from foretoken.llm import LLM
+
+__all__ = ["LineResults"]
+
+
+class LineResults:
+    """A file with a result per line, in the order of the prompts.
+
+    Every result has a digest of its prompt and of all options that it depends on. So a run never
+    continues a file of other prompts or other options.
+
+    Attributes:
+        count: results that the file has.
+        failed: those of them that have an error, before this run.
+
+    Args:
+        path: the file.
+        model: what the user calls the model.
+        resume: whether the file has the results of an earlier run.
+
+    Raises:
+        UsageError: there is a file and `resume` is False, or none and it is True; or it cannot be
+            written.
+    """
+
+    def __init__(self, path: Path, model: str, *, resume: bool) -> None:
+        check_writable(path)
+        if path.exists() and not resume:
+            raise UsageError(f"{path} exists already: add --resume, or choose another --output")
+        if resume and not path.exists():
+            raise UsageError(f"--resume: there is no {path}")
+        self.path = path
+        self.failed = 0
+        self._model = model
+        self._digests: list[str] = []  # of all lines
+        self.count = 0
+
+    def begin(self, llm: LLM, lines: Sequence[Line]) -> int:
+        """Compare what the file has with these lines.
+
+        Returns:
+            How many of the lines, from the first one, have a result.
+
+        Raises:
+            ForetokenError: a result is damaged, or of another prompt or other options.
+            OSError: the file cannot be read or written.
+        """
+        settings = _settings(llm, self._model)
+        self._digests = [_digest(settings, line) for line in lines]
+        records = self._read() if self.path.exists() else []
+        for number, record in enumerate(records, 1):
+            if number > len(lines) or record.get("digest") != self._digests[number - 1]:
+                raise ForetokenError(
+                    f"{self.path}: line {number} is the result of another prompt, or of other "
+                    "options: choose another --output"
+                )
+        self.failed = sum(record.get("error") is not None for record in records)
+        self.count = len(records)
+        self.path.touch()
+        return self.count
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Append a result; it is in the file before this returns."""
+        line = json.dumps({**record, "digest": self._digests[self.count]}, ensure_ascii=False)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+        self.count += 1
+
+    def _read(self) -> list[dict[str, Any]]:
+        """The complete results; a line that a kill has cut off is removed."""
+        content = self.path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        records = []
+        for number, line in enumerate(whole.splitlines(), 1):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            if not isinstance(record, dict):
+                raise ForetokenError(f"{self.path}: line {number} is not a JSON object")
+            records.append(record)
+        if whole != content:
+            os.truncate(self.path, len(whole))
+        return records
+
+
+def _settings(llm: LLM, model: str) -> dict[str, Any]:
+    """What all results depend on."""
+    return {
+        "model": model,
+        "dtype": str(llm.dtype),
+        "device": str(llm.device),
+        "runtime": llm.runtime,
+        "quantization": llm.engine.options.quantization,
+        "speculative_config": llm.speculative_config.as_dict(),
+    }
+
+
+def _digest(settings: dict[str, Any], line: Line) -> str:
+    fields = [settings, line.shown, line.params.model_dump(), line.references]
+    text = json.dumps(fields, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
