@@ -401,11 +401,6 @@ def test_generating_while_a_stream_is_open(llm: LLM) -> None:
     assert tuple(got) == expected
 
 
-def test_a_stream_has_one_output(llm: LLM) -> None:
-    with pytest.raises(ConfigError, match="a stream has one output"):
-        llm.stream("x", SamplingParams(n=2))
-
-
 # Metrics and trace
 
 

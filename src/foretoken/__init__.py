@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from foretoken.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from foretoken.config import SpeculativeConfig
     from foretoken.core.acceptance.base import Origin
-    from foretoken.core.params import SamplingParams, StructuredOutputs
+    from foretoken.core.logprobs import Logprob, TokenLogprobs
+    from foretoken.core.params import SamplingParams
+    from foretoken.core.structured import StructuredOutputs
     from foretoken.drafters.overlap import VocabularyOverlap
     from foretoken.engine.llm_engine import LLMEngine
     from foretoken.errors import (
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
         RequestOutput,
         StreamChunk,
         StreamedToken,
-        TokenLogprobs,
     )
     from foretoken.trace import StepTrace, Trace
 
@@ -48,7 +49,9 @@ __version__ = "0.1.0"
 _MODULES = {
     "foretoken.beam_search": ["BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"],
     "foretoken.core.acceptance.base": ["Origin"],
-    "foretoken.core.params": ["SamplingParams", "StructuredOutputs"],
+    "foretoken.core.logprobs": ["Logprob", "TokenLogprobs"],
+    "foretoken.core.params": ["SamplingParams"],
+    "foretoken.core.structured": ["StructuredOutputs"],
     "foretoken.drafters.online": ["OnlineReport"],
     "foretoken.drafters.overlap": ["VocabularyOverlap"],
     "foretoken.errors": [
@@ -70,7 +73,6 @@ _MODULES = {
         "RequestOutput",
         "StreamChunk",
         "StreamedToken",
-        "TokenLogprobs",
     ],
     "foretoken.config": ["SpeculativeConfig"],
     "foretoken.trace": ["StepTrace", "Trace"],
@@ -89,6 +91,7 @@ __all__ = [
     "DataError",
     "ForetokenError",
     "LLMEngine",
+    "Logprob",
     "Metrics",
     "ModelError",
     "OnlineReport",

@@ -75,3 +75,11 @@ def in_one_line(error: BaseException) -> str:
     """Any error as one line: its class name and the first line of its message."""
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def told(error: BaseException) -> str:
+    """Any error as one line for users: without the class name if the message is for them."""
+    line = in_one_line(error)
+    if isinstance(error, ForetokenError):
+        return line.removeprefix(f"{type(error).__name__}: ")
+    return line

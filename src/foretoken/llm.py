@@ -12,21 +12,23 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from foretoken.beam_search import BeamSearchOutput, BeamSearchParams, sequences_of
 from foretoken.config import SpeculativeConfig
 from foretoken.core.memory import num_bytes
-from foretoken.core.params import Sampling, SamplingParams
+from foretoken.core.params import Sampling
 from foretoken.drafters.online import OnlineReport
 from foretoken.drafters.overlap import VocabularyOverlap
 from foretoken.drafters.vocabulary import DraftModel
-from foretoken.engine.llm_engine import EngineOptions, LLMEngine
+from foretoken.engine.arguments import check_at_least_1, refuse_unknown
+from foretoken.engine.assembly import EngineOptions
+from foretoken.engine.llm_engine import LLMEngine
+from foretoken.engine.progress import UseTqdm, progress_of
 from foretoken.engine.prompts import (
     Message,
     Prompt,
     as_list,
     is_conversation,
-    one_per_prompt,
 )
 from foretoken.engine.references import GivenReferences
 from foretoken.engine.strategies import Speculative
-from foretoken.errors import ConfigError, PromptError
+from foretoken.errors import PromptError
 from foretoken.models.loaded import LoadedModel
 from foretoken.outputs import RequestOutput, StreamChunk
 
@@ -108,7 +110,7 @@ class LLM:
         quantization: str | None = None,
         runtime: str = "auto",
     ) -> None:
-        _check_at_least_1(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+        check_at_least_1(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
         kv_bytes = (
             None if kv_cache_memory is None else num_bytes("kv_cache_memory", kv_cache_memory)
         )
@@ -220,6 +222,7 @@ class LLM:
         speculative_config: Speculative | Sequence[Speculative] = None,
         references: GivenReferences | Sequence[GivenReferences] = None,
         trace: bool = False,
+        use_tqdm: UseTqdm = None,
         **unknown: Any,
     ) -> list[RequestOutput]:
         """Generate for one prompt or many.
@@ -238,6 +241,9 @@ class LLM:
                 `copy`, `ngram` and `suffix`, and combinations of them with others, draft from them.
             trace: compute p of every drafted token for the trace, also of those that the rule did
                 not reach.
+            use_tqdm: a progress bar on stderr: True always, False never; or a class with tqdm's
+                interface, which makes it. None shows it where it does not disturb: for several
+                outputs, after a second, if stderr is a terminal or Python runs in a notebook.
             **unknown: refused, with the place where they belong.
 
         Returns:
@@ -250,50 +256,43 @@ class LLM:
                 references.
             RequestError: a request ended with an error while it ran; `outputs` has all results.
         """
-        _refuse("generate", unknown)
-        listed = as_list(prompts)
-        params = one_per_prompt("sampling_params", listed, sampling_params)
-        configs = one_per_prompt("speculative_config", listed, speculative_config)
-        texts = self.engine.references.read_all(len(listed), references)
-        jobs = [
-            self.engine.job(*each, trace=trace)
-            for each in zip(listed, params, configs, texts, strict=True)
-        ]
-        return self.engine.run(jobs)
+        refuse_unknown("generate", unknown)
+        jobs = self.engine.jobs(
+            prompts, sampling_params, speculative_config, references, trace=trace
+        )
+        with progress_of(jobs, use_tqdm) as after_step:
+            return self.engine.run(jobs, after_step)
 
     def stream(
         self,
-        prompt: Prompt,
-        sampling_params: Sampling = None,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Sampling | Sequence[Sampling] = None,
         *,
-        speculative_config: Speculative = None,
-        references: GivenReferences = None,
+        speculative_config: Speculative | Sequence[Speculative] = None,
+        references: GivenReferences | Sequence[GivenReferences] = None,
         trace: bool = False,
         **unknown: Any,
     ) -> Generator[StreamChunk, None, None]:
-        """Yield tokens as they are committed, one chunk per step. The last has the whole output.
+        """Yield tokens as they are committed, for one prompt or many; arguments as in `generate`.
 
-        Closing the iterator, or an exception such as Ctrl-C inside it, ends the request cleanly.
+        After each step there is a chunk for every output that has new tokens: the prompts in order
+        (`StreamChunk.prompt_index`), and the n outputs of each in order (`index`). An output's last
+        chunk has the whole output, which is the same as that of `generate`. Prompts beyond
+        `max_num_seqs` begin when others end.
 
-        Args:
-            prompt: one prompt.
-            sampling_params: as in `generate`; n must be 1.
-            speculative_config: as in `generate`.
-            references: one list, as in `generate`.
-            trace: as in `generate`.
-            **unknown: as in `generate`.
+        Closing the iterator, or an exception such as Ctrl-C inside it, ends all its requests and
+        frees their memory.
 
         Raises:
-            ConfigError: n is not 1, or as in `generate`.
-            RequestError: the request ended with an error while it ran.
+            PromptError, ConfigError, CompatibilityError: as in `generate`, before the first chunk.
+            RequestError: a request ended with an error while it ran. The others go on to their
+                ends first; `outputs` has all results.
         """
-        _refuse("stream", unknown)
-        params = SamplingParams.parse(sampling_params)
-        if params.n != 1:
-            raise ConfigError(f"n: a stream has one output, got {params.n}.")
-        texts = self.engine.references.read(references)
-        job = self.engine.job(prompt, params, speculative_config, texts, trace=trace)
-        return self.engine.stream(job)
+        refuse_unknown("stream", unknown)
+        jobs = self.engine.jobs(
+            prompts, sampling_params, speculative_config, references, trace=trace
+        )
+        return self.engine.stream(jobs)
 
     def chat(
         self,
@@ -303,10 +302,11 @@ class LLM:
         speculative_config: Speculative | Sequence[Speculative] = None,
         references: GivenReferences | Sequence[GivenReferences] = None,
         trace: bool = False,
+        use_tqdm: UseTqdm = None,
         **unknown: Any,
     ) -> list[RequestOutput]:
         """Generate the next turn of one conversation or of many; arguments as in `generate`."""
-        _refuse("chat", unknown)
+        refuse_unknown("chat", unknown)
         for conversation in as_list(messages):
             if not is_conversation(conversation):
                 raise PromptError(
@@ -318,6 +318,7 @@ class LLM:
             speculative_config=speculative_config,
             references=references,
             trace=trace,
+            use_tqdm=use_tqdm,
         )
 
     def beam_search(
@@ -326,6 +327,7 @@ class LLM:
         params: BeamSearchParams | Mapping[str, Any],
         *,
         speculative_config: Speculative | Sequence[Speculative] = None,
+        use_tqdm: UseTqdm = None,
         **unknown: Any,
     ) -> list[BeamSearchOutput]:
         """Search for the most probable outputs, with vLLM's parameters and results.
@@ -333,11 +335,11 @@ class LLM:
         It is `generate` with `SamplingParams(beam_width=...)`. Arguments and errors are the same,
         except that all prompts have the same `params`. The sequences begin with the prompt.
         """
-        _refuse("beam_search", unknown)
+        refuse_unknown("beam_search", unknown)
         if isinstance(params, Mapping):
             params = BeamSearchParams(**params)
         given, config = params.sampling_params, speculative_config
-        found = self.generate(prompts, given, speculative_config=config)
+        found = self.generate(prompts, given, speculative_config=config, use_tqdm=use_tqdm)
         return [sequences_of(each, params, self.tokenizer, self.eos_token_ids) for each in found]
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -358,25 +360,3 @@ class LLM:
         must not notice each other by the speed.
         """
         self.engine.reset_drafter_memory()
-
-
-def _check_at_least_1(**values: int) -> None:
-    for name, value in values.items():
-        if value < 1:
-            raise ConfigError(f"{name}: must be at least 1, got {value}.")
-
-
-def _refuse(method: str, unknown: Mapping[str, Any]) -> None:
-    """Say where an argument that `generate` does not take belongs.
-
-    Raises:
-        ConfigError: there is one.
-    """
-    for name in unknown:
-        if name in SamplingParams.field_names() or name in SamplingParams.foreign_names:
-            own = SamplingParams.foreign_names.get(name, f"use SamplingParams({name}=...).")
-            raise ConfigError(f"{method}() takes {name} in `sampling_params`: {own}")
-        if name in SpeculativeConfig.field_names() or name in SpeculativeConfig.foreign_names:
-            own = SpeculativeConfig.foreign_names.get(name, f"write {{'{name}': ...}}.")
-            raise ConfigError(f"{method}() takes {name} in `speculative_config`: {own}")
-        raise ConfigError(f"{method}() takes no argument {name!r}.")

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.acceptance.base import Origin
+from foretoken.core.logprobs import PromptLogprobs, TokenLogprobs
 from foretoken.core.shown import colours_as_html, colours_as_text, shortened
 from foretoken.trace import StepTrace, Trace
 
@@ -20,23 +21,7 @@ __all__ = [
     "RequestOutput",
     "StreamChunk",
     "StreamedToken",
-    "TokenLogprobs",
 ]
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Log-probabilities at one generated position, under the model itself.
-
-    Args:
-        token_id: the generated token.
-        logprob: its log-probability.
-        top: the most likely tokens and their log-probabilities, best first.
-    """
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -146,11 +131,15 @@ class Metrics:
 
 @dataclass(frozen=True)
 class StreamedToken:
-    """A committed token; `text` is empty while a character or stop string may be incomplete."""
+    """A committed token; `text` is empty while a character or stop string may be incomplete.
+
+    `logprobs` are there if `SamplingParams.logprobs` asks for them.
+    """
 
     token_id: int
     text: str
     origin: Origin
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -184,8 +173,14 @@ class CompletionOutput:
     @property
     def tokens(self) -> tuple[StreamedToken, ...]:
         """The tokens with text and origin, as `LLM.stream` delivers them."""
-        parts = zip(self.token_ids, self.token_texts, self.origins, strict=True)
+        logprobs = self.logprobs or (None,) * len(self.token_ids)
+        parts = zip(self.token_ids, self.token_texts, self.origins, logprobs, strict=True)
         return tuple(StreamedToken(*part) for part in parts)
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the tokens' log-probabilities; None without `SamplingParams.logprobs`."""
+        return None if self.logprobs is None else sum(each.logprob for each in self.logprobs)
 
     def __repr__(self) -> str:
         """The text, and what it took, in one line."""
@@ -236,6 +231,10 @@ class RequestOutput:
     """The text that the encoder read; None if it was not given as text, or there is no encoder."""
     encoder_prompt_token_ids: tuple[int, ...] | None = None
     """The tokens that the encoder read, () of audio; None if there is no encoder."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Per token of the prompt, the `Logprob` of the token and of the most likely ones by token id,
+    and None for the first token. None without `SamplingParams.prompt_logprobs`, or if the request
+    ended before its prompt was computed."""
 
     def __repr__(self) -> str:
         """Prompt and outputs, in one line."""
@@ -299,12 +298,17 @@ class StreamChunk:
         output: the whole output if this is its last chunk, else None.
         request_id: see `LLMEngine.add_request`; None from `LLM.stream`.
         index: which of the prompt's n outputs the chunk belongs to.
+        prompt_index: which of the prompts of `LLM.stream` it belongs to.
+        prompt_logprobs: those of the prompt (see `RequestOutput`), in the first chunk of output 0;
+            None in all others.
     """
 
     tokens: tuple[StreamedToken, ...]
     output: CompletionOutput | None = None
     request_id: str | None = None
     index: int = 0
+    prompt_index: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
 
     @property
     def finished(self) -> bool:
@@ -315,3 +319,9 @@ class StreamChunk:
     def text(self) -> str:
         """Text of all tokens of the chunk."""
         return "".join(token.text for token in self.tokens)
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """Log-probabilities of the chunk's tokens, as `CompletionOutput` has them; None without."""
+        found = tuple(token.logprobs for token in self.tokens if token.logprobs is not None)
+        return found or None

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from itertools import count
 
 from transformers import PreTrainedTokenizerBase
 
 from foretoken.core.acceptance.base import Accepted, Origin
+from foretoken.core.bad_words import BadWords
 from foretoken.core.beams import BeamDraft, Beams, BeamSettings, Hypothesis, Searched
-from foretoken.core.detokenizer import Detokenizer
 from foretoken.core.grammar import Grammar
+from foretoken.core.logprobs import PromptLogprobs, TokenLogprobs
 from foretoken.core.noise import Noise, fresh_seed
 from foretoken.core.params import SamplingParams
 from foretoken.core.references import NO_REFERENCES, References
@@ -21,9 +21,10 @@ from foretoken.core.rules import DecodingRules
 from foretoken.core.sampler import Sampler, TreeDistributions
 from foretoken.core.source import Source
 from foretoken.core.tree import Draft, chain
-from foretoken.errors import ForetokenError, in_one_line
-from foretoken.outputs import BeamOutput, CompletionOutput, Metrics, StreamedToken, TokenLogprobs
-from foretoken.trace import StepTrace, Trace
+from foretoken.errors import told
+from foretoken.outputs import BeamOutput, CompletionOutput, Metrics, StreamedToken
+from foretoken.trace import StepTrace
+from foretoken.written import Written
 
 __all__ = ["Request"]
 
@@ -47,9 +48,14 @@ class Request:
         source: what the encoder reads; None for a decoder-only model.
         rules: what an encoder-decoder's generation config does to its logits.
         references: texts that drafters may quote, besides what the request reads and writes.
+        bad_words: the tokens of `params.bad_words`; None if there are none.
 
     Attributes:
         beams: the state of its beam search; None without one.
+        prompt_scores: the log-probabilities of the prompt's tokens but the first, as far as they
+            are computed; None if they are not needed.
+        on_news: called after tokens were committed and when the request is closed, in the thread
+            that runs the step; None if nobody asked.
     """
 
     def __init__(
@@ -67,6 +73,7 @@ class Request:
         source: Source | None = None,
         rules: DecodingRules | None = None,
         references: References = NO_REFERENCES,
+        bad_words: BadWords | None = None,
     ) -> None:
         assert prompt_ids, "the caller refuses empty prompts"
         self.key = next(_keys)
@@ -80,7 +87,9 @@ class Request:
         room = max_model_len - len(prompt_ids)
         self._max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         own = None if rules is None else rules.for_output(prompt_ids, source, self._max_tokens)
-        self.sampler = Sampler(params, vocab_size, prompt_ids, eos_token_ids, grammar, own)
+        self.sampler = Sampler(
+            params, vocab_size, prompt_ids, eos_token_ids, grammar, own, bad_words
+        )
         seed = fresh_seed() if params.seed is None else params.seed
         self.noise = Noise(seed + index)
         self.finish_reason: str | None = None
@@ -92,19 +101,11 @@ class Request:
         )
         self.admitted_at = 0.0
         self._eos = frozenset(() if params.ignore_eos else eos_token_ids)
-        self._detokenizer = Detokenizer(
-            tokenizer,
-            params.stop_strings,
-            include_stop=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens,
-        )
-        self._tokenizer = tokenizer
-        self._shows_stops = params.include_stop_str_in_output
-        self._fresh: deque[StreamedToken] = deque()  # one thread takes while another extends
-        self._origins: list[Origin] = []
-        self._texts: list[str] = []  # what each token added to the text
-        self._logprobs: list[TokenLogprobs] = []
-        self._trace = Trace()
+        self._written = Written(params, tokenizer)
+        # All outputs of a prompt would have the same.
+        scored = params.prompt_logprobs is not None and index == 0
+        self.prompt_scores: list[TokenLogprobs] | None = [] if scored else None
+        self.on_news: Callable[[], None] | None = None
         self.beams = self._new_beams() if params.beam_width > 1 else None
         self._beam_outputs: tuple[BeamOutput, ...] = ()
 
@@ -145,7 +146,7 @@ class Request:
     @property
     def remaining(self) -> int:
         """Tokens that may still be generated. A useful draft is at least one token shorter."""
-        return self._max_tokens - len(self._origins)
+        return self._max_tokens - len(self._written)
 
     def undrafted(self) -> Draft:
         """The draft without proposals: the root alone, or the tree of the beam search."""
@@ -190,6 +191,7 @@ class Request:
         other.key = next(_keys) if key is None else key
         other.noise = noise
         endless = {"stop": (), "stop_token_ids": (), "max_tokens": None, "logprobs": None}
+        other.on_news = None
         other.params = self.params.model_copy(update=endless)
         other.token_ids = list(self.token_ids)
         other.metrics = Metrics()
@@ -197,11 +199,29 @@ class Request:
         other._eos = frozenset()
         other._max_tokens = max_model_len - len(self.token_ids)
         other.trace_all = False
-        other._detokenizer = Detokenizer(None)
-        other._fresh, other._logprobs = deque(), []
-        other._origins, other._texts = [], []
-        other._trace = Trace()
+        other._written = Written(other.params, None)
         return other
+
+    # The prompt
+
+    @property
+    def num_unscored(self) -> int:
+        """Tokens of the prompt whose log-probabilities are still to be computed."""
+        if self.prompt_scores is None:
+            return 0
+        return len(self.prompt_ids) - 1 - len(self.prompt_scores)
+
+    @property
+    def reads_prefixes(self) -> bool:
+        """Whether KV from the prefix cache may take the place of computing the prompt."""
+        skip = self.params.skip_reading_prefix_cache
+        return not (self.num_unscored if skip is None else skip)
+
+    def end_unwritten(self) -> None:
+        """End an output that was to have no tokens; its prompt is computed."""
+        assert not self.remaining
+        assert not self._written.tokens
+        self._finish("length", None)
 
     # Called by the loop and the scheduler
 
@@ -223,24 +243,27 @@ class Request:
         tokens = [*(draft.tree.tokens[node] for node in accepted.path), accepted.token]
         origins = [*(Origin.DRAFT for _ in accepted.path), accepted.origin(draft)]
         streamed: list[StreamedToken] = []
-        lengths = len(self.token_ids), len(self._origins)
         try:
             for parent, token, origin in zip(parents, tokens, origins, strict=True):
-                if self.params.logprobs is not None:
-                    self._logprobs.append(_logprobs(p, parent, token, self.params.logprobs))
-                streamed.append(self._append(token, origin))
+                streamed.append(self._append(token, origin, self._logprobs(p, parent, token)))
                 if self.finished:
                     break
-        finally:  # after an error, drop the tokens that have no text
-            num_tokens, num_generated = (length + len(streamed) for length in lengths)
-            del self.token_ids[num_tokens:]
-            for per_token in (self._origins, self._texts, self._logprobs):
-                del per_token[num_generated:]
+        finally:  # after an error, without the token that has no text
             step.committed = len(streamed)
             self.metrics.count(step)
-            self._trace.steps.append(step)
-            self._fresh.extend(streamed)
+            self._written.trace.steps.append(step)
+            self._publish(streamed)
         return streamed
+
+    def _logprobs(self, p: TreeDistributions, node: int, token: int) -> TokenLogprobs | None:
+        """Log-probabilities of a token that follows a node, if the user wants them."""
+        top = self.params.logprobs
+        return None if top is None else TokenLogprobs.of(p.log_probs(node), token, top)
+
+    def _publish(self, tokens: Sequence[StreamedToken]) -> None:
+        self._written.publish(tokens)
+        if self.on_news is not None:
+            self.on_news()
 
     def follow(self, draft: BeamDraft, searched: Searched) -> None:
         """Go on with a beam search, and append the tokens that it commits.
@@ -252,10 +275,10 @@ class Request:
         self.beams = searched.beams
         if searched.beams.done:
             self._beam_outputs = tuple(map(self._beam_output, searched.beams.finished))
-        self._fresh.extend([self._append(token, Origin.PLAIN) for token in searched.tokens])
+        self._publish([self._append(token, Origin.PLAIN) for token in searched.tokens])
         assert self.finished == searched.beams.done, "a search ends where its best output ends"
         metrics = self.metrics
-        metrics.generated_tokens = len(self._origins)
+        metrics.generated_tokens = len(self._written)
         metrics.target_passes += 1
         if draft.num_proposed:
             metrics.num_drafts += 1
@@ -264,42 +287,47 @@ class Request:
 
     def _beam_output(self, found: Hypothesis) -> BeamOutput:
         tokens = (*self.output_ids, *found.tokens)
-        return BeamOutput(tokens, self._decoded(tokens), found.score, found.log_prob)
+        return BeamOutput(tokens, self._written.decoded(tokens), found.score, found.log_prob)
 
     @property
     def has_fresh(self) -> bool:
         """Whether `take` has tokens to give."""
-        return bool(self._fresh)
+        return self._written.has_fresh
 
     def take(self) -> tuple[StreamedToken, ...]:
         """Tokens committed since the last call, whichever thread ran the steps."""
-        fresh = []
-        while self._fresh:
-            fresh.append(self._fresh.popleft())
-        return tuple(fresh)
+        return self._written.take()
 
-    def _append(self, token: int, origin: Origin) -> StreamedToken:
-        self.token_ids.append(token)
-        self._origins.append(origin)
-        may_stop = len(self._origins) >= self.params.min_tokens
-        hidden = token in self.params.stop_token_ids and not self._shows_stops
-        text = "" if may_stop and hidden else self._detokenizer.add(token, may_stop=may_stop)
+    def close(self) -> None:
+        """Mark that the request does not change any more."""
+        self.closed = True
+        if self.on_news is not None:
+            self.on_news()
+
+    def _append(
+        self, token: int, origin: Origin, logprobs: TokenLogprobs | None = None
+    ) -> StreamedToken:
+        length = len(self._written) + 1
+        may_stop = length >= self.params.min_tokens
+        text = self._written.text_of(token, may_stop=may_stop)
         if may_stop:
             self._check_stop(token)
-        if not self.finished and self.remaining <= 0:
+        if not self.finished and length >= self._max_tokens:
             self._finish("length", None)
         if self.finished:
-            text += self._detokenizer.finish()
-        self._texts.append(text)
-        return StreamedToken(token, text, origin)
+            text += self._written.rest()
+        streamed = StreamedToken(token, text, origin, logprobs)
+        self.token_ids.append(token)
+        self._written.add(streamed)
+        return streamed
 
     def _check_stop(self, token: int) -> None:
         if token in self._eos:
             self._finish("stop", None)
         elif token in self.params.stop_token_ids:
             self._finish("stop", token)
-        elif self._detokenizer.stopped_at is not None:
-            self._finish("stop", self._detokenizer.stopped_at)
+        elif self._written.stopped_at is not None:
+            self._finish("stop", self._written.stopped_at)
 
     def record_times(self, draft: float, verify: float, accept: float) -> None:
         """Add a step's times (seconds, of the whole batch) to the metrics and the trace."""
@@ -307,7 +335,7 @@ class Request:
         self.metrics.verify_seconds += verify
         self.metrics.accept_seconds += accept
         if self.beams is None:
-            last = self._trace.steps[-1]
+            last = self._written.trace.steps[-1]
             last.draft_seconds, last.verify_seconds, last.accept_seconds = draft, verify, accept
 
     def _finish(self, reason: str, stop_reason: int | str | None) -> None:
@@ -318,9 +346,7 @@ class Request:
     def abort(self) -> None:
         """End the output at its present length."""
         if not self.finished:
-            rest = self._detokenizer.finish()
-            if self._texts:
-                self._texts[-1] += rest
+            self._written.break_off()
             self._finish("abort", None)
 
     def fail(self, error: Exception) -> None:
@@ -331,52 +357,34 @@ class Request:
     @property
     def error(self) -> str | None:
         """What went wrong, in one line; None if nothing did."""
-        if self.failure is None:
+        return None if self.failure is None else told(self.failure)
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """See `RequestOutput`."""
+        if self.prompt_scores is None or self.num_unscored:
             return None
-        line = in_one_line(self.failure)
-        if isinstance(self.failure, ForetokenError):  # written for users: no class name
-            return line.removeprefix(f"{type(self.failure).__name__}: ")
-        return line
+        return (None, *(each.by_token(self._written.piece) for each in self.prompt_scores))
 
     def output(self) -> CompletionOutput:
         """The output with the tokens generated so far."""
-        if self._tokenizer is not None and self.finished:
-            self._trace.pieces = {token: self._piece(token) for token in self._trace.tokens()}
-        self._trace.encode_seconds = self.metrics.encode_seconds
-        self._trace.prefill_seconds = self.metrics.prefill_seconds
+        written, metrics = self._written, self.metrics
+        if self.finished:
+            written.name_tokens()
+        written.trace.encode_seconds = metrics.encode_seconds
+        written.trace.prefill_seconds = metrics.prefill_seconds
+        tokens, wanted = tuple(written.tokens), self.params.logprobs is not None
         return CompletionOutput(
             index=self.index,
-            text=self._detokenizer.text,
-            token_ids=tuple(self.output_ids),
-            origins=tuple(self._origins),
-            token_texts=tuple(self._texts),
+            text=written.text,
+            token_ids=tuple(token.token_id for token in tokens),
+            origins=tuple(token.origin for token in tokens),
+            token_texts=tuple(token.text for token in tokens),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             error=self.error,
-            logprobs=tuple(self._logprobs) if self.params.logprobs is not None else None,
-            metrics=self.metrics,
-            trace=self._trace,
+            logprobs=tuple(t.logprobs for t in tokens if t.logprobs) if wanted else None,
+            metrics=metrics,
+            trace=written.trace,
             beams=self._beam_outputs,
         )
-
-    def _decoded(self, tokens: Sequence[int]) -> str:
-        """The text of a whole output; empty without a tokenizer."""
-        if self._tokenizer is None:
-            return ""
-        skip = self.params.skip_special_tokens
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=skip))
-
-    def _piece(self, token: int) -> str:
-        """A token's text for the trace; empty if the tokenizer cannot decode it."""
-        assert self._tokenizer is not None
-        try:
-            return str(self._tokenizer.decode([token]))
-        except Exception:  # a rejected token must not fail the output
-            return ""
-
-
-def _logprobs(p: TreeDistributions, node: int, token: int, num_top: int) -> TokenLogprobs:
-    log_probs = p.log_probs(node)  # [V]
-    best = log_probs.topk(min(num_top, len(log_probs)))
-    top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return TokenLogprobs(token, float(log_probs[token]), tuple(top))

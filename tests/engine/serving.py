@@ -57,7 +57,7 @@ def assert_empty(llm: LLM) -> None:
     assert not engine.target._keys
     assert not engine.target._slab.lengths
     assert not engine._scheduler.busy
-    assert not engine._scheduler._hidden
+    assert not engine._scheduler._prompts._hidden
     assert not engine._speculation._assigned
     assert not engine._speculation._failed
     assert not engine.has_unfinished_requests()

@@ -112,7 +112,7 @@ class OwnRunner:
         """Tokens, times and counts of each prompt (see `Runner.generate`)."""
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
         each = [params.model_copy(update={"seed": seed}) for seed in seeds]
-        outputs = self._llm.generate(list(prompts), each or params)
+        outputs = self._llm.generate(list(prompts), each or params, use_tqdm=False)
         return [_counts(output) for output in outputs]
 
     def judge(self, prompt: Sequence[int], token_ids: Sequence[int]) -> dict[str, Any]:

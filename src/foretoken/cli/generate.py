@@ -174,7 +174,11 @@ def generate(
     if json_output:
         with working("Generating", quiet=quiet):
             (result,) = llm.generate(
-                [conversation], params, references=texts, trace=trace is not None
+                [conversation],
+                params,
+                references=texts,
+                trace=trace is not None,
+                use_tqdm=False,
             )
         print(
             as_json({"model": target.model, **_fields(llm, text, result, traced=trace is not None)})
@@ -250,7 +254,8 @@ def _several(
 ) -> list[CompletionOutput]:
     """Generate all answers in one batch and show them one after the other."""
     with working(f"Generating {params.n} answers", quiet=quiet):
-        outputs = llm.generate([prompt], params, references=references)[0].outputs
+        (result,) = llm.generate([prompt], params, references=references, use_tqdm=False)
+    outputs = list(result.outputs)
     console = display()
     for output in outputs:
         if output.index > 0:
@@ -262,7 +267,7 @@ def _several(
             writer.write(output.tokens)
         if not quiet:
             show_summary(output, writer)
-    return list(outputs)
+    return outputs
 
 
 def _fields(llm: LLM, text: str, result: RequestOutput, *, traced: bool) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from foretoken.core.sampler import Sampler, check_finite
+from foretoken.core.checks import check_finite
+from foretoken.core.sampler import Sampler
 from foretoken.core.tree import Draft, TokenTree
 
 __all__ = ["BeamDraft", "BeamSettings", "Beams", "Hypothesis", "Searched", "scores_of", "search"]

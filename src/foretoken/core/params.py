@@ -6,18 +6,17 @@ into distributions.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from annotated_types import Ge, Gt, Le, MinLen
-from pydantic import BeforeValidator, Field, FiniteFloat, field_validator, model_validator
+from annotated_types import Ge, Gt, Le
+from pydantic import FiniteFloat, field_validator, model_validator
 
 from foretoken.core.config import Config
-from foretoken.core.form import check_grammar
+from foretoken.core.structured import Structured, StructuredOutputs
 from foretoken.errors import ConfigError
 
-__all__ = ["GREEDY_BELOW", "Sampling", "SamplingParams", "StructuredOutputs"]
+__all__ = ["GREEDY_BELOW", "Sampling", "SamplingParams"]
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM: dividing by them would overflow."""
@@ -45,75 +44,6 @@ _NOT_FOR_BEAMS = (
 Float32 = Annotated[FiniteFloat, Ge(-_LARGEST), Le(_LARGEST)]
 
 
-class StructuredOutputs(Config):
-    """The form an output must have, under vLLM's names. Exactly one of the first five is given.
-
-    Args:
-        json: a JSON schema, as a dict or as text.
-        regex: a regular expression that the whole output matches.
-        choice: the output is one of these strings.
-        grammar: a context-free grammar in Lark's notation.
-        json_object: any JSON object.
-        disable_any_whitespace: write JSON without optional whitespace. More tokens are then forced,
-            and the drafter `regex` proposes forced tokens at no cost.
-
-    Raises:
-        ConfigError: not exactly one form is given, or it cannot be compiled.
-    """
-
-    json_schema: Mapping[str, Any] | str | None = Field(default=None, alias="json")
-    regex: str | None = None
-    choice: Annotated[tuple[Annotated[str, MinLen(1)], ...], MinLen(1)] | None = None
-    grammar: str | None = None
-    json_object: Literal[True] | None = None
-    disable_any_whitespace: bool = False
-
-    @property
-    def kind(self) -> str:
-        """Public name of the field that is given, such as "json"."""
-        return self._given()[0]
-
-    @property
-    def value(self) -> Any:
-        """Value of the field that is given."""
-        return self.json_schema if self.kind == "json" else getattr(self, self.kind)
-
-    def _given(self) -> list[str]:
-        kinds = ("regex", "choice", "grammar", "json_object")
-        given = [kind for kind in kinds if getattr(self, kind) is not None]
-        return given if self.json_schema is None else ["json", *given]
-
-    @model_validator(mode="after")
-    def _one_valid_grammar(self) -> Self:
-        given = self._given()
-        if len(given) != 1:
-            found = " and ".join(given) or "none of them"
-            raise ConfigError(f"give one of json, regex, choice, grammar, json_object: got {found}")
-        if self.disable_any_whitespace and self.kind not in ("json", "json_object"):
-            raise ConfigError(f"disable_any_whitespace is for json, not for {self.kind}: remove it")
-        if isinstance(self.json_schema, str):
-            try:
-                is_object = isinstance(json.loads(self.json_schema), dict)
-            except ValueError as error:
-                raise ConfigError(f"json: the schema is not valid JSON: {error}") from None
-            if not is_object:
-                raise ConfigError("json: a schema is a JSON object, such as {...}")
-        check_grammar(self)
-        return self
-
-
-def _structured(value: Any) -> Any:
-    # The constructor explains an error in one line; pydantic's own conversion does not.
-    return StructuredOutputs(**value) if isinstance(value, Mapping) else value
-
-
-Structured = Annotated[StructuredOutputs | Mapping[str, Any], BeforeValidator(_structured)]
-"""The type of a field that accepts `StructuredOutputs` or a dict of its fields.
-
-The field always stores `StructuredOutputs`.
-"""
-
-
 class SamplingParams(Config):
     """How the next token is drawn; names and meanings are vLLM's.
 
@@ -131,8 +61,10 @@ class SamplingParams(Config):
         allowed_token_ids: only these tokens may be drawn.
         seed: makes sampling reproducible. Under the rule `coupled` (the default) the tokens are the
             same for any drafter, draft length and batch (invariant 7).
-        max_tokens: most tokens to generate, at least 1; None generates up to the end of the
-            context.
+        bad_words: words that the output never contains. Each is split into tokens with and without
+            a space before it. Of several tokens, only the last is forbidden, behind the others.
+        max_tokens: most tokens to generate; None generates up to the end of the context. 0 only
+            reads the prompt, for `prompt_logprobs` or to have it in the prefix cache.
         min_tokens: end-of-sequence and stop tokens are forbidden before this many tokens.
         stop: stop strings; they may cross token borders. They are not part of the text unless
             `include_stop_str_in_output` is set.
@@ -141,7 +73,15 @@ class SamplingParams(Config):
         ignore_eos: continue past the end-of-sequence token.
         n: number of outputs for the prompt; output i uses seed + i.
         logprobs: report the log-probability of each token, and of this many most probable tokens,
-            under the model itself (before temperature, penalties and masks, as in vLLM).
+            under the model itself (before temperature, penalties and masks, as in vLLM). -1 is the
+            whole vocabulary.
+        prompt_logprobs: the same for each token of the prompt but the first
+            (`RequestOutput.prompt_logprobs`). Such a prompt is computed in full.
+        skip_reading_prefix_cache: compute the whole prompt, even if the prefix cache has its
+            beginning. None does so for `prompt_logprobs` alone.
+        truncate_prompt_tokens: keep only so many of the prompt's last tokens. -1 keeps as many as
+            leave room for `max_tokens`.
+        detokenize: make text; without it, the text is empty.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string or stop token in the text.
         structured_outputs: `StructuredOutputs` or a dict of its fields. Only outputs of this form
@@ -171,7 +111,16 @@ class SamplingParams(Config):
         "eos_token_id": "use 'stop_token_ids'.",
         "forced_bos_token_id": "say in the prompt how the decoder's text begins.",
         "stop_strings": "use 'stop'.",
-        "bad_words": "use 'logit_bias' or 'allowed_token_ids'.",
+        "bad_words_ids": "use 'bad_words', which are text, or 'logit_bias'.",
+        "logits_processors": "use 'logit_bias', 'bad_words' or 'structured_outputs'.",
+        "spaces_between_special_tokens": "the tokenizer decides; see 'skip_special_tokens'.",
+        "logprob_token_ids": "use 'logprobs': -1 is the whole vocabulary.",
+        "prompt_logprob_token_ids": "use 'prompt_logprobs': -1 is the whole vocabulary.",
+        "prompt_logprob_start": "use 'prompt_logprobs', which has all positions.",
+        "flat_logprobs": "use 'logprobs', which has one form.",
+        "output_kind": "call stream() for deltas, and generate() for whole outputs.",
+        "stream_interval": "join the chunks of stream() as you like.",
+        "extra_args": "write a drafter or a rule of your own: docs/extending.md.",
         "guided_decoding": f"{_STRUCTURED}.",
         **{
             f"guided_{kind}": f"{_STRUCTURED}={{'{kind}': ...}}."
@@ -189,13 +138,18 @@ class SamplingParams(Config):
     logit_bias: Mapping[Annotated[int, Ge(0)], Float32] | None = None
     allowed_token_ids: TokenIds | None = None
     seed: Annotated[int, Ge(0), Le(MAX_SEED)] | None = None
-    max_tokens: Annotated[int, Ge(1)] | None = 16
+    bad_words: Sequence[str] | None = ()
+    max_tokens: Annotated[int, Ge(0)] | None = 16
     min_tokens: Annotated[int, Ge(0)] = 0
     stop: str | Sequence[str] | None = ()
     stop_token_ids: TokenIds = ()
     ignore_eos: bool = False
     n: Annotated[int, Ge(1)] = 1
-    logprobs: Annotated[int, Ge(0)] | None = None
+    logprobs: Annotated[int, Ge(-1)] | None = None
+    prompt_logprobs: Annotated[int, Ge(-1)] | None = None
+    skip_reading_prefix_cache: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Ge(-1)] | None = None
+    detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     structured_outputs: Structured | None = None
@@ -233,6 +187,21 @@ class SamplingParams(Config):
             raise ValueError("a stop string cannot be empty")
         return tuple(value)
 
+    @field_validator("bad_words")
+    @classmethod
+    def _no_empty_word(cls, value: Sequence[str] | None) -> tuple[str, ...]:
+        words = tuple(value or ())
+        if not all(word.strip() for word in words):
+            raise ValueError("a bad word cannot be empty")
+        return words
+
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _something_left(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise ValueError("at least one token must be left, and -1 keeps what has room")
+        return value
+
     @field_validator("allowed_token_ids")
     @classmethod
     def _something_allowed(cls, value: TokenIds | None) -> TokenIds | None:
@@ -250,6 +219,13 @@ class SamplingParams(Config):
             raise ValueError(
                 f"n={self.n} with temperature 0 would give {self.n} copies of one output; "
                 "set temperature above 0."
+            )
+        if self.stop and not self.detokenize:
+            raise ValueError("stop: stop strings are found in text: leave out detokenize=False.")
+        if self.prompt_logprobs is not None and self.skip_reading_prefix_cache is False:
+            raise ValueError(
+                "skip_reading_prefix_cache: prompt_logprobs need the whole prompt computed, and "
+                "the cache has no logits: leave one of them out."
             )
         for name in ("min_tokens", "ignore_eos", "allowed_token_ids"):
             if self.structured_outputs is not None and getattr(self, name):
@@ -271,6 +247,8 @@ class SamplingParams(Config):
             raise ValueError(
                 f"beam_width={self.beam_width} searches and does not sample: set temperature=0."
             )
+        if self.max_tokens == 0:
+            raise ValueError("max_tokens: a beam search finds at least one token, got 0.")
         for name in _NOT_FOR_BEAMS:
             neutral = type(self).model_fields[name].default
             if getattr(self, name) not in ((neutral, -1) if name == "top_k" else (neutral,)):

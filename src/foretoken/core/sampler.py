@@ -2,27 +2,30 @@
 
 Each request owns one `Sampler`. `TreeDistributions` computes p for acceptance rules, and drafters
 with a model compute q with the same sampler. The order of operations is vLLM's: allowed tokens,
-bias, minimum length, grammar, penalties; then the model's own rules (`rules.py`), temperature,
-min-p, top-k, top-p. Every operation works on one [V] row. A distribution therefore has the same
-bits for any number of verified nodes (invariant 7).
+bias, minimum length, grammar, penalties, bad words (vLLM's come earlier, which makes no
+difference); then the model's own rules (`rules.py`), temperature, min-p, top-k, top-p. Every
+operation works on one [V] row. A distribution therefore has the same bits for any number of
+verified nodes (invariant 7).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from foretoken.core.bad_words import BadWords
+from foretoken.core.checks import check_finite, check_token_ids
 from foretoken.core.distribution import Distribution
 from foretoken.core.grammar import Grammar
+from foretoken.core.logprobs import log_probs_of
 from foretoken.core.params import GREEDY_BELOW, SamplingParams
 from foretoken.core.rules import OutputRules
 from foretoken.core.tree import TokenTree
 from foretoken.core.truncation import Limits, truncate
-from foretoken.errors import ConfigError, RequestError
+from foretoken.errors import ConfigError
 
 __all__ = ["Sampler", "TreeDistributions"]
 
@@ -37,6 +40,7 @@ class Sampler:
         eos_token_ids: end-of-sequence tokens, forbidden before `min_tokens`.
         grammar: the compiled `params.structured_outputs`; None if there are none.
         rules: what the model's generation config rules out; None if that is nothing.
+        bad_words: the tokens of `params.bad_words`; None if there are none.
 
     Raises:
         ConfigError: a parameter names a token outside the vocabulary, or the parameters leave no
@@ -51,11 +55,14 @@ class Sampler:
         eos_token_ids: Sequence[int] = (),
         grammar: Grammar | None = None,
         rules: OutputRules | None = None,
+        bad_words: BadWords | None = None,
     ) -> None:
         assert (grammar is None) == (params.form is None)
+        assert (bad_words is None) == (not params.bad_words)
         self.params = params
         self.grammar = grammar
         self.rules = rules
+        self._masks = tuple(mask for mask in (bad_words, rules) if mask is not None)
         self.vocab_size = vocab_size
         self.stop_ids = () if params.ignore_eos else tuple(eos_token_ids)
         self.stop_ids = (*self.stop_ids, *params.stop_token_ids)
@@ -76,11 +83,25 @@ class Sampler:
 
     @cached_property
     def plain_greedy(self) -> bool:
-        """Whether p is one-hot at the argmax of the raw logits, wherever `rules` keep it.
+        """Whether p is one-hot at the argmax of the raw logits, wherever that is kept (`keeps`).
 
         One argmax call then serves all nodes of a tree.
         """
         return self.params.greedy and not self._params_change_logits
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether bad words or the model's own rules may forbid the argmax of a position."""
+        return bool(self._masks)
+
+    def keeps(self, token: int, output_ids: Sequence[int]) -> bool:
+        """Whether bad words and the model's own rules leave a largest logit the largest.
+
+        Args:
+            token: its token.
+            output_ids: all tokens generated before the position, including drafted ones.
+        """
+        return all(mask.keep(token, output_ids) for mask in self._masks)
 
     @cached_property
     def _repetition_penalty(self) -> float:
@@ -96,7 +117,7 @@ class Sampler:
     @cached_property
     def changes_logits(self) -> bool:
         """Whether masks, bias, grammar, penalties or the model's own rules change the logits."""
-        return self._params_change_logits or self.rules is not None
+        return self._params_change_logits or self.has_masks
 
     @cached_property
     def _params_change_logits(self) -> bool:
@@ -144,7 +165,9 @@ class Sampler:
                 logits.masked_fill_(~allowed.to(logits.device), -torch.inf)
         if self._penalises:
             logits = self._penalise(logits, output_ids)
-        return logits if self.rules is None else self.rules.apply(logits, output_ids)
+        for mask in self._masks:
+            logits = mask.apply(logits, output_ids)
+        return logits
 
     def _penalise(self, logits: Tensor, output_ids: Sequence[int]) -> Tensor:
         params, device = self.params, logits.device
@@ -196,41 +219,6 @@ class Sampler:
         return Distribution.of(self.shaped(logits, output_ids).softmax(-1))
 
 
-def check_finite(logit: Tensor) -> None:
-    """Check that the largest logit of a position is finite.
-
-    Args:
-        logit: [] the largest logit.
-
-    Raises:
-        RequestError: the model overflowed, or masks left no token.
-    """
-    if not math.isfinite(logit):
-        raise RequestError(
-            f"the largest logit is {float(logit)}, so no token can be drawn: if you set "
-            "logit_bias, penalties or masks, relax them; if you set none, the model overflows in "
-            "this dtype: use float32 or bfloat16."
-        )
-
-
-def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Check that all token ids of a parameter lie in the vocabulary.
-
-    Args:
-        field: the parameter's name, for the message.
-        token_ids: its token ids.
-        vocab_size: V, the width of the logits.
-
-    Raises:
-        ConfigError: a token id is outside the vocabulary.
-    """
-    for token in token_ids:
-        if token >= vocab_size:
-            raise ConfigError(
-                f"{field}: token id {token} is outside the vocabulary (0 to {vocab_size - 1})."
-            )
-
-
 def _argmax(logits: Tensor) -> list[int]:
     """The token of the largest logit in each row of [n, V]; the smallest token id on a tie."""
     if logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.float64):
@@ -270,10 +258,10 @@ class TreeDistributions:
         self._output_ids = output_ids
         self._distributions: dict[int, Distribution] = {}
         self._argmax: Sequence[int] | None = None  # plain greedy: p is one-hot at these tokens
-        self._unruled: Sequence[int] | None = None  # likewise, where the model's rules keep them
+        self._unmasked: Sequence[int] | None = None  # likewise, where `Sampler.keeps` them
         if sampler.plain_greedy:
             best = _argmax(logits) if argmax is None else argmax
-            self._argmax, self._unruled = (best, None) if sampler.rules is None else (None, best)
+            self._argmax, self._unmasked = (None, best) if sampler.has_masks else (best, None)
 
     @property
     def greedy(self) -> bool:
@@ -297,11 +285,9 @@ class TreeDistributions:
         return Distribution.one_hot(token)
 
     def _computed(self, node: int) -> Distribution:
-        output, rules = self._output(node), self._sampler.rules
-        if self._unruled is not None and rules is not None:
-            token = self._unruled[node]
-            if rules.keep(token, output):
-                return self._one_hot(node, token)
+        output = self._output(node)
+        if self._unmasked is not None and self._sampler.keeps(self._unmasked[node], output):
+            return self._one_hot(node, self._unmasked[node])
         return self._sampler.distribution(self._logits[node], output)
 
     def untempered(self, node: int) -> Distribution:
@@ -323,5 +309,4 @@ class TreeDistributions:
 
     def log_probs(self, node: int) -> Tensor:
         """[V] log-probabilities after `node` under the model itself (`SamplingParams.logprobs`)."""
-        logits = self._logits[node]
-        return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
+        return log_probs_of(self._logits[node])

@@ -7,7 +7,7 @@ pads them with minus infinity. `draft_model` and `cascade` use it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -44,8 +44,10 @@ class _Resized(Target):
         tokens: Sequence[int],
         hidden_layers: tuple[int, ...] = (),
         states: Tensor | None = None,
+        read_logits: Callable[[Tensor], object] | None = None,
     ) -> Mapping[int, Tensor]:
         """See `Passes.prefill`."""
+        assert read_logits is None, "nobody asks a draft model for a prompt's probabilities"
         return super().prefill(key, self._without_padding(tokens), hidden_layers, states)
 
     def verify(

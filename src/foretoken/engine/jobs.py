@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from foretoken.core.logprobs import PromptLogprobs
 from foretoken.engine.prompts import Prompt
 from foretoken.engine.sources import SourcePrompt
 from foretoken.outputs import RequestOutput, StreamChunk
@@ -22,23 +23,21 @@ class Job:
         requests: one request per output (`SamplingParams.n`).
         strategy: how these requests speculate; None is the `LLM`'s default.
         request_id: the id of a prompt that came through `LLMEngine.add_request`, else None.
+        prompt_index: place of a prompt among those of `LLM.stream`, else 0.
     """
 
     prompt: Prompt
     requests: list[Request]
     strategy: Strategy | None
     request_id: str | None = None
+    prompt_index: int = 0
+    _told_prompt: bool = False
     _reported: set[int] = field(default_factory=set)  # indices of outputs taken to the end
 
     @property
     def finished(self) -> bool:
         """Whether all outputs have ended and will not change any more."""
         return all(request.closed for request in self.requests)
-
-    @property
-    def has_news(self) -> bool:
-        """Whether `take` has chunks to return, or no step can bring new ones."""
-        return self.finished or any(r.has_fresh or r.closed for r in self._unreported())
 
     @property
     def all_taken(self) -> bool:
@@ -58,17 +57,39 @@ class Job:
             if not tokens and not closed:
                 continue
             output = request.output() if closed else None
-            chunks.append(StreamChunk(tokens, output, self.request_id, request.index))
+            chunks.append(
+                StreamChunk(
+                    tokens,
+                    output,
+                    self.request_id,
+                    request.index,
+                    self.prompt_index,
+                    self._prompt_logprobs(request),
+                )
+            )
             if closed:
                 self._reported.add(request.index)
         return chunks
+
+    def _prompt_logprobs(self, request: Request) -> PromptLogprobs | None:
+        """Those of the prompt, for the first chunk of the request that has them."""
+        if request.prompt_scores is None or self._told_prompt:
+            return None
+        self._told_prompt = True
+        return request.prompt_logprobs
 
     def result(self) -> RequestOutput:
         """All outputs with the tokens generated so far."""
         request, outputs = self.requests[0], [request.output() for request in self.requests]
         if request.source is None:
             prompt = self.prompt if isinstance(self.prompt, str) else None
-            return RequestOutput(prompt, request.prompt_ids, outputs, self.request_id)
+            return RequestOutput(
+                prompt,
+                request.prompt_ids,
+                outputs,
+                self.request_id,
+                prompt_logprobs=request.prompt_logprobs,
+            )
         given = SourcePrompt.of(self.prompt)
         return RequestOutput(
             given.decoder_text,
@@ -77,6 +98,7 @@ class Job:
             self.request_id,
             encoder_prompt=given.text,
             encoder_prompt_token_ids=request.source.tokens,
+            prompt_logprobs=request.prompt_logprobs,
         )
 
     def _unreported(self) -> list[Request]:

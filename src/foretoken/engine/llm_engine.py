@@ -14,60 +14,44 @@ and a step advances the requests of all threads.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Sequence
 from itertools import count
 from threading import Lock
+from typing import Any
 
 from foretoken.config import SpeculativeConfig
 from foretoken.core.grammar import Grammars
 from foretoken.core.log import show_log_lines
 from foretoken.core.params import Sampling, SamplingParams
 from foretoken.core.references import NO_REFERENCES, References
-from foretoken.core.rules import DecodingRules
 from foretoken.core.source import Source
-from foretoken.drafters.heads.shipped import shipped_config
 from foretoken.drafters.online import OnlineReport
+from foretoken.engine.assembly import EngineOptions, default_config, request_maker
+from foretoken.engine.job_maker import JobMaker
 from foretoken.engine.jobs import Job
 from foretoken.engine.kv_budget import KVBudget
+from foretoken.engine.outbox import Outbox
 from foretoken.engine.prefix_cache import PrefixCache
 from foretoken.engine.prompts import Prompt
-from foretoken.engine.references import GivenReferences, ReferenceReader, check_quotes
-from foretoken.engine.request_maker import RequestMaker
+from foretoken.engine.references import GivenReferences, ReferenceReader
+from foretoken.engine.runs import Runs
 from foretoken.engine.scheduler import Scheduler
-from foretoken.engine.sources import SourceReader
 from foretoken.engine.strategies import Speculative, StrategyFactory
 from foretoken.engine.turns import Turns, Uninterrupted
-from foretoken.errors import ConfigError, RequestError
-from foretoken.models.audio import AudioReader
-from foretoken.models.decoder_start import decoder_start
+from foretoken.errors import ConfigError
 from foretoken.models.loaded import LoadedModel
 from foretoken.outputs import RequestOutput, StreamChunk
 from foretoken.request import Request
 from foretoken.runtime.target import Target
-from foretoken.speculation import Speculation, Strategy
+from foretoken.speculation import Speculation
 
-__all__ = ["EngineOptions", "LLMEngine"]
+__all__ = ["LLMEngine"]
 
 _log = logging.getLogger(__name__)
 
 
 MAX_KNOWN_IDS = 100_000
 """Most request ids that are remembered, including those of requests that have ended."""
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """Limits on memory and batches, and how passes are computed; see the arguments of `LLM`."""
-
-    max_model_len: int | None
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    kv_cache_bytes: int | None
-    prefix_cache_bytes: int | None  # None caches no prefixes
-    quantization: str | None
-    runtime: str
 
 
 class LLMEngine:
@@ -103,11 +87,11 @@ class LLMEngine:
             loaded.reload,
         )
         self._kv_budget.add(self.target)
-        self._chose_drafter = config is not None
+        chose_drafter = config is not None
         if config is None:
-            config = _default_config(loaded.name, self.target)
+            config = default_config(loaded.name, self.target)
         grammars = Grammars(self.tokenizer, self.target.vocab_size, loaded.eos_token_ids)
-        self._maker = _request_maker(self.target, loaded, grammars)
+        self._maker = request_maker(self.target, loaded, grammars)
         self.references = ReferenceReader(self.target, self.tokenizer)
         if config.drafter_spec.takes_model:  # heads may read the module's embedding
             loaded.forget_module()
@@ -143,8 +127,18 @@ class LLMEngine:
         )
         self.controller = default.controller.name
         self._turns = Turns()
+        self._runs = Runs(self._turns, self._scheduler, self._speculation)
+        self._job_maker = JobMaker(
+            self.make_requests,
+            self.references,
+            self.strategies,
+            self._speculation,
+            self._turns,
+            chose_drafter=chose_drafter,
+        )
         self._reporting = Lock()
         self._jobs: dict[str, Job] = {}  # of `add_request`, with output left to report
+        self._outbox = Outbox()  # of these jobs
         self._collected: list[StreamChunk] = []  # from these jobs, returned by the next `step`
         self._known_ids: dict[str, None] = {}  # the latest ids, in order of arrival
         self._next_id = count()
@@ -198,7 +192,8 @@ class LLMEngine:
             job.request_id = names[0]
             self._remember(names[0])
             self._jobs[names[0]] = job
-            self._queue([job])
+            self._outbox.watch([job])
+            self._runs.queue([job])
 
         self._turns.take(add)
         return names[0]
@@ -212,12 +207,14 @@ class LLMEngine:
         Returns:
             A chunk for each output that has new tokens or has ended since the last call.
         """
-        self._turns.take(self._step)
+        self._turns.take(self._runs.step)
         with Uninterrupted(), self._reporting:  # a SIGINT must not lose chunks
-            for request_id, job in list(self._jobs.items()):
-                self._collected += job.take()
-                if job.all_taken:
-                    self._jobs.pop(request_id, None)
+            for job in self._outbox.take():
+                request_id = job.request_id or ""
+                if self._jobs.get(request_id) is job:  # else it was aborted
+                    self._collected += job.take()
+                    if job.all_taken:
+                        del self._jobs[request_id]
         with self._reporting:
             chunks, self._collected = self._collected, []
         return chunks
@@ -257,6 +254,12 @@ class LLMEngine:
 
     # Jobs, for `LLM`
 
+    def jobs(
+        self, prompts: Any, params: Any, configs: Any, references: Any, *, trace: bool
+    ) -> list[Job]:
+        """See `JobMaker.jobs`."""
+        return self._job_maker.jobs(prompts, params, configs, references, trace=trace)
+
     def job(
         self,
         prompt: Prompt,
@@ -266,32 +269,8 @@ class LLMEngine:
         *,
         trace: bool = False,
     ) -> Job:
-        """Check a prompt and make its requests; arguments and errors as in `add_request`."""
-        params = SamplingParams.parse(params)
-        requests = self.make_requests(prompt, params, references, trace=trace)
-        job = Job(prompt, requests, None)
-        beams = params.beam_width > 1
-
-        def build() -> None:
-            job.strategy = self.strategies.strategy(speculative_config)
-            if beams:
-                job.strategy = self._beam_strategy(job.strategy)
-
-        if speculative_config is not None or beams:
-            # Building may load a model or time passes, so no thread may run a step meanwhile.
-            self._turns.take(build)
-        if references:
-            strategy = job.strategy or self._speculation.default
-            default = self.strategies.config if self._chose_drafter or not beams else None
-            named = SpeculativeConfig.parse(speculative_config or default)
-            check_quotes(named.method_name, strategy.drafter)
-        return job
-
-    def _beam_strategy(self, given: Strategy | None) -> Strategy:
-        """How a beam search speculates: with the drafter that the user chose, if there is one."""
-        if given is None and self._chose_drafter:
-            given = self._speculation.default
-        return self.strategies.for_beams(given)
+        """See `JobMaker.job`."""
+        return self._job_maker.job(prompt, params, speculative_config, references, trace=trace)
 
     def make_requests(
         self,
@@ -314,78 +293,23 @@ class LLMEngine:
 
     def start(self, jobs: Sequence[Job]) -> None:
         """Queue the jobs' requests."""
-        self._turns.take(lambda: self._queue(jobs))
+        self._runs.start(jobs)
 
     def end(self, jobs: Sequence[Job]) -> None:
         """Abort those of these jobs that have not ended."""
-        if all(job.finished for job in jobs):
-            return
-        with Uninterrupted():  # even while it waits for its turn
-            self._turns.take(lambda: self._scheduler.abort(r for job in jobs for r in job.requests))
+        self._runs.end(jobs)
 
-    def run(self, jobs: Sequence[Job]) -> list[RequestOutput]:
-        """Queue the jobs, step until they have ended, and collect their results.
+    def run(
+        self, jobs: Sequence[Job], after_step: Callable[[], object] | None = None
+    ) -> list[RequestOutput]:
+        """See `Runs.run`."""
+        return self._runs.run(jobs, after_step)
 
-        Raises:
-            RequestError: a request ended with an error; `outputs` has the results of all jobs.
-        """
-        new = list(jobs)
-
-        def advance() -> None:
-            self._queue(new)
-            new.clear()
-            self._step()
-
-        # A SIGINT is delivered only between two steps, where `end` is sure to run.
-        with Uninterrupted() as uninterrupted:
-            try:
-                while not all(job.finished for job in jobs):
-                    uninterrupted.deliver()
-                    self._turns.take(
-                        advance,
-                        unless=lambda: uninterrupted.pending or all(job.finished for job in jobs),
-                    )
-            finally:
-                if not new:
-                    self.end(jobs)
-        results = [job.result() for job in jobs]
-        for job in jobs:
-            for request in job.requests:
-                if request.failure is not None:
-                    raise RequestError(str(request.error), results) from request.failure
-        return results
-
-    def stream(self, job: Job) -> Generator[StreamChunk, None, None]:
-        """Queue a job and yield its chunks; closing the generator aborts it.
-
-        Raises:
-            RequestError: a request of the job ended with an error.
-        """
-        try:
-            self.start([job])
-            while not job.all_taken:
-                # Steps of other threads and streams advance it, too.
-                yield from job.take()
-                if not job.has_news:
-                    self._turns.take(self._step, unless=lambda: job.has_news)
-        finally:
-            self.end([job])
-        for request in job.requests:
-            if request.failure is not None:
-                raise RequestError(str(request.error), [job.result()]) from request.failure
+    def stream(self, jobs: Sequence[Job]) -> Generator[StreamChunk, None, None]:
+        """See `Runs.stream`."""
+        return self._runs.stream(jobs)
 
     # Inside
-
-    def _queue(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            for request in job.requests:
-                self._scheduler.add(request, job.strategy)
-
-    def _step(self) -> None:
-        if self._scheduler.busy:
-            began = time.perf_counter()
-            self._scheduler.step()
-            self._speculation.learn(time.perf_counter() - began)
 
     def _remember(self, request_id: str) -> None:
         """Record an id as taken. If there are too many, forget the oldest that is not in use."""
@@ -397,34 +321,3 @@ class LLMEngine:
 
     def _free_id(self) -> str:
         return next(name for name in map(str, self._next_id) if name not in self._known_ids)
-
-
-def _request_maker(target: Target, loaded: LoadedModel, grammars: Grammars) -> RequestMaker:
-    """Makes the requests of a model, which may be an encoder-decoder.
-
-    Raises:
-        CompatibilityError: its decoder has no start token, or its generation config asks for
-            something that is not applied here.
-    """
-    eos, network = loaded.eos_token_ids, target.source_network
-    if network is None:
-        return RequestMaker(target, eos, grammars, loaded.beam_defaults)
-    audio = None
-    if network.num_bins is not None:
-        assert network.source_limit is not None, "audio has a fixed length"
-        audio = AudioReader(loaded.path, network.num_bins, network.source_limit)
-    reader = SourceReader(target, loaded.tokenizer, decoder_start(loaded.module), audio)
-    rules = DecodingRules.of(loaded.module.generation_config, eos, target.vocab_size)
-    return RequestMaker(target, eos, grammars, loaded.beam_defaults, reader, rules)
-
-
-def _default_config(name: str | None, target: Target) -> SpeculativeConfig:
-    """The `hybrid` of a model whose head comes with the package, else plain decoding.
-
-    On a GPU, where it was not measured, and where draft lengths change the bits, it is plain
-    decoding, too.
-    """
-    fields = None
-    if target.device.type == "cpu" and target.bit_exact:
-        fields = shipped_config(name, trees=target.exact_trees)
-    return SpeculativeConfig.parse(fields)

@@ -23,6 +23,7 @@ __all__ = [
     "needed",
     "one_per_prompt",
     "token_ids",
+    "tokens_of",
 ]
 
 Message: TypeAlias = Mapping[str, Any]
@@ -109,6 +110,22 @@ def token_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> list
     except TemplateError as error:  # a template may refuse roles or their order
         raise PromptError(f"the model's chat template refuses this: {error}") from error
     return list(ids)
+
+
+def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str, *, in_output: bool) -> list[int]:
+    """The tokens of a text inside another one, without special tokens.
+
+    Args:
+        tokenizer: the model's.
+        text: the text.
+        in_output: whether it is a part of what an encoder-decoder writes. Some split that in
+            another way than their sources.
+    """
+    texts = {"text_target": text} if in_output else {"text": text}
+    # `verbose` would warn of texts longer than the model's context, which does not read them.
+    made = tokenizer(**texts, add_special_tokens=False, verbose=False)
+    ids: list[int] = made["input_ids"]
+    return ids
 
 
 def _text_of(prompt: Any) -> Any:

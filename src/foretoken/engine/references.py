@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from foretoken.core.references import NO_REFERENCES, References
 from foretoken.drafters.base import Drafter
-from foretoken.engine.prompts import checked_text, needed
+from foretoken.engine.prompts import checked_text, needed, tokens_of
 from foretoken.errors import CompatibilityError, PromptError
 from foretoken.runtime.target import Target
 
@@ -80,12 +80,7 @@ class ReferenceReader:
     def _encoded(self, text: str) -> Sequence[int]:
         """The tokens that an output would have, without special tokens."""
         text, tokenizer = checked_text("references", text), needed(self.tokenizer)
-        # The outputs of some encoder-decoders are split in another way than their sources.
-        texts = {"text_target": text} if self.target.reads_source else {"text": text}
-        # `verbose` would warn of texts longer than the model's context, which does not read them.
-        made = tokenizer(**texts, add_special_tokens=False, verbose=False)
-        ids: list[int] = made["input_ids"]
-        return ids
+        return tokens_of(tokenizer, text, in_output=self.target.reads_source)
 
 
 def per_prompt(count: int, given: Any) -> list[GivenReferences]:

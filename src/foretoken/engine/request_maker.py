@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from foretoken.core.bad_words import BadWords
+from foretoken.core.checks import check_token_ids
 from foretoken.core.grammar import Grammar, Grammars
 from foretoken.core.params import SamplingParams
 from foretoken.core.references import NO_REFERENCES, References
 from foretoken.core.rules import DecodingRules
 from foretoken.core.source import Source
-from foretoken.engine.prompts import Prompt, check_prompt, token_ids
+from foretoken.engine.prompts import Prompt, check_prompt, checked_text, token_ids, tokens_of
 from foretoken.engine.sources import SourceReader
 from foretoken.errors import ConfigError
 from foretoken.request import Request
@@ -71,12 +75,16 @@ class RequestMaker:
             PromptError: the prompt is empty, too long, or has ids outside the vocabulary.
             ConfigError: the parameters need something that the model does not have.
         """
+        bad_words = self._bad_words(params, tokenizer)
         if params.stop_strings and tokenizer is None:
             raise ConfigError("stop: stop strings need a tokenizer, and this model has none.")
         if params.beam_width > 1:
             params = self._for_beams(params, trace=trace)
         source, ids = self.read(prompt, tokenizer)
         state_bytes = self._target.state_bytes(source)
+        most = self._target.most_tokens_beside(state_bytes)
+        if params.truncate_prompt_tokens is not None:
+            ids = _truncated(ids, params, most, reads_source=source is not None)
         check_prompt(ids, self._target, state_bytes)
         return [
             Request(
@@ -84,7 +92,7 @@ class RequestMaker:
                 params,
                 vocab_size=self._target.vocab_size,
                 eos_token_ids=self._eos_token_ids,
-                max_model_len=self._target.most_tokens_beside(state_bytes),
+                max_model_len=most,
                 tokenizer=tokenizer,
                 index=index,
                 trace_all=trace,
@@ -92,6 +100,7 @@ class RequestMaker:
                 source=source,
                 rules=self._rules,
                 references=references,
+                bad_words=bad_words,
             )
             for index in range(params.n)
         ]
@@ -130,6 +139,27 @@ class RequestMaker:
         given = params.model_dump(include=set(self._beam_defaults), exclude_none=True)
         return params.model_copy(update={**self._beam_defaults, **given})
 
+    def _bad_words(
+        self, params: SamplingParams, tokenizer: PreTrainedTokenizerBase | None
+    ) -> BadWords | None:
+        """The tokens of `params.bad_words`, with and without a space before each word.
+
+        vLLM leaves out the second if it has another number of tokens. Then the word could still
+        come in the middle of a text.
+        """
+        if not params.bad_words:
+            return None
+        if tokenizer is None:
+            raise ConfigError("bad_words: words need a tokenizer, and this model has none.")
+        written = partial(tokens_of, tokenizer, in_output=self._target.reads_source)
+        words = {
+            tuple(written(checked_text("bad_words", begin + word.lstrip())))
+            for word in params.bad_words
+            for begin in ("", " ")
+        }
+        check_token_ids("bad_words", chain.from_iterable(words), self._target.vocab_size)
+        return BadWords(word for word in words if word)
+
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         if params.form is None:
             return None
@@ -138,3 +168,29 @@ class RequestMaker:
                 "structured_outputs need an end-of-sequence token, and this model has none."
             )
         return self._grammars.compile(params.form)
+
+
+def _truncated(
+    ids: Sequence[int], params: SamplingParams, most: int, *, reads_source: bool
+) -> Sequence[int]:
+    """The last tokens of a prompt, as many as `params.truncate_prompt_tokens` keeps.
+
+    Args:
+        ids: the prompt.
+        params: sampling parameters.
+        most: most tokens of prompt and output together.
+        reads_source: whether the model is an encoder-decoder.
+
+    Raises:
+        ConfigError: it is an encoder-decoder, whose text to cut is the source.
+    """
+    kept = params.truncate_prompt_tokens
+    assert kept is not None
+    if reads_source:
+        raise ConfigError(
+            "truncate_prompt_tokens: an encoder-decoder's prompt is the beginning of the output: "
+            "shorten the source yourself."
+        )
+    if kept < 0:
+        kept = max(1, most - max(1, params.max_tokens or 1))
+    return ids[-kept:]

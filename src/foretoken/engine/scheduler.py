@@ -1,11 +1,10 @@
 """The scheduler: requests join, advance together step by step, and leave.
 
 This is continuous batching (Yu et al., "Orca"). A step admits requests while there is room,
-computes some prompt tokens, and advances the requests whose prompt is computed by one
-`decode.step`. Prompts are computed in order of arrival, at most `max_num_batched_tokens` tokens a
-step (chunked prefill), so that a long prompt does not stall the other requests. Prompts have passes
-of their own. These read the weights once more, but need no padding. The encoder of an
-encoder-decoder reads a request's source before the prompt, once and alone. If the KV slab is full,
+computes some prompt tokens (`prefill.py`), and advances the requests whose prompt is computed by
+one `decode.step`. Prompts are computed in order of arrival, at most `max_num_batched_tokens` tokens
+a step (chunked prefill), so that a long prompt does not stall the other requests. Prompts have
+passes of their own. These read the weights once more, but need no padding. If the KV slab is full,
 the youngest request loses its row, waits first in line, and is computed again (vLLM's preemption by
 recomputation). None of this changes the output: bits do not depend on chunks, rows or the other
 requests of the batch (invariant 7).
@@ -18,18 +17,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 
-import torch
-from torch import Tensor
-
-from foretoken.core.source import Source
 from foretoken.decode import Outcome, step
+from foretoken.engine.prefill import Prefill
 from foretoken.engine.prefix_cache import PrefixCache
 from foretoken.errors import RequestError
 from foretoken.request import Request
 from foretoken.runtime.kv_slab import OverBudget, SlabFull, is_out_of_memory
-from foretoken.runtime.network import RowState
 from foretoken.runtime.target import Target
 from foretoken.speculation import Speculation, Strategy
 
@@ -59,14 +54,13 @@ class Scheduler:
         prefix_cache: PrefixCache | None = None,
     ) -> None:
         self._target = target
-        self._reads_source = target.reads_source
         self._speculation = speculation
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._prefixes = prefix_cache
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # in order of admission, prefilling ones included
-        self._hidden: dict[int, list[Mapping[int, Tensor]]] = {}  # request key -> prompt chunks
+        self._prompts = Prefill(target, speculation, prefix_cache, self._running)
 
     def add(self, request: Request, strategy: Strategy | None = None) -> None:
         """Queue a request; with None it has the default strategy."""
@@ -118,11 +112,13 @@ class Scheduler:
                 continue
             self._running.append(self._waiting.popleft())
             request.admitted_at = request.admitted_at or time.perf_counter()
+            self._end_if_unwritten(request)
 
     def _has_room_for(self, request: Request) -> bool:
         requests = [*self._running, request]
         longest = max(self._target.longest, *(len(r.token_ids) for r in requests))
-        return self._target.has_room(len(requests), longest, self._missing_state_bytes(requests))
+        missing = self._prompts.missing_state_bytes(requests)
+        return self._target.has_room(len(requests), longest, missing)
 
     def _leave(self, request: Request) -> None:
         """Remove a request from the queue or from the batch."""
@@ -131,72 +127,28 @@ class Scheduler:
             self._speculation.release(request)
         elif request in self._running:
             self._release(request)
-        request.closed = True
+        request.close()
 
     def _release(self, request: Request) -> None:
         self._running.remove(request)
         if request.failure is not None:  # its KV may hold NaN
             self._target.wipe(request.key)
         self._target.remove(request.key)
-        self._hidden.pop(request.key, None)
+        self._prompts.forget(request)
         self._speculation.release(request)
 
-    # Sources
-
-    def _has_source(self, request: Request) -> bool:
-        """Whether the request's row has what its decoder reads."""
-        return not self._reads_source or self._target.has_source(request.key)
-
-    def _missing_state_bytes(self, requests: Sequence[Request]) -> int:
-        """Bytes of the sources that no row has yet. Requests with the same one share them."""
-        if not self._reads_source:
-            return 0
-        read = {r.source for r in self._running if self._has_source(r)}
-        return sum(map(self._target.state_bytes, {r.source for r in requests} - read))
-
-    def _read_source(self, request: Request) -> int:
-        """Give the request's row its source; returns the positions that the encoder computed."""
-        source, key = request.source, request.key
-        assert source is not None, "requests of an encoder-decoder have one"
-        known = self._known_state(source)
-        if known is not None:
-            self._target.share_state(key, known)
-            if not request.metrics.preemptions:
-                request.metrics.cached_source_tokens = len(source)
-            return 0
-        began = time.perf_counter()
-        self._target.encode(key, source)
-        request.metrics.encode_seconds += time.perf_counter() - began
-        if self._prefixes is not None:
-            self._prefixes.keep_state(source, self._target.row_state(key))
-        return len(source)
-
-    def _known_state(self, source: Source) -> RowState | None:
-        """What the encoder made of a source that a running request has read, or an earlier one."""
-        for other in self._running:
-            if other.source == source and self._has_source(other):
-                return self._target.row_state(other.key)
-        return None if self._prefixes is None else self._prefixes.state_of(source)
-
     # Prompts
-
-    def _is_ready(self, request: Request) -> bool:
-        """Whether all that the next step reads is computed."""
-        return not self._num_missing(request) and self._has_source(request)
-
-    def _num_missing(self, request: Request) -> int:
-        """Tokens whose KV must still be computed. The last token needs none yet (invariant 1)."""
-        return len(request.token_ids) - 1 - self._target.cached(request.key)
 
     def _prefill(self) -> None:
         """Compute at most `max_num_batched_tokens` prompt tokens, the oldest requests first."""
         left = self._max_num_batched_tokens
         while left > 0:
-            request = next((r for r in self._running if not self._is_ready(r)), None)
+            request = next((r for r in self._running if not self._prompts.is_ready(r)), None)
             if request is None:
                 return
             try:
-                left -= self._prefill_chunk(request, left)
+                left -= self._prompts.compute(request, left)
+                self._end_if_unwritten(request)
             except AssertionError:
                 raise
             except Exception as error:
@@ -206,57 +158,11 @@ class Scheduler:
                     request.fail(error)
                     self._leave(request)
 
-    def _prefill_chunk(self, request: Request, limit: int) -> int:
-        """Read a request's source, and compute at most `limit` tokens; returns how many, or 1."""
-        began = time.perf_counter()
-        spent = 0 if self._has_source(request) else self._read_source(request)
-        if spent < limit and self._num_missing(request):
-            spent += self._prefill_tokens(request, limit - spent)
-        request.metrics.prefill_seconds += time.perf_counter() - began
-        return max(1, spent)
-
-    def _prefill_tokens(self, request: Request, limit: int) -> int:
-        """Compute at most `limit` tokens of a request; returns how many."""
-        layers = self._speculation.hidden_layers([request])
-        if not self._target.cached(request.key):
-            self._restore_prefix(request, layers)
-        start = self._target.cached(request.key)
-        tokens = request.token_ids[start:-1][:limit]
-        self._show_hidden(request, start, self._target.prefill(request.key, tokens, layers))
-        if not self._num_missing(request):
-            self._store_prefix(request)
-        self._speculation.prefilled(request)
-        return len(tokens)
-
-    def _restore_prefix(self, request: Request, layers: tuple[int, ...]) -> None:
-        """Take the KV of the prompt's longest cached prefix; the last token needs none yet."""
-        if self._prefixes is None:
-            return
-        wanted = request.prompt_ids[: len(request.token_ids) - 1]
-        num_tokens, hidden = self._prefixes.restore(request.key, wanted, layers, request.source)
-        self._show_hidden(request, 0, hidden)
-        if not request.metrics.preemptions:
-            request.metrics.cached_prompt_tokens = num_tokens
-
-    def _show_hidden(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
-        """Show a prompt's hidden states to the drafter, and keep them for the prefix cache."""
-        if not hidden:
-            return
-        self._speculation.observe_prefill(request, start, hidden)
-        if self._prefixes is not None:
-            self._hidden.setdefault(request.key, []).append(hidden)
-
-    def _store_prefix(self, request: Request) -> None:
-        """Cache a prompt's KV, with its hidden states if the drafter asked for them."""
-        chunks = self._hidden.pop(request.key, [])
-        if self._prefixes is None:
-            return
-        layers = chunks[0] if chunks else ()
-        hidden = {layer: torch.cat([chunk[layer] for chunk in chunks]) for layer in layers}
-        stop = min(self._target.cached(request.key), len(request.prompt_ids))
-        if any(len(states) < stop for states in hidden.values()):
-            hidden = {}  # the drafter failed, and the later chunks have none
-        self._prefixes.store(request.key, request.prompt_ids[:stop], hidden, request.source)
+    def _end_if_unwritten(self, request: Request) -> None:
+        """End a request that wants no tokens (`max_tokens` 0) once its prompt is computed."""
+        if not request.remaining and self._prompts.is_ready(request):
+            request.end_unwritten()
+            self._leave(request)
 
     # Steps
 
@@ -265,7 +171,7 @@ class Scheduler:
 
         Drafts take positions, too. So a step without drafts is tried before any preemption.
         """
-        while batch := [r for r in self._running if self._is_ready(r)]:
+        while batch := [r for r in self._running if self._prompts.is_ready(r)]:
             try:
                 return step(self._target, self._speculation, batch)
             except (SlabFull, MemoryError, RuntimeError) as error:
@@ -308,7 +214,7 @@ class Scheduler:
         """Take the request's row. Its tokens do not change, so its drafter keeps its state."""
         self._running.remove(request)
         self._target.remove(request.key)
-        self._hidden.pop(request.key, None)
+        self._prompts.forget(request)
         self._waiting.appendleft(request)
         request.metrics.preemptions += 1
         _log.debug("a request of %d tokens lost its row to others", len(request.token_ids))

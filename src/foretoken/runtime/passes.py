@@ -8,7 +8,7 @@ manages the rows, and `source_rows.py` what they read.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Self
 
@@ -35,6 +35,9 @@ __all__ = ["Passes"]
 
 PREFILL_CHUNK = 256
 """Prompt tokens per pass: many enough to keep the kernels busy, few enough for a small mask."""
+
+SCORED_CHUNK = 64
+"""The same if all of them have logits, of which each takes the size of the vocabulary."""
 
 
 class Passes(SourceRows):
@@ -85,14 +88,17 @@ class Passes(SourceRows):
         tokens: Sequence[int],
         hidden_layers: tuple[int, ...] = (),
         states: Tensor | None = None,
+        read_logits: Callable[[Tensor], object] | None = None,
     ) -> Mapping[int, Tensor]:
-        """Compute and commit the KV of these tokens in chunks, without logits.
+        """Compute and commit the KV of these tokens in chunks.
 
         Args:
             key: the row.
             tokens: [n] what follows the row's committed tokens.
             hidden_layers: the layers whose hidden states are returned (see `Need`).
             states: [n, E] their states, for a drafting head.
+            read_logits: given the logits [chunk, V] after the tokens of each chunk, which are valid
+                until it returns; with None they are not computed.
 
         Returns:
             Layer id -> [n, E].
@@ -101,18 +107,21 @@ class Passes(SourceRows):
             SlabFull: there is no room for them. Then none is committed, because the hidden states
                 of the first ones would be lost.
         """
-        need = Need(logits=False, hidden=hidden_layers)
+        need = Need(logits=read_logits is not None, hidden=hidden_layers)
+        size = PREFILL_CHUNK if read_logits is None else SCORED_CHUNK
         chunks: dict[int, list[Tensor]] = {layer: [] for layer in hidden_layers}
         before = self.cached(key)
         try:
-            for start in range(0, len(tokens), PREFILL_CHUNK):
-                chunk = tokens[start : start + PREFILL_CHUNK]
+            for start in range(0, len(tokens), size):
+                chunk = tokens[start : start + size]
                 own = None if states is None else [states[start : start + len(chunk)]]
                 nodes = [tree_nodes(chain(chunk), 0, self.cached(key))]
                 (output,) = self._forward([key], nodes, need, own)
                 for layer, hidden in output.hidden.items():
                     chunks[layer].append(hidden)
                 self.commit(key, range(len(chunk)))
+                if read_logits is not None:
+                    read_logits(output.scores)
         except Exception:
             self.rollback(key, before)
             raise

@@ -139,7 +139,7 @@ def measure_speeds(
     prompts = [[1 + row % 7] for row in range(rows)]
     llm.generate(prompts[:1], SamplingParams(max_tokens=2))  # what is done only once
     began = time.perf_counter()
-    outputs = llm.generate(prompts, params)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     writing = time.perf_counter() - began
     texts = [each.token_ids for each in outputs]
     length = min(settings.max_length, 256, llm.max_model_len - 1)

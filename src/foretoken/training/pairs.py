@@ -125,7 +125,8 @@ class PairSource:
 
     def _answered(self, pairs: Sequence[Pair]) -> list[Conversation]:
         """What the target writes; where it begins to loop it is cut off."""
-        outputs = self._llm.generate([pair.prompt for pair in pairs], self._params)
+        prompts = [pair.prompt for pair in pairs]
+        outputs = self._llm.generate(prompts, self._params, use_tqdm=False)
         written = []
         for pair, output in zip(pairs, outputs, strict=True):
             opening, answer = output.prompt_token_ids, output.token_ids

@@ -14,7 +14,7 @@ from pydantic import model_validator
 
 from foretoken.control.evidence import LONGEST_CONTEXT, NUM_RANKS
 from foretoken.core.config import PathText
-from foretoken.core.params import Structured
+from foretoken.core.structured import Structured
 from foretoken.drafters.base import DrafterOptions
 from foretoken.drafters.sampled import SampledOptions
 

@@ -1,0 +1,117 @@
+"""The progress bar of `LLM.generate`, as vLLM's: prompts done, and tokens per second."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+from foretoken.engine.jobs import Job
+
+__all__ = ["UseTqdm", "progress_of"]
+
+UseTqdm: TypeAlias = bool | Callable[..., Any] | None
+"""Whether there is a bar, or what makes it (a class with tqdm's interface); see `LLM.generate`."""
+
+AFTER_SECONDS = 1.0
+"""A bar that nobody asked for comes so late, so that short calls show none."""
+
+EVERY_SECONDS = 0.1
+"""Between two updates."""
+
+
+@contextmanager
+def progress_of(jobs: Sequence[Job], wanted: UseTqdm) -> Iterator[Callable[[], object] | None]:
+    """Show the progress of jobs on stderr.
+
+    Args:
+        jobs: the jobs.
+        wanted: see `LLM.generate`.
+
+    Yields:
+        A function to call after each step; None if there is nothing to show.
+    """
+    if wanted is None:
+        shown = sum(len(job.requests) for job in jobs) > 1 and _somebody_looks()
+    else:
+        shown = wanted is not False and bool(jobs)
+    if not shown:
+        yield None
+        return
+    bar = _Bar(jobs, wanted if callable(wanted) else None, 0 if wanted else AFTER_SECONDS)
+    try:
+        yield bar.update
+    finally:
+        bar.close()
+
+
+class _Bar:
+    """A bar over the jobs of one call.
+
+    Args:
+        jobs: the jobs.
+        make: makes the bar; None takes tqdm's own, for terminals or notebooks.
+        delay: seconds before it is shown.
+    """
+
+    def __init__(self, jobs: Sequence[Job], make: Callable[..., Any] | None, delay: float) -> None:
+        self._jobs = jobs
+        self._make = make
+        self._bar: Any = None
+        self._done = 0
+        self._began = time.perf_counter()
+        self._next = self._began + delay
+        if not delay:
+            self._bar = self._made()
+
+    def update(self) -> None:
+        """Show where the jobs are, unless that was shown just now."""
+        if time.perf_counter() >= self._next:
+            self._show()
+            self._next = time.perf_counter() + EVERY_SECONDS
+
+    def close(self) -> None:
+        """Show the end, and leave the bar where it is."""
+        if self._bar is not None:
+            self._show()
+            self._bar.close()
+
+    def _show(self) -> None:
+        if self._bar is None:
+            self._bar = self._made()
+        done = sum(job.finished for job in self._jobs)
+        self._bar.set_postfix_str(self._speeds(), refresh=False)
+        self._bar.update(done - self._done)
+        self._bar.refresh()
+        self._done = done
+
+    def _made(self) -> Any:
+        if self._make is None:
+            from tqdm.auto import tqdm
+
+            self._make = tqdm
+        return self._make(
+            total=len(self._jobs),
+            desc="Processed prompts",
+            unit=" prompts",
+            dynamic_ncols=True,
+            mininterval=math.inf,  # drawn by `refresh` alone
+        )
+
+    def _speeds(self) -> str:
+        """Tokens of prompts that have been read, and of outputs, per second."""
+        requests = [request for job in self._jobs for request in job.requests]
+        read = sum(len(r.input_ids) for r in requests if r.metrics.generated_tokens or r.finished)
+        written = sum(request.metrics.generated_tokens for request in requests)
+        seconds = max(time.perf_counter() - self._began, 1e-9)
+        return f"input: {read / seconds:.1f} tokens/s, output: {written / seconds:.1f} tokens/s"
+
+
+def _somebody_looks() -> bool:
+    """Whether stderr is a terminal, or Python runs in a notebook."""
+    interactive = sys.modules.get("IPython")
+    shell = None if interactive is None else interactive.get_ipython()
+    return sys.stderr.isatty() or type(shell).__name__ == "ZMQInteractiveShell"

@@ -1,0 +1,126 @@
+"""`Runs`: jobs from the queue to their end, for callers who wait for them or read their chunks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+
+from foretoken.engine.jobs import Job
+from foretoken.engine.outbox import Outbox
+from foretoken.engine.scheduler import Scheduler
+from foretoken.engine.turns import Turns, Uninterrupted
+from foretoken.errors import RequestError
+from foretoken.outputs import RequestOutput, StreamChunk
+from foretoken.speculation import Speculation
+
+__all__ = ["Runs"]
+
+
+class Runs:
+    """Runs jobs on one scheduler, in turns with other threads.
+
+    Args:
+        turns: the engine's.
+        scheduler: advances the requests of all jobs together.
+        speculation: learns between the steps.
+    """
+
+    def __init__(self, turns: Turns, scheduler: Scheduler, speculation: Speculation) -> None:
+        self._turns = turns
+        self._scheduler = scheduler
+        self._speculation = speculation
+
+    def queue(self, jobs: Sequence[Job]) -> None:
+        """Queue the jobs' requests; to be called in a turn."""
+        for job in jobs:
+            for request in job.requests:
+                self._scheduler.add(request, job.strategy)
+
+    def step(self) -> None:
+        """Advance all requests by one step; to be called in a turn."""
+        if self._scheduler.busy:
+            began = time.perf_counter()
+            self._scheduler.step()
+            self._speculation.learn(time.perf_counter() - began)
+
+    def start(self, jobs: Sequence[Job]) -> None:
+        """Queue the jobs' requests."""
+        self._turns.take(lambda: self.queue(jobs))
+
+    def end(self, jobs: Sequence[Job]) -> None:
+        """Abort those of these jobs that have not ended."""
+        if all(job.finished for job in jobs):
+            return
+        with Uninterrupted():  # even while it waits for its turn
+            self._turns.take(lambda: self._scheduler.abort(r for job in jobs for r in job.requests))
+
+    def run(
+        self, jobs: Sequence[Job], after_step: Callable[[], object] | None = None
+    ) -> list[RequestOutput]:
+        """Queue the jobs, step until they have ended, and collect their results.
+
+        Args:
+            jobs: the jobs.
+            after_step: called between two steps, if it is given.
+
+        Raises:
+            RequestError: a request ended with an error; `outputs` has the results of all jobs.
+        """
+        new = list(jobs)
+
+        def advance() -> None:
+            self.queue(new)
+            new.clear()
+            self.step()
+
+        # A SIGINT is delivered only between two steps, where `end` is sure to run.
+        with Uninterrupted() as uninterrupted:
+            try:
+                while not all(job.finished for job in jobs):
+                    uninterrupted.deliver()
+                    self._turns.take(
+                        advance,
+                        unless=lambda: uninterrupted.pending or all(job.finished for job in jobs),
+                    )
+                    if after_step is not None:
+                        after_step()
+            finally:
+                if not new:
+                    self.end(jobs)
+        return _results(jobs)
+
+    def stream(self, jobs: Sequence[Job]) -> Generator[StreamChunk, None, None]:
+        """Queue the jobs and yield their chunks; closing the generator aborts those that run.
+
+        Raises:
+            RequestError: a request ended with an error; it comes behind the chunks of all jobs.
+        """
+        outbox = Outbox()
+        outbox.watch(jobs)
+        open_outputs = sum(len(job.requests) for job in jobs)
+        try:
+            self.start(jobs)
+            while open_outputs:
+                for job in outbox.take():
+                    for chunk in job.take():
+                        open_outputs -= chunk.finished
+                        yield chunk
+                if open_outputs and not outbox:  # steps of other threads bring news, too
+                    self._turns.take(self.step, unless=lambda: bool(outbox))
+        finally:
+            self.end(jobs)
+        _results(jobs)
+
+
+def _results(jobs: Sequence[Job]) -> list[RequestOutput]:
+    """What the jobs have brought.
+
+    Raises:
+        RequestError: a request ended with an error.
+    """
+    results = [job.result() for job in jobs]
+    for job in jobs:
+        for request in job.requests:
+            if request.failure is not None:
+                raise RequestError(str(request.error), results) from request.failure
+    return results
