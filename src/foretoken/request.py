@@ -301,8 +301,9 @@ class Request:
     def close(self) -> None:
         """Mark that the request does not change any more."""
         self.closed = True
-        if self.on_news is not None:
-            self.on_news()
+        tell, self.on_news = self.on_news, None  # nobody keeps the request in memory from here on
+        if tell is not None:
+            tell()
 
     def _append(
         self, token: int, origin: Origin, logprobs: TokenLogprobs | None = None

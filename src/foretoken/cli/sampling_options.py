@@ -81,6 +81,8 @@ class SamplingOptions:
         from foretoken.core.params import SamplingParams
 
         fields = {name: value for name, value in asdict(self).items() if value is not None}
+        if self.max_tokens == 0:  # only reads the prompt, which shows nothing here
+            raise UsageError("--max-tokens: input should be at least 1, got 0")
         if self.temperature is None:
             fields["temperature"] = 0.0
             for name in ("top_k", "top_p", "min_p"):

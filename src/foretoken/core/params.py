@@ -120,6 +120,10 @@ class SamplingParams(Config):
         "flat_logprobs": "use 'logprobs', which has one form.",
         "output_kind": "call stream() for deltas, and generate() for whole outputs.",
         "stream_interval": "join the chunks of stream() as you like.",
+        "use_beam_search": "use 'beam_width' with temperature 0.",
+        "thinking_token_budget": "there is no such limit.",
+        "repetition_detection": "there is no such end; 'frequency_penalty' makes it rare.",
+        "trace_decode_token_ids": "use 'prompt_logprobs' to score a given text.",
         "extra_args": "write a drafter or a rule of your own: docs/extending.md.",
         "guided_decoding": f"{_STRUCTURED}.",
         **{
@@ -186,6 +190,11 @@ class SamplingParams(Config):
         if "" in value:
             raise ValueError("a stop string cannot be empty")
         return tuple(value)
+
+    @field_validator("stop_token_ids", mode="before")
+    @classmethod
+    def _none_is_no_token(cls, value: Any) -> Any:
+        return () if value is None else value
 
     @field_validator("bad_words")
     @classmethod
