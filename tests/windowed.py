@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tests.tiny import CONTEXT, GROUPED, VOCAB_SIZE
 
@@ -45,15 +45,20 @@ OWN_ATTENTION: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def windowed_config(name: str, **overrides: Any) -> PreTrainedConfig:
+    """The configuration of a model of `WINDOWED` or `OWN_ATTENTION`."""
+    model_type, fields = {**WINDOWED, **OWN_ATTENTION}[name]
+    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    return AutoConfig.for_model(
+        model_type, vocab_size=VOCAB_SIZE, **{**special, **fields, **overrides}
+    )
+
+
 def windowed_model(
     name: str, dtype: torch.dtype = torch.float32, **overrides: Any
 ) -> PreTrainedModel:
-    """A model of `WINDOWED` or `OWN_ATTENTION`."""
-    model_type, fields = {**WINDOWED, **OWN_ATTENTION}[name]
-    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    config = AutoConfig.for_model(
-        model_type, vocab_size=VOCAB_SIZE, **{**special, **fields, **overrides}
-    )
+    """A model of `WINDOWED` or `OWN_ATTENTION`; the same arguments give the same weights."""
+    config = windowed_config(name, **overrides)
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     for parameter_name, parameter in model.named_parameters():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,23 +11,27 @@ from transformers import PreTrainedModel
 
 from foretoken import LLM, CompatibilityError, SamplingParams
 from foretoken.core.tree import TokenTree, chain
-from foretoken.runtime.choose import network_for
+from foretoken.runtime.cpu import PackedLinear
 from foretoken.runtime.inputs import PassInputs, RowNodes, tree_nodes
+from foretoken.runtime.lean import LeanDecoder
 from foretoken.runtime.llama import LlamaWeights
 from foretoken.runtime.module import ModuleNetwork
 from foretoken.runtime.native.decoder import NativeDecoder
 from foretoken.runtime.network import Network, WindowedNetwork
+from foretoken.runtime.passes import Passes
+from foretoken.runtime.share import decoder_layers
 from foretoken.runtime.target import Target
 from foretoken.runtime.windows import Window, layer_windows, windows_by_kind
 from tests.runtime.on_device import use_cuda_runtime
 from tests.runtime.test_cuda_network import check_a_life, targets
-from tests.tiny import VOCAB_SIZE, reference_greedy
-from tests.windowed import OWN_ATTENTION, WINDOW, WINDOWED, windowed_model
+from tests.tiny import CONTEXT, VOCAB_SIZE, reference_greedy
+from tests.windowed import OWN_ATTENTION, WINDOW, WINDOWED, windowed_config, windowed_model
 
 TREE = TokenTree((5, 3, 5, 8, 9, 7, 1, 2, 4, 6, 8), (-1, 0, 0, 1, 3, 2, 2, 5, 7, 8, 9))
 """A chain of 8 below the root is longer than a window of 3, with other branches between."""
 PROMPT = [(7 * i * i + 3 * i) % VOCAB_SIZE for i in range(3 * WINDOW)]
-GREEDY = SamplingParams(temperature=0, max_tokens=WINDOW + 4, ignore_eos=True)
+MOST = WINDOW + 2
+GREEDY = SamplingParams(temperature=0, max_tokens=MOST, ignore_eos=True)
 
 
 def tokens_of(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
@@ -66,12 +72,12 @@ def test_a_window_that_hides_nothing_costs_nothing() -> None:
 
 def test_windows_of_configurations() -> None:
     sliding, chunks = Window(WINDOW), Window(WINDOW, chunked=True)
-    found = {name: layer_windows(windowed_model(name).config) for name in WINDOWED}
+    found = {name: layer_windows(windowed_config(name)) for name in WINDOWED}
     assert found["mistral"] == found["phi3"] == (sliding, sliding)
     assert found["qwen2"] == found["qwen3"] == (None, sliding)
     assert found["gemma2"] == found["gemma3"] == found["gpt_oss"] == (sliding, None)
     assert found["llama4"] == (chunks, chunks)
-    unused = windowed_model("qwen2", use_sliding_window=False).config
+    unused = windowed_config("qwen2", use_sliding_window=False)
     assert layer_windows(unused) == (None, None)
     assert not windows_by_kind(unused)
 
@@ -79,18 +85,29 @@ def test_windows_of_configurations() -> None:
 # Networks
 
 
-def networks(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Network]:
-    model = windowed_model(name, dtype)
-    found: dict[str, Network] = {"module": ModuleNetwork.packed(model)}
-    if name in ("mistral", "qwen2", "qwen3"):
-        found["lean"] = network_for(model, runtime="torch")
-        found["native"] = NativeDecoder(LlamaWeights(model))
-    return found
+NATIVE = ("mistral", "qwen2", "qwen3")
+
+
+def network_of(model: PreTrainedModel, kind: str) -> Network:
+    if kind == "native":
+        return NativeDecoder(LlamaWeights(model))
+    if kind == "lean":
+        return LeanDecoder(LlamaWeights(model), PackedLinear)
+    return ModuleNetwork.packed(model)
+
+
+def passes_of(model: PreTrainedModel, network: Network, *prompts: list[int]) -> Passes:
+    """Rows with these prompts."""
+    passes = Passes(network, CONTEXT, model.dtype, torch.device("cpu"))
+    for key, prompt in enumerate(prompts):
+        passes.add(key)
+        passes.prefill(key, prompt)
+    return passes
 
 
 NETWORKS = [
     *((name, "module") for name in (*WINDOWED, *OWN_ATTENTION)),
-    *((name, kind) for name in ("mistral", "qwen2", "qwen3") for kind in ("lean", "native")),
+    *((name, kind) for name in NATIVE for kind in ("lean", "native")),
 ]
 
 
@@ -101,18 +118,23 @@ def own(model: PreTrainedModel, tokens: list[int]) -> Tensor:
     return logits
 
 
+@pytest.mark.parametrize("name", WINDOWED)
+def test_the_window_matters(name: str) -> None:
+    wide: dict[str, Any] = {
+        "attention_chunk_size" if name == "llama4" else "sliding_window": CONTEXT
+    }
+    found = own(windowed_model(name, **wide), PROMPT)
+    expected = own(windowed_model(name), PROMPT)
+    torch.testing.assert_close(found[:WINDOW], expected[:WINDOW], atol=1e-4, rtol=1e-4)
+    assert (found[WINDOW:] - expected[WINDOW:]).abs().amax() > 0.1
+
+
 @pytest.mark.parametrize(("name", "kind"), NETWORKS)
 def test_a_tree_beyond_the_window(name: str, kind: str) -> None:
     """Two rows, of which one is behind its window. Their nodes get the model's own logits."""
-    model = windowed_model(name)
-    network = networks(name)[kind]
-    assert network.name == kind
-    target = Target(model).with_network(network)
-    contexts = [PROMPT, [4, 2]]
-    for key, context in enumerate(contexts):
-        target.add(key)
-        target.prefill(key, context)
-    found = [output.scores.clone() for output in target.verify([0, 1], [TREE, TREE])]
+    model, contexts = windowed_model(name), [PROMPT, [4, 2]]
+    passes = passes_of(model, network_of(model, kind), *contexts)
+    found = [output.scores.clone() for output in passes.verify([0, 1], [TREE, TREE])]
     leaves = set(range(len(TREE))) - set(TREE.parents)
     for context, scores in zip(contexts, found, strict=True):
         for leaf in leaves:
@@ -130,29 +152,25 @@ def test_a_tree_beyond_the_window(name: str, kind: str) -> None:
 def test_bits(name: str, kind: str, dtype: torch.dtype) -> None:
     """Invariant 7: alone, in chunks, in a batch and, on the native runtime, in trees."""
     model = windowed_model(name, dtype)
-    target = Target(model).with_network(networks(name, dtype)[kind])
-    target.add(0)
-    target.prefill(0, PROMPT)
-    target.add(1)
-    target.prefill(1, PROMPT[:3])
+    passes = passes_of(model, network_of(model, kind), PROMPT, PROMPT[:3])
     steps = chain(PROMPT[:14])
-    alone = target.verify([0], [steps])[0].scores.clone()
-    beside, _ = target.verify([0, 1], [chain(PROMPT[:6]), TREE])
+    alone = passes.verify([0], [steps])[0].scores.clone()
+    beside, _ = passes.verify([0, 1], [chain(PROMPT[:6]), TREE])
     assert torch.equal(beside.scores, alone[:6])
-    target.commit(0, range(5))
-    assert torch.equal(target.verify([0], [chain(PROMPT[5:9])])[0].scores, alone[5:9])
-    if target.network.exact_trees:
+    passes.commit(0, range(5))
+    assert torch.equal(passes.verify([0], [chain(PROMPT[5:9])])[0].scores, alone[5:9])
+    if passes.network.exact_trees:
         grown = TokenTree(
             (PROMPT[5], 9, *PROMPT[6:9], 1, *PROMPT[9:14]),
             (-1, 0, 0, 2, 3, 3, 4, 6, 7, 8, 9),
         )
         path = [0, *grown.path(len(grown) - 1)]
-        assert torch.equal(target.verify([0], [grown])[0].scores[path], alone[5:14])
+        assert torch.equal(passes.verify([0], [grown])[0].scores[path], alone[5:14])
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss", "bloom", "falcon"])
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "bloom", "falcon"])
 def test_windows_in_graphs(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    small = {} if name in OWN_ATTENTION else {"sliding_window": 3}
+    small: dict[str, Any] = {} if name in OWN_ATTENTION else {"sliding_window": 3}
     ours, oracle = targets(monkeypatch, windowed_model(name, **small))
     check_a_life(ours, oracle)
 
@@ -162,50 +180,42 @@ def test_windows_in_graphs(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     [("qwen2", "native"), ("qwen2", "lean"), ("gemma2", "module"), ("bloom", "module")],
 )
 def test_parts_keep_their_windows(name: str, kind: str) -> None:
-    """The second layer has the window (Gemma 2: the first one)."""
-    model = windowed_model(name)
-    network = networks(name)[kind]
-    first = windowed_model(name)
-    del first.base_model.get_submodule("h" if name == "bloom" else "layers")[1:]  # type: ignore[operator]
+    model, first = windowed_model(name), windowed_model(name)
+    del decoder_layers(first)[1:]
     first.config.num_hidden_layers = 1
-    target = Target(model)
+    network = network_of(model, kind)
     for part, oracle in ((network.first_layers(1), first), (network.first_layers(2), model)):
-        with_part = target.with_network(part)
-        with_part.add(0)
-        with_part.prefill(0, PROMPT[:-1])
-        (found,) = with_part.verify([0], [chain(PROMPT[-1:])])
+        (found,) = passes_of(model, part, PROMPT[:-1]).verify([0], [chain(PROMPT[-1:])])
         expected = own(oracle, PROMPT)[-1:]
         torch.testing.assert_close(found.scores, expected, atol=2e-3, rtol=1e-3)
-        with_part.remove(0)
 
 
 # Generation
 
 
+def drafting(model: PreTrainedModel) -> LLM:
+    config = {"method": "ngram", "prompt_lookup_min": 1, "controller": "fixed"}
+    return LLM(model, speculative_config=config)
+
+
 @pytest.mark.parametrize("name", [*WINDOWED, *OWN_ATTENTION])
 def test_greedy_output_is_that_of_generate(name: str) -> None:
-    """Trees drafted by the model itself, beside another row, far beyond the window."""
-    model = windowed_model(name)
-    drafting = {"model": model, "tree": [2, 1, 1], "controller": "fixed"}
-    llm = LLM(model, speculative_config=drafting)
-    prompts = [PROMPT, PROMPT[5:9]]
-    expected = [reference_greedy(model, prompt, GREEDY.max_tokens) for prompt in prompts]
-    assert tokens_of(llm, prompts) == expected
-    if name not in OWN_ATTENTION:
-        wide = windowed_model(
-            name, **{("attention_chunk_size" if name == "llama4" else "sliding_window"): 200}
-        )
-        assert reference_greedy(wide, PROMPT, GREEDY.max_tokens) != expected[0]
+    """Far beyond the window, in a batch."""
+    model, prompts = windowed_model(name), [PROMPT, PROMPT[5:9]]
+    expected = [reference_greedy(model, prompt, MOST) for prompt in prompts]
+    assert tokens_of(drafting(model), prompts) == expected
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "bloom"])
-def test_chunks_prefixes_and_preemption(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_and_known_prefixes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = windowed_model(name)
-    prompts = [[*PROMPT, i] for i in range(4)]
-    expected = tokens_of(LLM(model), prompts)
-    monkeypatch.setattr("foretoken.runtime.passes.PREFILL_CHUNK", 5)
-    llm = LLM(model, speculative_config={"method": "ngram"}, max_num_seqs=2)
-    assert tokens_of(llm, prompts) == tokens_of(llm, prompts) == expected
+    long = [*PROMPT, *PROMPT, *PROMPT]  # longer than a block of the prefix cache
+    prompts = [long, [*long, 1], [*long[:-3], 2]]
+    expected = [reference_greedy(model, prompt, MOST) for prompt in prompts]
+    monkeypatch.setattr("foretoken.runtime.passes.PREFILL_CHUNK", 11)
+    llm = drafting(model)
+    for _ in range(2):
+        assert tokens_of(llm, prompts) == expected
 
 
 # Checks at construction
@@ -227,7 +237,8 @@ def test_a_window_by_slots_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_network_can_be_narrowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for network in networks("mistral").values():
-        assert isinstance(network, WindowedNetwork)
+    model = windowed_model("mistral")
+    for kind in ("module", "lean", "native"):
+        assert isinstance(network_of(model, kind), WindowedNetwork)
     use_cuda_runtime(monkeypatch)
     assert isinstance(Target(windowed_model("phi3")).network, WindowedNetwork)

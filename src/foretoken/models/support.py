@@ -6,6 +6,8 @@ every model it takes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -106,14 +108,16 @@ def _check_encoder_decoder(name: str, config: PreTrainedConfig) -> None:
 
 def _check_rope(name: str, config: PreTrainedConfig, max_model_len: int) -> None:
     """Refuse rotary frequencies that depend on the longest row of a pass."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    own = rope.get("original_max_position_embeddings")
-    if rope.get("rope_type") in ("dynamic", "longrope") and not (own and max_model_len <= own):
-        advice = f"; set max_model_len={own} or less to use it" if own else ""
-        raise CompatibilityError(
-            f"{name} scales its rotary frequencies by the longest row of a batch "
-            f"('{rope['rope_type']}'), so outputs would depend on the batch{advice}."
-        )
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_kind = [rope for rope in parameters.values() if isinstance(rope, Mapping)]  # as Gemma 3
+    for rope in by_kind or [parameters]:
+        own = rope.get("original_max_position_embeddings")
+        if rope.get("rope_type") in ("dynamic", "longrope") and not (own and max_model_len <= own):
+            advice = f"; set max_model_len={own} or less to use it" if own else ""
+            raise CompatibilityError(
+                f"{name} scales its rotary frequencies by the longest row of a batch "
+                f"('{rope['rope_type']}'), so outputs would depend on the batch{advice}."
+            )
 
 
 def _check_temperature(name: str, config: PreTrainedConfig, max_model_len: int) -> None:
