@@ -27,6 +27,7 @@ from foretoken.runtime.target import Target
 from tests.drafting import RandomTrees, scheduler_of
 from tests.tiny import CONTEXT, tiny_model
 from tests.tiny_seq2seq import tiny_seq2seq
+from tests.windowed import windowed_model
 
 
 def test_trees_with_a_rule_for_chains() -> None:
@@ -76,17 +77,6 @@ def test_draft_model_with_another_vocabulary() -> None:
         LLM(tiny_model(), speculative_config=config)
 
 
-def test_sliding_window_smaller_than_the_context() -> None:
-    model = tiny_model("mistral", sliding_window=64)
-    with pytest.raises(CompatibilityError, match=r"window of 64 .* max_model_len=64"):
-        LLM(model)
-    assert LLM(model, max_model_len=64).max_model_len == 64
-
-
-def test_sliding_window_as_large_as_the_context() -> None:
-    assert LLM(tiny_model("mistral", sliding_window=CONTEXT)).bit_exact
-
-
 def small(model_type: str, **fields: Any) -> PreTrainedModel:
     config = AutoConfig.for_model(model_type, vocab_size=96, **fields)
     torch.manual_seed(0)
@@ -100,35 +90,24 @@ def test_recurrent_state() -> None:
         LLM(model)
 
 
-def gemma2(sliding_window: int) -> PreTrainedModel:
-    return small(
-        "gemma2",
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        sliding_window=sliding_window,
-        max_position_embeddings=64,
-    )
+def test_layers_that_choose_their_keys() -> None:
+    model = tiny_model()
+    model.config.layer_types = ["full_attention", "indexed_attention"]
+    with pytest.raises(CompatibilityError, match="kind 'indexed_attention', which choose"):
+        LLM(model)
 
 
-def test_alternating_windows() -> None:
-    with pytest.raises(CompatibilityError, match="window of 16"):
-        LLM(gemma2(sliding_window=16))
+def test_attention_outside_the_interface() -> None:
+    with pytest.raises(CompatibilityError, match="does not use Transformers' attention interface"):
+        LLM(small("gptj", n_embd=32, n_layer=2, n_head=2, rotary_dim=8))
 
 
-def test_attention_that_ours_does_not_do() -> None:
-    """Gemma 2 caps its attention logits: refused even where its window is large enough."""
-    with pytest.raises(CompatibilityError, match="softcap"):
-        LLM(gemma2(sliding_window=64))
-
-
-def test_positions_that_do_not_come_from_position_ids() -> None:
-    """ALiBi biases by the distance in the cache, which a branch does not have."""
-    with pytest.raises(CompatibilityError):
-        LLM(small("bloom", hidden_size=32, n_layer=2, n_head=2))
+def test_queries_scaled_by_their_place_in_the_cache() -> None:
+    """Llama 4 counts what is cached, where a node of a tree has another position."""
+    model = windowed_model("llama4", attn_temperature_tuning=True, floor_scale=64)
+    with pytest.raises(CompatibilityError, match=r"from position 64 on .* max_model_len=63"):
+        LLM(model)
+    assert LLM(model, max_model_len=63).max_model_len == 63
 
 
 def test_rotary_frequencies_chosen_by_the_longest_row() -> None:

@@ -6,6 +6,8 @@ every model it takes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -16,6 +18,10 @@ __all__ = ["check_supported", "context_length", "default_device", "default_dtype
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "recurrent"}
+
+REBUILT_ATTENTION = {"bloom", "falcon", "mpt"}
+"""Types of models whose attention `runtime.own_attention` computes."""
 
 REFUSED_SOURCES = {
     "bigbird_pegasus": "its encoder attends to random blocks",
@@ -49,10 +55,11 @@ def context_length(config: PreTrainedConfig, max_model_len: int | None) -> int:
 def _own_context(config: PreTrainedConfig) -> int | None:
     """Most positions of the decoder; None if it has no limit, as T5, whose positions are relative.
 
-    Whisper gives its two stacks limits of their own.
+    Whisper gives its two stacks limits of their own, and MPT has another name for it.
     """
-    found = getattr(config, "max_target_positions", None)
-    own: int | None = found or getattr(config, "max_position_embeddings", None)
+    fields = ("max_target_positions", "max_position_embeddings", "max_seq_len")
+    found = (getattr(config, field, None) for field in fields)
+    own: int | None = next((limit for limit in found if limit), None)
     return own
 
 
@@ -69,13 +76,19 @@ def check_supported(model: PreTrainedModel, max_model_len: int) -> None:
         _check_encoder_decoder(name, model.config)
         return
     layers = set(getattr(config, "layer_types", None) or ())
-    if getattr(model, "_is_stateful", False) or layers - ATTENTION_LAYERS:
+    if getattr(model, "_is_stateful", False) or layers & RECURRENT_LAYERS:
         raise CompatibilityError(
             f"{name} keeps recurrent state, which cannot be rolled back after a rejected draft."
         )
-    _check_window(name, config, layers, max_model_len)
+    if others := sorted(layers - ATTENTION_LAYERS):
+        raise CompatibilityError(
+            f"{name} has layers of the kind '{others[0]}', which choose or compress the keys that "
+            "they attend to, so they cannot apply the mask of a token tree."
+        )
     _check_rope(name, config, max_model_len)
-    if not getattr(model, "_supports_attention_backend", False):
+    _check_temperature(name, config, max_model_len)
+    rebuilt = config.model_type in REBUILT_ATTENTION
+    if not rebuilt and not getattr(model, "_supports_attention_backend", False):
         raise CompatibilityError(
             f"{name} does not use Transformers' attention interface, so it cannot apply the "
             "mask of a token tree."
@@ -95,30 +108,27 @@ def _check_encoder_decoder(name: str, config: PreTrainedConfig) -> None:
 
 def _check_rope(name: str, config: PreTrainedConfig, max_model_len: int) -> None:
     """Refuse rotary frequencies that depend on the longest row of a pass."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    own = rope.get("original_max_position_embeddings")
-    if rope.get("rope_type") in ("dynamic", "longrope") and not (own and max_model_len <= own):
-        advice = f"; set max_model_len={own} or less to use it" if own else ""
-        raise CompatibilityError(
-            f"{name} scales its rotary frequencies by the longest row of a batch "
-            f"('{rope['rope_type']}'), so outputs would depend on the batch{advice}."
-        )
-
-
-def _check_window(
-    name: str, config: PreTrainedConfig, layers: set[str], max_model_len: int
-) -> None:
-    windows = {
-        "sliding_attention": getattr(config, "sliding_window", None),
-        "chunked_attention": getattr(config, "attention_chunk_size", None),
-    }
-    for kind, window in windows.items():
-        used = kind in layers if layers else window is not None
-        if used and window is not None and window < max_model_len:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_kind = [rope for rope in parameters.values() if isinstance(rope, Mapping)]  # as Gemma 3
+    for rope in by_kind or [parameters]:
+        own = rope.get("original_max_position_embeddings")
+        if rope.get("rope_type") in ("dynamic", "longrope") and not (own and max_model_len <= own):
+            advice = f"; set max_model_len={own} or less to use it" if own else ""
             raise CompatibilityError(
-                f"{name} attends to a window of {window} tokens, less than its context of "
-                f"{max_model_len}; set max_model_len={window} or less to use it."
+                f"{name} scales its rotary frequencies by the longest row of a batch "
+                f"('{rope['rope_type']}'), so outputs would depend on the batch{advice}."
             )
+
+
+def _check_temperature(name: str, config: PreTrainedConfig, max_model_len: int) -> None:
+    """Refuse Llama 4's scaling of queries where it begins: it counts places in the cache."""
+    first = getattr(config, "floor_scale", None)
+    if getattr(config, "attn_temperature_tuning", False) and first and max_model_len >= first:
+        raise CompatibilityError(
+            f"{name} scales queries from position {first} on by their place in the KV cache, which "
+            "is not the position of a node in a token tree; set "
+            f"max_model_len={int(first) - 1} or less to use it."
+        )
 
 
 def default_device(device: str | torch.device) -> torch.device:

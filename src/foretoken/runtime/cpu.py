@@ -8,7 +8,7 @@ another order. The int8 kernel gives the same bits for any number of rows.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -145,9 +145,16 @@ def pack(model: PreTrainedModel, linear: type[PackedLinear | Int8Linear]) -> Pre
     return packed
 
 
+def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module is a linear layer, and no subclass that computes more (some routers do)."""
+    kind = type(module)
+    same = kind.forward is nn.Linear.forward or kind.__name__ == "FalconLinear"
+    return isinstance(module, nn.Linear) and same
+
+
 def _pack_children(module: nn.Module, linear: type[PackedLinear | Int8Linear]) -> None:
     for name, child in module.named_children():
-        if isinstance(child, nn.Linear):
+        if _is_plain(child):
             setattr(module, name, linear(child.weight, child.bias))
         elif isinstance(child, Conv1D):  # GPT-2's linear layer, with a transposed weight
             setattr(module, name, linear(child.weight.T, child.bias))

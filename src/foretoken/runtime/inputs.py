@@ -21,6 +21,7 @@ from torch import Tensor
 
 from foretoken.core.tree import TokenTree
 from foretoken.runtime.attention import padded_rows
+from foretoken.runtime.windows import Window
 
 __all__ = ["PassInputs", "RowNodes", "masked_nodes", "tree_nodes"]
 
@@ -155,6 +156,30 @@ class PassInputs:
                 hidden[index, node, tail] = False
         mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, -torch.inf)
         return mask[:, None].to(self.device)
+
+    @cached_property
+    def ranks(self) -> Tensor:
+        """[B, padded_rows(N), S] the position of each slot that a node sees; else meaningless.
+
+        It is the number of slots seen before, because a node sees one slot per position.
+        """
+        return (self.mask[:, 0] == 0).cumsum(-1) - 1
+
+    def mask_within(self, window: Window | None) -> Tensor:
+        """`mask` for layers with this window; the same tensor if the window hides nothing."""
+        if window is None or self.span <= window.size:
+            return self.mask
+        if window not in self._narrower:
+            padding = padded_rows(self.nodes) - self.nodes
+            first = window.first(F.pad(self.positions, (0, padding)))  # [B, padded N]
+            hidden = (self.ranks < first[..., None])[:, None]
+            self._narrower[window] = self.mask.masked_fill(hidden, -torch.inf)
+        return self._narrower[window]
+
+    @cached_property
+    def _narrower(self) -> dict[Window, Tensor]:
+        """Masks that `mask_within` has made."""
+        return {}
 
     @cached_property
     def used(self) -> Tensor | None:

@@ -31,6 +31,7 @@ from foretoken.runtime.llama import (
     MixedInput,
 )
 from foretoken.runtime.network import Need, PassOutput
+from foretoken.runtime.windows import Window, resized
 
 __all__ = ["DenseLinear", "LeanDecoder", "Linear", "LinearLayer"]
 
@@ -88,6 +89,7 @@ class _Layer:
     mlp_norm: Tensor
     gate_up: Linear
     down: Linear
+    window: Window | None
     attends: bool = True
     computes: bool = True
 
@@ -115,6 +117,7 @@ class LeanDecoder:
         self._layers = [
             _layer(index, weights.layer(index), linear) for index in range(weights.num_layers)
         ]
+        self._windows = {layer.window for layer in self._layers}
         self._head: Linear = linear(weights.head.weight, weights.head.bias).forward
 
     name = "lean"
@@ -145,8 +148,14 @@ class LeanDecoder:
 
     def _with(self, layers: list[_Layer]) -> LeanDecoder:
         other = copy(self)
-        other._layers = layers
+        other._layers, other._windows = layers, {layer.window for layer in layers}
         return other
+
+    def narrowed(self, size: int) -> LeanDecoder:
+        """See `WindowedNetwork.narrowed`."""
+        return self._with(
+            [replace(layer, window=resized(layer.window, size)) for layer in self._layers]
+        )
 
     def between(self, first: int, last: int) -> LeanDecoder:
         """See `ContinuingNetwork.between`."""
@@ -169,14 +178,14 @@ class LeanDecoder:
         x, joined = self._begin(inputs)
         cos, sin = self._angles_at(inputs.flat(inputs.positions))  # [T, 1, D]
         nodes, group = inputs.nodes, self._heads // self._key_heads
-        mask = grouped_mask(inputs.mask, nodes, group)
+        masks = {w: grouped_mask(inputs.mask_within(w), nodes, group) for w in self._windows}
         hidden: dict[int, Tensor] = {}
         for place, layer in enumerate(self._layers):
             if place in need.hidden:
                 hidden[place] = x
             if layer.attends:
                 read = self._normalised(x, layer.attention_norm) if joined is None else joined
-                x = x + self._attention(layer, read, (cos, sin), inputs, mask, slab)
+                x = x + self._attention(layer, read, (cos, sin), inputs, masks[layer.window], slab)
                 joined = None  # only the first layer of a drafting head reads it
             if layer.computes:
                 x = x + self._mlp(layer, x)
@@ -271,4 +280,5 @@ def _layer(index: int, weights: LayerWeights, linear: type[LinearLayer]) -> _Lay
         mlp_norm=weights.mlp_norm,
         gate_up=of(weights.gate_up),
         down=of(weights.down),
+        window=weights.window,
     )

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from foretoken.runtime.windows import Window, layer_windows
+
 __all__ = [
     "DecoderWeights",
     "JointInput",
@@ -83,6 +85,7 @@ class LayerWeights:
         mlp_norm: [E].
         gate_up: E -> 2 I.
         down: I -> E.
+        window: what the attention sees; None for the whole text.
     """
 
     attention_norm: Tensor | None
@@ -93,6 +96,7 @@ class LayerWeights:
     mlp_norm: Tensor
     gate_up: LinearWeights
     down: LinearWeights
+    window: Window | None = None
 
 
 @dataclass(frozen=True)
@@ -181,6 +185,7 @@ class LlamaWeights:
         self.head = LinearWeights.of(head)
         self.num_layers = len(body.layers)
         self._layers = body.layers
+        self._windows = layer_windows(config)
         self.rotary = Rotary(body.rotary_emb, self.embedding.device)
         self.joint: JointInput | MixedInput | None = None
 
@@ -197,6 +202,7 @@ class LlamaWeights:
             mlp_norm=layer.post_attention_layernorm.weight.detach(),
             gate_up=LinearWeights.of(mlp.gate_proj, mlp.up_proj),
             down=LinearWeights.of(mlp.down_proj),
+            window=self._windows[index],
         )
 
 

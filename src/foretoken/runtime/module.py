@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from copy import copy
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +20,9 @@ from foretoken.runtime.embedding import extended
 from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.kv_slab import KVSlab
 from foretoken.runtime.network import Need, PassOutput
+from foretoken.runtime.own_attention import rebuild
 from foretoken.runtime.share import decoder_layers, share
+from foretoken.runtime.windows import FULL, Window, resized, windows_by_kind
 
 __all__ = ["ModuleNetwork"]
 
@@ -37,8 +41,14 @@ class ModuleNetwork:
     def __init__(self, model: PreTrainedModel, least_nodes: int = 1) -> None:
         self.least_nodes = least_nodes
         model.train(False)
-        model.set_attn_implementation(IMPLEMENTATION)
+        self._bias = rebuild(model)
+        if self._bias is None:
+            model.set_attn_implementation(IMPLEMENTATION)
         self._model = model
+        config = model.config.get_text_config()
+        self._windows: dict[str, Window | None] = dict(windows_by_kind(config))
+        self._kinds = {FULL, *(getattr(config, "layer_types", None) or ())}
+        self._hybrid = getattr(config, "layer_types", None) is not None
         self._skips_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @classmethod
@@ -61,11 +71,12 @@ class ModuleNetwork:
     def forward(self, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:
         """See `Network.forward`; padding is computed, too."""
         keep = {"logits_to_keep": 1} if self._skips_logits and not need.logits else {}
-        with _HiddenStates(self._model, need.hidden) as hidden:
+        bias = nullcontext() if self._bias is None else self._bias.of(inputs)
+        with bias, _HiddenStates(self._model, need.hidden) as hidden:
             output = self._model(
                 input_ids=inputs.tokens,
                 position_ids=inputs.positions,
-                attention_mask=inputs.mask,
+                attention_mask=self._mask(inputs),
                 past_key_values=slab,
                 use_cache=True,
                 **keep,
@@ -77,6 +88,21 @@ class ModuleNetwork:
         return PassOutput(
             logits if need.last is None else logits[inputs.last_nodes(need.last)], hidden=flat
         )
+
+    def _mask(self, inputs: PassInputs) -> Tensor | dict[str, Tensor]:
+        """The mask, as modules take it from `generate()`: one, or one by kind of layers."""
+        if not self._windows:
+            return inputs.mask
+        if self._hybrid:
+            return {kind: inputs.mask_within(self._windows.get(kind)) for kind in self._kinds}
+        (window,) = self._windows.values()
+        return inputs.mask_within(window)
+
+    def narrowed(self, size: int) -> ModuleNetwork:
+        """See `WindowedNetwork.narrowed`."""
+        other = copy(self)
+        other._windows = {kind: resized(window, size) for kind, window in self._windows.items()}
+        return other
 
     def extend(self, rows: Tensor) -> int:
         """See `Network.extend`."""

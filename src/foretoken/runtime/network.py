@@ -32,6 +32,7 @@ __all__ = [
     "PassOutput",
     "RowState",
     "SourceNetwork",
+    "WindowedNetwork",
 ]
 
 
@@ -255,6 +256,18 @@ class ContinuingNetwork(Network, Protocol):
 
         Returns:
             The token id that stands for the first state; those of the others follow.
+        """
+        ...
+
+
+@runtime_checkable
+class WindowedNetwork(Network, Protocol):
+    """A network some of whose layers may see only what is near (`windows.py`)."""
+
+    def narrowed(self, size: int) -> Self:
+        """The network with windows of `size` tokens in place of its own, on the same weights.
+
+        A check of a few tokens then reaches beyond them.
         """
         ...
 

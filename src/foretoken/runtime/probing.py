@@ -8,7 +8,7 @@ of nodes (invariant 7).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -16,10 +16,12 @@ from transformers import PreTrainedModel
 
 from foretoken.core.source import Source
 from foretoken.core.tree import TokenTree, chain
-from foretoken.errors import CompatibilityError
+from foretoken.errors import CompatibilityError, ForetokenError
 from foretoken.runtime.attention import SHORT_SPAN
-from foretoken.runtime.network import Network, PassOutput, SourceNetwork
+from foretoken.runtime.network import Network, PassOutput, SourceNetwork, WindowedNetwork
 from foretoken.runtime.rows import INTERNAL_KEY
+from foretoken.runtime.share import share
+from foretoken.runtime.windows import Window, layer_windows, resize_windows
 
 __all__ = ["probe"]
 
@@ -30,6 +32,10 @@ TOLERANCE = {True: 1e-3, False: 0.25}
 QUANTIZATION_TOLERANCE = 0.8
 """The same for quantized weights. Logits that have nothing in common reach 1.1."""
 
+NARROW = 3
+"""Attention windows of so many tokens are checked: so few that the last nodes of the checked path
+do not see all of those whose slots and positions differ."""
+
 
 class Probed(Protocol):
     """The part of `Target` that the checks use."""
@@ -39,6 +45,10 @@ class Probed(Protocol):
     max_model_len: int
     device: torch.device
     dtype: torch.dtype
+
+    def with_network(self, network: Network) -> Self:
+        """The same rows under another network over the same layers."""
+        ...
 
     def add(self, key: int) -> None:
         """Open a row."""
@@ -79,42 +89,80 @@ def probe(target: Probed, model: PreTrainedModel, *, quantized: bool) -> bool:
             not finite, a path of the tree does not get the logits of the same tokens as a chain, or
             quantization spoils the logits.
     """
-    name, reads_source = type(model).__name__, isinstance(target.network, SourceNetwork)
+    exact = _check_tree(target, model, quantized=quantized)
+    windows = [w for w in _layer_windows(model) if w and w.size < target.max_model_len]
+    if windows:
+        assert isinstance(target.network, WindowedNetwork)
+        narrow = target.with_network(target.network.narrowed(NARROW))
+        limit = min(window.size for window in windows)
+        exact &= _check_tree(narrow, _narrowed(model), quantized=quantized, window=limit)
+    return exact and _same_bits(target, (_tokens(target, 5) * 4)[: target.max_model_len])
+
+
+def _tokens(target: Probed, count: int) -> list[int]:
+    """Different tokens, as far as the vocabulary has so many."""
     stride = max(1, target.vocab_size // 7)
-    a, b, c, d, e = (i * stride % target.vocab_size for i in range(5))
-    tree = TokenTree((b, c, d, e), (-1, 0, 0, 2))  # a b c  and  a b d e
+    return [i * stride % target.vocab_size for i in range(count)]
+
+
+def _check_tree(
+    target: Probed, model: PreTrainedModel, *, quantized: bool, window: int | None = None
+) -> bool:
+    """Check a tree, as `probe` says.
+
+    Args:
+        target: the target.
+        model: its Transformers module.
+        quantized: see `probe`.
+        window: the model's attention window, if both have a narrower one here.
+
+    Returns:
+        Whether a path of the tree had the bits of a chain, if the network promises that.
+
+    Raises:
+        CompatibilityError: see `probe`.
+    """
+    name, reads_source = type(model).__name__, isinstance(target.network, SourceNetwork)
+    a, b, c, *path = _tokens(target, 5 if window is None else 7)
+    parents = (-1, 0, 0, *range(2, len(path) + 1))
+    tree = TokenTree((b, c, *path), parents)  # a b c  and  a b d e ...
     try:
         tree_logits = _logits(target, [a], tree)
-        inputs = torch.tensor([[a, b, d, e]], device=target.device)
+        inputs = torch.tensor([[a, b, *path]], device=target.device)
         own = _own_logits(target, model, inputs)[1:]
-        as_chain = _logits(target, [a], chain([b, d, e]))
-    except (RuntimeError, TypeError, IndexError, AttributeError) as error:
+        as_chain = _logits(target, [a], chain([b, *path]))
+    except ForetokenError:  # our own reasons
+        raise
+    except (RuntimeError, TypeError, LookupError, AttributeError, ValueError) as error:
         raise CompatibilityError(
             f"{name} cannot be run with a 4-D mask, position ids and an external KV cache: "
             f"{str(error).splitlines()[0]}"
         ) from error
     if not own.isfinite().all():
         _refuse_weights(model)
-    path = tree_logits[[0, 2, 3]]  # b d e
+    on_path = tree_logits[[0, *range(2, len(tree))]]  # b d e ...
     if quantized and not _error(as_chain, own) <= QUANTIZATION_TOLERANCE:
         raise CompatibilityError(
             f"{name} computes quite different logits with quantized weights: use a finer "
             "quantization, or none."
         )
     expected = as_chain if quantized else own
-    if not _error(path, expected) <= TOLERANCE[target.dtype == torch.float32]:
+    if not _error(on_path, expected) <= TOLERANCE[target.dtype == torch.float32]:
         if reads_source:
             raise CompatibilityError(
                 f"{name} computes other logits than its parts do when they are put together as "
                 "those of BART or T5."
             )
+        if window is not None:
+            raise CompatibilityError(
+                f"{name} computes other logits beyond its attention window than with a mask of "
+                f"that window; set max_model_len={window} or less to use it."
+            )
         raise CompatibilityError(
             f"{name} computes other logits for a path of a token tree than for the same tokens as "
             "a chain: it ignores the 4-D mask or the position ids."
         )
-    if target.network.exact_trees and not torch.equal(path, as_chain):
-        return False
-    return _same_bits(target, ([a, b, c, d, e] * 4)[: target.max_model_len])
+    return not target.network.exact_trees or torch.equal(on_path, as_chain)
 
 
 def _refuse_weights(model: PreTrainedModel) -> NoReturn:
@@ -133,6 +181,17 @@ def _refuse_weights(model: PreTrainedModel) -> NoReturn:
         f"{type(model).__name__} computes logits that are not finite in {model.dtype}: use another "
         "dtype."
     )
+
+
+def _layer_windows(model: PreTrainedModel) -> tuple[Window | None, ...]:
+    return () if model.config.is_encoder_decoder else layer_windows(model.config.get_text_config())
+
+
+def _narrowed(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the model on the same weights, whose windows have `NARROW` tokens."""
+    narrow = share(model)
+    resize_windows(narrow.config.get_text_config(), NARROW)
+    return narrow
 
 
 def _own_logits(target: Probed, model: Any, inputs: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from foretoken.runtime.cuda.inputs import StaticInputs
 from foretoken.runtime.cuda.slab import StaticSlab
 from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.kv_slab import KVSlab
-from foretoken.runtime.network import Need, Network, PassOutput
+from foretoken.runtime.network import Need, Network, PassOutput, WindowedNetwork
 
 __all__ = ["CudaNetwork"]
 
@@ -118,6 +118,11 @@ class CudaNetwork:
     def without(self, attention: Collection[int], mlp: Collection[int]) -> CudaNetwork:
         """See `Network.without`; it has graphs of its own."""
         return self._around(self.inner.without(attention, mlp))
+
+    def narrowed(self, size: int) -> CudaNetwork:
+        """See `WindowedNetwork.narrowed`; without graphs, because it is for a few passes."""
+        assert isinstance(self.inner, WindowedNetwork)
+        return CudaNetwork(self.inner.narrowed(size), self.device, None)
 
     def _around(self, inner: Network) -> CudaNetwork:
         compiler = None if self.capture is None else self._compiler

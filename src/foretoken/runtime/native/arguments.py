@@ -39,7 +39,7 @@ class CLayer(Structure):
         ("index", c_int32),
         ("attends", c_int32),
         ("computes", c_int32),
-        ("unused", c_int32),
+        ("window", c_int32),
     )
 
 

@@ -1,10 +1,10 @@
 // Attention of a few queries over the KV slab.
 //
 // A query sees a prefix of its row's slots. In a token tree it also sees some slots behind the
-// prefix: its ancestors and itself. Ranks number the slots that it sees by position. Every score is
-// one dot product, and the weighted sum of values runs over the ranks in ascending order. So a node
-// of a tree gets the same bits as the same tokens in a chain, and a chain gets those of plain
-// decoding (invariant 7).
+// prefix: its ancestors and itself. Ranks number these slots by position. Every score is one dot
+// product, and the weighted sum of values runs over the ranks in ascending order. So a node of a tree
+// gets the same bits as the same tokens in a chain, and a chain gets those of plain decoding
+// (invariant 7). With a window, the first ranks are not seen: their weights are 0, which changes no sum.
 
 #pragma once
 
@@ -16,11 +16,12 @@ namespace foretoken {
 
 constexpr int QUERIES = 24;  // of one task at most; keys and values are read once for all of them
 
-// What one node sees: slots 0 to prefix - 1, then those of the tail.
+// What one node sees: slots 0 to prefix - 1, then those of the tail; of these, ranks from `first` on.
 struct Sight {
     const int32_t* tail;
     int32_t tail_length;
     int32_t prefix;
+    int32_t first;
 
     int count() const { return prefix + tail_length; }
     int slot(int rank) const { return rank < prefix ? rank : tail[rank - prefix]; }
@@ -93,16 +94,24 @@ struct Attention {
     void run(const float* const* from, float (*out)[D]) {
         for (int q = 0; q < count; q++)
             for (int part = 0; part < D; part += LANES) Cache::write(from[q] + part, queries[q] + part);
-        int shared = sights[0].prefix;  // slots that every query sees
-        for (int q = 1; q < count; q++) shared = sights[q].prefix < shared ? sights[q].prefix : shared;
+        int shared = sights[0].prefix, low = sights[0].first;  // slots that every query sees; windows begin
+        for (int q = 1; q < count; q++) {
+            shared = sights[q].prefix < shared ? sights[q].prefix : shared;
+            low = sights[q].first < low ? sights[q].first : low;
+        }
+        low = low / LANES * LANES;
         shared = shared / LANES * LANES;
-        Sight all{nullptr, 0, shared};
-        for (int rank = 0; rank < shared; rank += LANES) score(all, rank, 0, count);
+        if (shared < low) shared = low;
+        Sight all{nullptr, 0, shared, 0};
+        for (int rank = low; rank < shared; rank += LANES) score(all, rank, 0, count);
         for (int q = 0; q < count; q++)
             for (int rank = shared; rank < sights[q].count(); rank += LANES) score(sights[q], rank, q, q + 1);
         float totals[QUERIES];
-        for (int q = 0; q < count; q++) totals[q] = exponentiate(scores + q * stride, sights[q].count());
-        for (int q = 0; q < count;) q += sum_values(q, shared, out);
+        for (int q = 0; q < count; q++) {
+            for (int rank = low; rank < sights[q].first; rank++) scores[q * stride + rank] = -INFINITY;
+            totals[q] = exponentiate(scores + q * stride, low, sights[q].count());
+        }
+        for (int q = 0; q < count;) q += sum_values(q, low, shared, out);
         for (int q = 0; q < count; q++)
             for (int d = 0; d < D; d++) out[q][d] /= totals[q];
     }
@@ -129,13 +138,13 @@ struct Attention {
         }
     }
 
-    // Softmax without the division; returns the sum.
-    static float exponentiate(float* row, int count) {
+    // Softmax from rank `first` on, without the division; returns the sum.
+    static float exponentiate(float* row, int first, int count) {
         for (int i = count; i % LANES; i++) row[i] = -INFINITY;
         f32x16 most = splat(-INFINITY), total = {};
-        for (int i = 0; i < count; i += LANES) most = max(most, load<f32x16>(row + i));
+        for (int i = first; i < count; i += LANES) most = max(most, load<f32x16>(row + i));
         float largest = max(most);
-        for (int i = 0; i < count; i += LANES) {
+        for (int i = first; i < count; i += LANES) {
             f32x16 weight = exp(load<f32x16>(row + i) - largest);
             store(row + i, weight);
             total += weight;
@@ -144,19 +153,19 @@ struct Attention {
     }
 
     // Sum values for as many queries as fit into registers, from `first` on; returns how many.
-    int sum_values(int first, int shared, float (*out)[D]) {
+    int sum_values(int first, int low, int shared, float (*out)[D]) {
         int left = count - first;
-        if (AT_ONCE >= 6 && left >= 6) return sum_values<6>(first, shared, out);
-        if (AT_ONCE >= 4 && left >= 4) return sum_values<4>(first, shared, out);
-        if (AT_ONCE >= 3 && left >= 3) return sum_values<3>(first, shared, out);
-        if (left >= 2) return sum_values<2>(first, shared, out);
-        return sum_values<1>(first, shared, out);
+        if (AT_ONCE >= 6 && left >= 6) return sum_values<6>(first, low, shared, out);
+        if (AT_ONCE >= 4 && left >= 4) return sum_values<4>(first, low, shared, out);
+        if (AT_ONCE >= 3 && left >= 3) return sum_values<3>(first, low, shared, out);
+        if (left >= 2) return sum_values<2>(first, low, shared, out);
+        return sum_values<1>(first, low, shared, out);
     }
 
     template <int Q>
-    int sum_values(int first, int shared, float (*out)[D]) {
+    int sum_values(int first, int low, int shared, float (*out)[D]) {
         f32x16 sums[Q][PARTS] = {};
-        for (int rank = 0; rank < shared; rank++) {
+        for (int rank = low; rank < shared; rank++) {
             f32x16 value[PARTS];
             for (int part = 0; part < PARTS; part++)
                 value[part] = Cache::values(values + (long)rank * D + part * LANES);

@@ -159,6 +159,8 @@ class NativeDecoder(GrowingNetwork):
         self._decoder.num_layers = len(layers)
 
     def _layer(self, index: int, weights: LayerWeights, form: Format) -> CLayer:
+        window = weights.window
+        assert window is None or not window.chunked, "no model of the Llama family has chunks"
         return CLayer(
             qkv=self._linear(weights.qkv, form),
             output=self._linear(weights.output, form),
@@ -171,6 +173,7 @@ class NativeDecoder(GrowingNetwork):
             index=index,
             attends=True,
             computes=True,
+            window=0 if window is None else window.size,
         )
 
     def _linear(self, weights: LinearWeights, form: Format) -> CLinear:
@@ -217,6 +220,13 @@ class NativeDecoder(GrowingNetwork):
             other.attends = layer.attends and place not in attention
             other.computes = layer.computes and place not in mlp
             layers.append(other)
+        return self._with(layers)
+
+    def narrowed(self, size: int) -> NativeDecoder:
+        """See `WindowedNetwork.narrowed`."""
+        layers = [CLayer.from_buffer_copy(layer) for layer in self._layers]
+        for layer in layers:
+            layer.window = size if layer.window else 0
         return self._with(layers)
 
     def _with(self, layers: Sequence[CLayer]) -> NativeDecoder:

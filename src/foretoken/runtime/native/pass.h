@@ -13,7 +13,8 @@ namespace foretoken {
 struct Layer {
     Linear qkv, output, gate_up, down;  // gate and up in turns of PANEL outputs
     const float *attention_norm, *query_norm, *key_norm, *mlp_norm;  // null where nothing is normalised
-    int32_t index, attends, computes, unused;
+    int32_t index, attends, computes;
+    int32_t window;  // positions up to its own that a node sees; 0 for all
 };
 
 struct Decoder {

@@ -277,7 +277,8 @@ private:
         const float* queries[QUERIES];
         int count = 0;
         for (int node = first; node < last; node++) {
-            Sight sight{p_.tails + p_.tail_starts[node], p_.tail_starts[node + 1] - p_.tail_starts[node], p_.prefixes[node]};
+            int32_t tails = p_.tail_starts[node], first_seen = layer.window ? p_.positions[node] + 1 - layer.window : 0;
+            Sight sight{p_.tails + tails, p_.tail_starts[node + 1] - tails, p_.prefixes[node], first_seen < 0 ? 0 : first_seen};
             for (int i = 0; i < heads_here; i++, count++) {
                 sights[count] = sight;
                 queries[count] = qkv_ + ((long)node * heads() + head + i) * D;
