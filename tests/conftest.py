@@ -18,8 +18,16 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken import models
+from foretoken.runtime.native.support import why_no_library
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+@pytest.fixture(scope="session")
+def native_library() -> None:
+    """Skip what needs the native runtime where it cannot be compiled."""
+    if (reason := why_no_library()) is not None:
+        pytest.skip(f"no native library here: {reason}")
 
 
 @pytest.fixture(scope="session")

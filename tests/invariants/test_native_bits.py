@@ -15,10 +15,11 @@ import torch
 from foretoken import LLM
 from foretoken.drafters.registry import METHODS
 from foretoken.runtime.choose import network_for
-from foretoken.runtime.native.build import NativeLibraryError, library
 from tests.invariants.test_bits import PARAMS, bits
 from tests.matrix import PROMPTS, SPECULATIVE, WITH_TOKENIZER, speculative_config
 from tests.tiny import tiny_model, tiny_tokenizer
+
+pytestmark = pytest.mark.usefixtures("native_library")
 
 TREES: dict[str, tuple[str, dict[str, Any]]] = {
     "top-k": ("draft_model", {"tree": [3, 2, 1]}),
@@ -41,10 +42,6 @@ Maker = Callable[..., LLM]
 @pytest.fixture(scope="module", params=KINDS, ids=["float32", "bfloat16", "int4"])
 def make(request: pytest.FixtureRequest) -> Maker:
     """Makes an LLM on a model that runs natively."""
-    try:
-        library()
-    except NativeLibraryError as error:
-        pytest.skip(f"no native library here: {error}")
     dtype, quantization = request.param
     model, draft = (tiny_model(dtype=dtype, head_dim=32, seed=seed) for seed in (0, 1))
     assert network_for(model, quantization).name == "native"

@@ -31,6 +31,8 @@ from tests.programs import Program
 from tests.runtime.test_lean import FAMILY, TREE, model_of, scores
 from tests.tiny import VOCAB_SIZE, tiny_model
 
+pytestmark = pytest.mark.usefixtures("native_library")
+
 PORTABLE = "-DFORETOKEN_PORTABLE"
 KINDS: list[tuple[torch.dtype, str | None, tuple[str, ...]]] = [
     (torch.float32, None, ()),
@@ -41,14 +43,6 @@ KINDS: list[tuple[torch.dtype, str | None, tuple[str, ...]]] = [
     (torch.float32, "int4", (PORTABLE,)),
 ]
 TOKENS = [(7 * i * i + 3 * i) % VOCAB_SIZE for i in range(80)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    try:
-        library()
-    except NativeLibraryError as error:
-        pytest.skip(f"no native library here: {error}")
 
 
 def wide_model(name: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
