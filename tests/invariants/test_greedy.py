@@ -13,6 +13,7 @@ from foretoken.request import Request
 from foretoken.runtime.target import Target
 from tests.drafting import RandomTrees, Scripted, scheduler_of
 from tests.matrix import (
+    BRANCHING,
     LOSSLESS,
     ON_CHAINS,
     PROMPTS,
@@ -69,6 +70,8 @@ def is_quick(architecture: str, method: str) -> bool:
     """
     if architecture == "gpt2":
         return method not in FROM_TEXT
+    if architecture == "lean" and method in BRANCHING:  # `test_bits.py` has the others
+        return True
     return architecture != "llama" and method in ON_ALL_ARCHITECTURES
 
 

@@ -269,7 +269,7 @@ def test_gate_and_up_in_turns() -> None:
 def test_who_runs_natively() -> None:
     assert network_for(tiny_model(head_dim=32)).name == "native"
     assert network_for(tiny_model(head_dim=32), runtime="torch").name == "lean"
-    assert network_for(tiny_model(head_dim=16)).name == "lean"
+    assert network_for(tiny_model("lean")).name == "lean"
     assert network_for(tiny_model("gpt2")).name == "module"
     assert "not torch.float16" in (
         why_not_native(tiny_model(head_dim=32, dtype=torch.float16)) or ""
@@ -288,7 +288,7 @@ def test_who_runs_natively() -> None:
 )
 def test_what_cannot_be_had(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        network_for(tiny_model(), **arguments)
+        network_for(tiny_model("lean"), **arguments)
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
