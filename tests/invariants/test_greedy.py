@@ -14,6 +14,7 @@ from foretoken.runtime.target import Target
 from tests.drafting import RandomTrees, Scripted, scheduler_of
 from tests.matrix import (
     BRANCHING,
+    FROM_TEXT,
     LOSSLESS,
     ON_CHAINS,
     PROMPTS,
@@ -26,8 +27,6 @@ from tests.tiny import ARCHITECTURES, CONTEXT, VOCAB_SIZE, reference_greedy, tin
 
 TOKENS = 25
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS)
-# Their chains do not depend on the architecture: `test_every_rule` has them on one.
-FROM_TEXT = ("regex", "ngram_table", "suffix", "copy", "corpus_ngram", "rest", "random", "switch")
 # They run parts of the target, read its hidden states, or make chains or trees of other tokens.
 ON_ALL_ARCHITECTURES = ("draft_model", "early_exit", "layer_skip", "eagle", "lookahead", "ngram")
 # Lossy rules that are lossless at temperature 0 belong here too.

@@ -72,11 +72,19 @@ def test_every_method(make: Maker, plain: dict[str, list[Any]], method: str, gam
         assert bits(llm, PARAMS[name]) == plain[name]
 
 
+@pytest.mark.parametrize(
+    ("names", "num_alone"),
+    [(("greedy", "seeded-all"), 3), pytest.param(tuple(PARAMS), 5, marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
 @pytest.mark.parametrize("name", TREES)
-def test_trees(make: Maker, plain: dict[str, list[Any]], name: str) -> None:
+def test_trees(
+    make: Maker, plain: dict[str, list[Any]], name: str, names: tuple[str, ...], num_alone: int
+) -> None:
+    """In a batch and alone."""
     method, fields = TREES[name]
     llm = make(method, **fields)
-    for params in ("greedy", "seeded-all"):
+    for params in names:
         assert bits(llm, PARAMS[params]) == plain[params]
-        alone = [bits(llm, PARAMS[params], [prompt])[0] for prompt in PROMPTS[:3]]
-        assert alone == plain[params][:3]
+        alone = [bits(llm, PARAMS[params], [prompt])[0] for prompt in PROMPTS[:num_alone]]
+        assert alone == plain[params][:num_alone]
