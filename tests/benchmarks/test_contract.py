@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 import random
 import time
@@ -8,6 +9,7 @@ from dataclasses import replace
 from math import exp
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from benchmarks.contract_rounds import (
@@ -172,6 +174,13 @@ def test_a_cell_without_rounds_is_open() -> None:
     assert broken_promises([found]) == []
 
 
+@pytest.fixture
+def still_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds collect garbage, and would thaw what `tests/conftest.py` has frozen."""
+    monkeypatch.setattr(contract_run, "gc", Mock(spec=gc))
+
+
+@pytest.mark.usefixtures("still_frozen")
 def test_the_whole_on_a_tiny_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two kinds and the two that defeat drafters, in two batch sizes, and nothing twice."""
     loaded = Loaded(tiny_model(), tiny_tokenizer())
@@ -253,6 +262,7 @@ class CountedRun:
 counted: list[CountedRun] = []
 
 
+@pytest.mark.usefixtures("still_frozen")
 @pytest.mark.parametrize(("batch", "requests"), [(1, 16), (16, 16), (32, 32)])
 def test_a_round_has_the_tokens_of_sixteen_requests(
     batch: int, requests: int, monkeypatch: pytest.MonkeyPatch
