@@ -6,6 +6,7 @@ region wait for the scheduler; so each test process computes on one thread.
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -13,13 +14,39 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # whatever is asked for must be on
 
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken import models
+from foretoken.runtime.native.support import why_no_library
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+# The same examples in every run, and no clock: neither a time for an example nor for making one.
+hypothesis.settings.register_profile(
+    "suite",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=50,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("suite")
+
+
+def pytest_collection_finish() -> None:
+    """Let the collector not look at what was imported again: half a million objects, each time."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def native_library() -> None:
+    """Skip what needs the native runtime where it cannot be compiled."""
+    if (reason := why_no_library()) is not None:
+        pytest.skip(f"no native library here: {reason}")
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,8 @@ BRANCHING = ("ensemble", "lookahead", "pad", "pass", "recycle")
 """Methods whose drafts are trees whatever their options."""
 ON_CHAINS = [name for name in SPECULATIVE if name not in BRANCHING]
 """Methods whose bits invariant 7 promises; for the others it promises the tokens."""
+FROM_TEXT = ("regex", "ngram_table", "suffix", "copy", "corpus_ngram", "rest", "random", "switch")
+"""Methods whose chains do not depend on the target but for its tokens."""
 ON_SOURCES = [*(name for name in SPECULATIVE if not METHODS[name].takes_head), *NEED_SOURCES]
 """Methods for encoder-decoders: those that need no trained head, and those made for them."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -203,12 +204,25 @@ def test_a_template_that_refuses(model: PreTrainedModel) -> None:
 ENDING = ("none", "ngram", "draft_model", "eagle", "hybrid", "cascade", "lookahead")
 """Chains and trees of every kind: an end is looked for in what was committed, whoever drafted."""
 
+Methods = Sequence[str]
 
-def ends(prompt: Prompt, **fields: Any) -> list[tuple[tuple[int, ...], str | None, Any, str]]:
+
+@pytest.fixture(
+    params=[ENDING, pytest.param(("none", *SPECULATIVE), marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def methods(request: pytest.FixtureRequest) -> Methods:
+    found: Methods = request.param
+    return found
+
+
+def ends(
+    methods: Methods, prompt: Prompt, **fields: Any
+) -> list[tuple[tuple[int, ...], str | None, Any, str]]:
     """(tokens, finish reason, stop reason, text) under these methods; all must agree."""
     model = tiny_model(vocab_size=BYTES)
     results = []
-    for method in ENDING:
+    for method in methods:
         llm = tiny_llm(model, method)
         llm.engine.tokenizer = TOKENIZER
         (output,) = llm.generate([prompt], SamplingParams(**{"temperature": 0, **fields}))
@@ -223,45 +237,47 @@ def ends(prompt: Prompt, **fields: Any) -> list[tuple[tuple[int, ...], str | Non
 PROMPT = [3, 5, 7, 3, 5, 7, 3, 5, 9, 1]
 
 
-def test_stop_token() -> None:
-    ((free, *_), *_) = ends(PROMPT, max_tokens=20)
+def test_stop_token(methods: Methods) -> None:
+    ((free, *_), *_) = ends(methods, PROMPT, max_tokens=20)
     stop = free[7]
-    ((tokens, reason, stop_reason, _), *_) = ends(PROMPT, max_tokens=20, stop_token_ids=[stop])
+    ((tokens, reason, stop_reason, _), *_) = ends(
+        methods, PROMPT, max_tokens=20, stop_token_ids=[stop]
+    )
     assert tokens == free[: free.index(stop) + 1]
     assert (reason, stop_reason) == ("stop", stop)
 
 
-def test_the_text_of_a_stop_token_shows_only_on_request() -> None:
-    ((free, *_), *_) = ends(PROMPT, max_tokens=20)
+def test_the_text_of_a_stop_token_shows_only_on_request(methods: Methods) -> None:
+    ((free, *_), *_) = ends(methods, PROMPT, max_tokens=20)
     stop = free[7]
     cut = free[: free.index(stop) + 1]
-    ((_, _, _, hidden), *_) = ends(PROMPT, max_tokens=20, stop_token_ids=[stop])
+    ((_, _, _, hidden), *_) = ends(methods, PROMPT, max_tokens=20, stop_token_ids=[stop])
     ((_, _, _, shown), *_) = ends(
-        PROMPT, max_tokens=20, stop_token_ids=[stop], include_stop_str_in_output=True
+        methods, PROMPT, max_tokens=20, stop_token_ids=[stop], include_stop_str_in_output=True
     )
     assert hidden == TOKENIZER.decode(list(cut[:-1]))
     assert shown == TOKENIZER.decode(list(cut))
 
 
-def test_stop_string() -> None:
-    ((_, _, _, text), *_) = ends(PROMPT, max_tokens=30)
+def test_stop_string(methods: Methods) -> None:
+    ((_, _, _, text), *_) = ends(methods, PROMPT, max_tokens=30)
     stop = text[10:13]
-    ((_, reason, stop_reason, cut), *_) = ends(PROMPT, max_tokens=30, stop=[stop])
+    ((_, reason, stop_reason, cut), *_) = ends(methods, PROMPT, max_tokens=30, stop=[stop])
     assert (reason, stop_reason) == ("stop", stop)
     assert cut == text[: text.index(stop)]
     ((_, _, _, kept), *_) = ends(
-        PROMPT, max_tokens=30, stop=[stop], include_stop_str_in_output=True
+        methods, PROMPT, max_tokens=30, stop=[stop], include_stop_str_in_output=True
     )
     assert kept == cut + stop
 
 
-def test_end_of_sequence(model: PreTrainedModel) -> None:
+def test_end_of_sequence(model: PreTrainedModel, methods: Methods) -> None:
     free = LLM(model).generate([PROMPT], GREEDY)[0].token_ids
     eos = free[6]
     ending = tiny_model(vocab_size=BYTES)
     assert ending.generation_config is not None
     ending.generation_config.eos_token_id = eos
-    for method in ENDING:
+    for method in methods:
         llm = tiny_llm(ending, method)
         (output,) = llm.generate([PROMPT], GREEDY)
         assert output.token_ids == free[: free.index(eos) + 1]

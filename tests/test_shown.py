@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=40)
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     config = {"method": "ngram", "prompt_lookup_min": 1, "controller": "fixed"}
-    return LLM(tiny_model(vocab_size=256), tokenizer=TOKENIZER, speculative_config=config)
+    return LLM(tiny_model("lean", vocab_size=256), tokenizer=TOKENIZER, speculative_config=config)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ BLOCKS, PREFIX_BLOCKS = 4, 12
 
 
 def soaked(seed: int) -> LLM:
-    model = tiny_model(max_position_embeddings=2 * KEY_BLOCK)
+    model = tiny_model("lean", max_position_embeddings=2 * KEY_BLOCK)
     cell_bytes = Target(model).cell_bytes
     return LLM(
         model,
@@ -43,7 +43,7 @@ def configs() -> list[dict[str, Any] | None]:
         made.append({"method": method, "controller": "fixed", **METHOD_FIELDS.get(method, {})})
     made[-1] = {
         **(made[-1] or {}),
-        "model": tiny_model(seed=1, max_position_embeddings=2 * KEY_BLOCK),
+        "model": tiny_model("lean", seed=1, max_position_embeddings=2 * KEY_BLOCK),
     }
     return made
 

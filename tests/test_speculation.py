@@ -117,8 +117,9 @@ def test_a_fault_stays_with_its_request(at: str, plain: list[tuple[int, ...]]) -
     assert failures == [None, None, "RuntimeError: it broke", None, None]
     assert not drafter.state
     drafted = [request.metrics.num_drafts for request in requests]
-    assert all(drafted[i] > 5 for i in (0, 1, 3, 4))
-    assert drafted[2] == {"propose": 0, "observe": 1}.get(at, drafted[0])
+    drafted_for = [i for i in range(5) if i != 2 or at == "release"]
+    assert all(drafted[i] > 5 for i in drafted_for)
+    assert at == "release" or drafted[2] == {"propose": 0, "observe": 1}[at]
     assert not speculation._failed
     assert not speculation._assigned
 

@@ -35,7 +35,8 @@ GPT2 = {
 }
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", GROUPED),
+    "llama": ("llama", {**GROUPED, "head_dim": 32}),  # runs natively, where that is possible
+    "lean": ("llama", GROUPED),  # its heads are too narrow for that
     "qwen2": ("qwen2", GROUPED),
     "qwen3": ("qwen3", {**GROUPED, "head_dim": 16}),
     "mistral": ("mistral", {**GROUPED, "sliding_window": None}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,8 @@ def test_cells_have_ratios_over_batches() -> None:
     assert other.as_dict()["ratio"]["low"] == pytest.approx(2)
 
 
-def test_the_report_names_what_differs() -> None:
+def test_the_report_names_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])  # the report has the command
     one = Interval(1.0, None, None)
     found = [
         Cell(label, size, one, 10 * size, size - 1)

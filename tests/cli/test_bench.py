@@ -6,11 +6,15 @@ import json
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from foretoken.bench.contestants import Contestant, Setting
 from foretoken.bench.journal import Journal
+from foretoken.bench.process import Process
 from foretoken.bench.run import Plan
+from foretoken.bench.worker import Worker
 from tests.bench.records import background, drafted, own_output, request
 from tests.cli.conftest import Run, error_of, save_gguf
 from tests.cli.terminal import environment
@@ -80,10 +84,29 @@ def test_a_run_is_killed_and_resumed(
     assert "<!doctype html>" in (output / "report.html").read_text()
 
 
+class Here(Process):
+    """A contestant in this process: one of its own would import PyTorch for six seconds."""
+
+    def __init__(self, contestant: Contestant, setting: Setting) -> None:
+        self.label = contestant.label
+        self._worker = Worker(contestant, setting)
+
+    def wait_until_loaded(self) -> None:
+        self.facts = self._worker.facts()
+
+    def _ask(self, **request: Any) -> Any:
+        found = getattr(self._worker, request.pop("command"))(**request)
+        return json.loads(json.dumps(found))
+
+    def close(self, *, force: bool = False) -> None:
+        pass
+
+
 def test_lossy_rules_are_judged_at_a_temperature(
-    run: Run, tiny: Path, prompts: Path, tmp_path: Path
+    run: Run, tiny: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seeded samples of the default rule are those of `none`; a lossy rule's are not."""
+    monkeypatch.setattr("foretoken.bench.run.Process", Here)
     lossy = '{"method": "random", "acceptance": {"rule": "lenient", "lenience": 1e-6}}'
     result = run(
         *("bench", prompts, "-m", tiny, "--peers", "", "--method", "random", "--method", lossy),

@@ -124,7 +124,7 @@ STOPS = st.fixed_dictionaries(
 @pytest.fixture(scope="module")
 def tiny_llms() -> list[LLM]:
     """Chains and trees over a model whose end of sequence is the token of `I`."""
-    model = tiny_model()
+    model = tiny_model("lean")
     model.generation_config.eos_token_id = 41
     drafts = {"method": "draft_model", "model": model, "acceptance": "rejection"}
     methods: list[dict[str, Any]] = [

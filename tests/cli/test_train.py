@@ -16,8 +16,8 @@ import pytest
 from accelerate.state import AcceleratorState
 
 from foretoken import LLM, SamplingParams
+from foretoken.training import curves, serving
 from foretoken.training import run as training_run
-from foretoken.training import serving
 from foretoken.training.conversations import ConversationFile
 from foretoken.training.estimate import Speeds
 from foretoken.training.features import bytes_per_token
@@ -25,6 +25,7 @@ from foretoken.training.methods import TRAINING_METHODS
 from foretoken.training.series import DrafterSeries
 from tests.cli.conftest import Run, ascii_tokenizer, error_of, save_tiny
 from tests.cli.terminal import environment
+from tests.programs import Program
 from tests.tiny import tiny_model
 from tests.tiny_seq2seq import tiny_seq2seq
 from tests.training.world import short_talks
@@ -41,7 +42,8 @@ def fresh_accelerator() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few and short conversations, and no measurement of how long it will take."""
+    """Few and short conversations, no measurement of how long it will take, and no drawing."""
+    monkeypatch.setattr(curves, "_draw", lambda path, _: path.touch())  # `test_trainer.py` draws
     monkeypatch.setattr(training_run, "_ROWS", 1)
     monkeypatch.setattr(training_run, "_SERVED_PROMPTS", 1)
     short_talks(monkeypatch)
@@ -270,6 +272,11 @@ main()
 
 def stopped(steps: int, name: str, *arguments: object) -> tuple[int, str]:
     """The exit code and stderr."""
+    if name == "SIGKILL":
+        with Program(SCRIPT, steps, name, *arguments, env=environment()) as program:
+            _, errors = program.communicate()
+            return program.wait(), errors
+    # A forked one does not hear a SIGINT that it sends to itself.
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(steps), name, *(str(each) for each in arguments)],
         capture_output=True,

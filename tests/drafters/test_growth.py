@@ -12,13 +12,14 @@ from foretoken.control import Budget
 from foretoken.core.tree import Draft
 from foretoken.drafters.model_drafter import ModelDrafter
 from foretoken.request import Request
-from foretoken.runtime.native.build import NativeLibraryError, library
 from foretoken.runtime.native.decoder import NativeDecoder
 from foretoken.runtime.passes import Passes
 from tests.drafting import drafter_of
 from tests.heads import feature_config, random_head, tiny_config
 from tests.matrix import PROMPTS
 from tests.tiny import tiny_model
+
+pytestmark = pytest.mark.usefixtures("native_library")
 
 VOCAB_SIZE = 101  # no multiple of the vectors' width
 SHAPES: dict[str, dict[str, Any]] = {
@@ -44,14 +45,6 @@ CASES = [
     for shape in SHAPES
     for kind in KINDS
 ]
-
-
-@pytest.fixture(autouse=True)
-def _needs_native() -> None:
-    try:
-        library()
-    except NativeLibraryError as error:
-        pytest.skip(f"no native library here: {error}")
 
 
 def made(

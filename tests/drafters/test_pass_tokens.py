@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,14 @@ from foretoken.drafters.pass_tokens import PassDrafter, read_pass_tokens, write_
 from foretoken.request import Request
 from foretoken.runtime.cuda.network import CudaNetwork
 from foretoken.runtime.target import Target
-from tests.drafters.heads.folders import change_config, change_tensors, truncate
+from tests.drafters.heads.folders import (
+    FILE_FAULTS,
+    Fault,
+    assert_refused,
+    change_config,
+    change_tensors,
+    load_head,
+)
 from tests.drafting import drafter_of
 from tests.heads import random_pass_tokens
 from tests.matrix import PROMPTS, takes_any_tree, tiny_llm
@@ -212,8 +219,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "head"
 
 
-def load(folder: Path, **fields: Any) -> LLM:
-    return LLM(tiny_model(**fields), speculative_config={"method": "pass", "model": str(folder)})
+load = partial(load_head, method="pass")
 
 
 def test_what_is_written_is_read(folder: Path) -> None:
@@ -224,10 +230,8 @@ def test_what_is_written_is_read(folder: Path) -> None:
     assert fields["foretoken"]["verifier"]["name_or_path"] == "tiny"
 
 
-FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "does not exist"),
-    "no config": (lambda f: (f / "config.json").unlink(), "config.json does not exist"),
-    "truncated": (truncate, "cannot be read"),
+FAULTS: dict[str, Fault] = {
+    **FILE_FAULTS,
     "another kind": (
         lambda f: change_config(f, model_type="foretoken_head"),
         "does not describe look-ahead embeddings",
@@ -253,11 +257,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_refused(folder: Path, fault: str) -> None:
-    edit, message = FAULTS[fault]
-    edit(folder)
-    with pytest.raises(ForetokenError, match=message) as caught:
-        load(folder)
-    assert "\n" not in str(caught.value)
+    assert_refused(folder, FAULTS[fault], load)
 
 
 @pytest.mark.parametrize(

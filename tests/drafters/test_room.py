@@ -47,7 +47,7 @@ def small() -> PreTrainedModel:
         num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=1,
-        head_dim=8,
+        head_dim=16,
     )
 
 
@@ -326,7 +326,7 @@ def test_too_little_for_both(model: PreTrainedModel, small: PreTrainedModel) -> 
     enough = KEY_BLOCK * Target(model).cell_bytes
     assert LLM(model, kv_cache_memory=enough).max_model_len < KEY_BLOCK
     with pytest.raises(
-        ConfigError, match=r"this model and its draft models takes at least 0[.]3 MiB"
+        ConfigError, match=r"this model and its draft models takes at least 0[.]6 MiB"
     ):
         LLM(model, kv_cache_memory=enough, speculative_config=config)
 

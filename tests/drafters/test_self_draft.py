@@ -72,7 +72,7 @@ def test_drafting_leaves_the_target_as_it_was() -> None:
 
 
 def test_weights_and_cache_are_there_once() -> None:
-    llm = tiny_llm(tiny_model(), "early_exit")
+    llm = tiny_llm(tiny_model("lean"), "early_exit")
     llm.generate(PROMPTS, SamplingParams(max_tokens=8))
     scorer = drafter_of(llm)._scorer  # type: ignore[attr-defined]
     assert scorer._target._slab is llm.engine.target._slab

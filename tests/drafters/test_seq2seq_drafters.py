@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from foretoken import LLM, CompatibilityError, RequestOutput, SamplingParams
@@ -19,7 +18,6 @@ from foretoken.drafters.draft_model import OwnModel
 from foretoken.drafters.registry import METHODS
 from foretoken.request import Request
 from foretoken.runtime.attention import KEY_BLOCK
-from foretoken.runtime.seq2seq.network import Seq2SeqNetwork
 from foretoken.runtime.target import Target
 from tests.drafting import drafter_of
 from tests.matrix import LOSSLESS, ON_CHAINS, ON_SOURCES, fits, speculative_config
@@ -125,20 +123,6 @@ def test_a_tree_from_a_draft_model() -> None:
         config = {**config_of("mbart", "draft_model", "coupled"), **fields}
         outputs = llm_of("mbart").generate(PROMPTS, GREEDY, speculative_config=config)
         assert bits(outputs, "lookahead") == bits(plain("mbart", GREEDY), "lookahead")
-
-
-@pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> Counter[Source]:
-    """How often each source was read, by all encoders."""
-    counts: Counter[Source] = Counter()
-    encoded = Seq2SeqNetwork.encoded
-
-    def counted(network: Seq2SeqNetwork, source: Source) -> Tensor:
-        counts[source] += 1
-        return encoded(network, source)
-
-    monkeypatch.setattr(Seq2SeqNetwork, "encoded", counted)
-    return counts
 
 
 @pytest.mark.parametrize("method", ["draft_model", "cascade", "spec_drafter"])

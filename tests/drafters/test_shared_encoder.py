@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from foretoken import LLM, CompatibilityError, SamplingParams, models
 from foretoken.core.acceptance import RULES
@@ -16,7 +15,6 @@ from foretoken.core.source import Source
 from foretoken.drafters.spec_drafter import load_spec_drafter
 from foretoken.request import Request
 from foretoken.runtime.attention import KEY_BLOCK
-from foretoken.runtime.seq2seq.network import Seq2SeqNetwork
 from foretoken.runtime.target import Target
 from foretoken.training.draft_lm import write_lm
 from tests.drafting import drafter_of
@@ -43,20 +41,6 @@ def config(name: str = "bart", **fields: Any) -> dict[str, Any]:
 
 def bits(outputs: list[Any]) -> list[Any]:
     return [(output.token_ids, output.finish_reason, output.logprobs) for output in outputs]
-
-
-@pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> Counter[Source]:
-    """How often each source was read, by all encoders."""
-    counts: Counter[Source] = Counter()
-    encoded = Seq2SeqNetwork.encoded
-
-    def counted(network: Seq2SeqNetwork, source: Source) -> Tensor:
-        counts[source] += 1
-        return encoded(network, source)
-
-    monkeypatch.setattr(Seq2SeqNetwork, "encoded", counted)
-    return counts
 
 
 @pytest.mark.parametrize("name", TEXT)

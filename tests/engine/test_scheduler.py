@@ -344,8 +344,8 @@ def test_trees_that_do_not_fit_are_left_out(model: PreTrainedModel) -> None:
 
 
 def test_budgets_that_make_no_sense(model: PreTrainedModel, cell_bytes: int) -> None:
-    assert cell_bytes == 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, width, float32
-    with pytest.raises(ConfigError, match=r"one sequence of this model takes at least 0[.]2 MiB"):
+    assert cell_bytes == 2 * 2 * 2 * 32 * 4  # layers, keys and values, heads, width, float32
+    with pytest.raises(ConfigError, match=r"one sequence of this model takes at least 0[.]5 MiB"):
         LLM(model, kv_cache_memory="100KiB")
     with pytest.raises(ConfigError, match="prefix_cache_memory: 64 tokens of this model take"):
         LLM(model, prefix_cache_memory=1000)
@@ -603,8 +603,10 @@ def test_costs_are_measured_once_for_all_controllers(
 
 
 def test_where_bits_depend_on_the_nodes_no_clock_chooses_them(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    model = tiny_model("lean")
+
     def name(config: dict[str, Any]) -> str:
         return LLM(model, speculative_config=config).engine._speculation.default.controller.name
 

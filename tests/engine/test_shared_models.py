@@ -13,20 +13,13 @@ import torch
 
 from foretoken import LLM, CompatibilityError, ConfigError, SamplingParams, models
 from foretoken.drafters.vocabulary import DraftModel
-from foretoken.runtime.native.build import NativeLibraryError, library
 from tests.drafting import drafter_of
 from tests.tiny import tiny_model
 
+pytestmark = pytest.mark.usefixtures("native_library")
+
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[3, 5, 7, 3, 5, 7], [11]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    try:
-        library()
-    except NativeLibraryError as error:
-        pytest.skip(f"no native library here: {error}")
 
 
 def small(**options: Any) -> LLM:

@@ -144,7 +144,7 @@ class _Tempting(Drafter):
 @pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
 def test_a_drafted_word_is_not_accepted(name: str, rule: str) -> None:
-    llm = tiny_llm(tiny_model())
+    llm = tiny_llm(tiny_model("lean"))
     llm.engine.tokenizer = tiny_tokenizer()
     bias = {65: 60.0, 66: 60.0}  # "a" and "b": the output is made of them
     params = PARAMS[name].model_copy(update={"logit_bias": bias})

@@ -33,7 +33,7 @@ SEEDS = range(9)
 
 @cache
 def model_of(dtype: torch.dtype) -> PreTrainedModel:
-    return tiny_model(dtype=dtype, max_position_embeddings=CONTEXT)
+    return tiny_model("lean", dtype=dtype, max_position_embeddings=CONTEXT)
 
 
 @cache
@@ -44,7 +44,7 @@ def config_of(method: str, dtype: torch.dtype) -> dict[str, Any] | None:
     if CHOICES.index(method) % 2:  # some draft whatever the clock says
         config["controller"] = "fixed"
     if METHODS[method].takes_model:
-        config["model"] = tiny_model(seed=1, dtype=dtype, max_position_embeddings=CONTEXT)
+        config["model"] = tiny_model("lean", seed=1, dtype=dtype, max_position_embeddings=CONTEXT)
     if METHODS[method].takes_head:
         long = {"max_position_embeddings": CONTEXT}
         if method in ("eagle", "hybrid"):

@@ -35,7 +35,7 @@ def model_of(architecture: str) -> PreTrainedModel:
 
 
 @cache
-def llm_of(architecture: str = "llama") -> LLM:
+def llm_of(architecture: str = "lean") -> LLM:
     return LLM(model_of(architecture))
 
 
@@ -83,7 +83,7 @@ def assert_same(output: CompletionOutput, expected: CompletionOutput) -> None:
     assert_found(output, [(beam.token_ids, beam.score) for beam in expected.beams])
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma", "qwen3"])
+@pytest.mark.parametrize("architecture", ["lean", "gpt2", "gemma", "qwen3"])
 def test_all_outputs_are_those_of_generate(architecture: str) -> None:
     for prompt, width in zip(PROMPTS, (2, 4, 5), strict=True):
         (result,) = llm_of(architecture).generate([prompt], searched(width))
@@ -98,7 +98,7 @@ def test_with_every_way_to_stop(early_stopping: bool | str, length_penalty: floa
     for prompt in PROMPTS[:2]:
         (result,) = llm_of().generate([prompt], searched(4, 10, **options))
         assert_found(
-            result.outputs[0], found_by_generate(model_of("llama"), prompt, 4, 10, **options)
+            result.outputs[0], found_by_generate(model_of("lean"), prompt, 4, 10, **options)
         )
 
 
@@ -112,13 +112,13 @@ def test_masks_and_the_repetition_penalty_act_as_in_generate() -> None:
         "sequence_bias": [[[50], 4.0]],
         "renormalize_logits": False,
     }
-    expected = found_by_generate(model_of("llama"), prompt, 4, 12, **options)
+    expected = found_by_generate(model_of("lean"), prompt, 4, 12, **options)
     assert_found(result.outputs[0], expected)
 
 
 def test_log_probabilities_are_normalised_as_in_generate() -> None:
     """Behind masks and penalties, if the generation config says so, or the parameters."""
-    model = tiny_model("llama", eos_token_id=EOS)
+    model = tiny_model("lean", eos_token_id=EOS)
     own: dict[str, Any] = {"repetition_penalty": 1.7, "min_new_tokens": 6}
     expected = [
         found_by_generate(model, PROMPTS[1], 3, 12, renormalize_logits=value, **own)
@@ -154,7 +154,7 @@ def test_vllms_method() -> None:
     for config in (None, ngram):
         found = llm_of().beam_search(list(PROMPTS), params, speculative_config=config)
         for prompt, output in zip(PROMPTS, found, strict=True):
-            expected = found_by_generate(model_of("llama"), prompt, width, 9, length_penalty=0.5)
+            expected = found_by_generate(model_of("lean"), prompt, width, 9, length_penalty=0.5)
             tokens = [each.tokens for each in output.sequences]
             assert tokens == [(*prompt, *text) for text, _ in expected]
             for each, (text, score) in zip(output.sequences, expected, strict=True):
@@ -171,7 +171,7 @@ def test_wrong_parameters_of_vllms_method() -> None:
 
 
 def test_the_models_own_options_are_the_defaults() -> None:
-    model = tiny_model("llama", eos_token_id=EOS)
+    model = tiny_model("lean", eos_token_id=EOS)
     model.generation_config.length_penalty = 2.0
     model.generation_config.early_stopping = True
     llm = LLM(model)
@@ -180,7 +180,7 @@ def test_the_models_own_options_are_the_defaults() -> None:
     for result, options in zip(
         llm.generate([PROMPTS[1]] * 2, params), (own, {**own, "length_penalty": 0.0}), strict=True
     ):
-        expected = found_by_generate(model_of("llama"), PROMPTS[1], 3, 12, **options)
+        expected = found_by_generate(model_of("lean"), PROMPTS[1], 3, 12, **options)
         assert_found(result.outputs[0], expected)
 
 
@@ -188,8 +188,8 @@ def test_the_models_own_options_are_the_defaults() -> None:
 def test_drafts_change_only_the_number_of_passes(name: str) -> None:
     config = {**DRAFTERS[name], "num_speculative_tokens": 3}
     if "model" in name or name in ("tree", "cascade"):
-        config["model"] = tiny_model("llama", eos_token_id=EOS, num_hidden_layers=1)
-    drafting = LLM(model_of("llama"), speculative_config=config)
+        config["model"] = tiny_model("lean", eos_token_id=EOS, num_hidden_layers=1)
+    drafting = LLM(model_of("lean"), speculative_config=config)
     plain = llm_of().generate(PROMPTS, searched())
     drafted = drafting.generate(PROMPTS, searched())
     for expected, result in zip(plain, drafted, strict=True):
@@ -203,7 +203,7 @@ def test_drafts_change_only_the_number_of_passes(name: str) -> None:
 def test_a_draft_model_that_is_the_target_saves_passes() -> None:
     config = {
         "method": "draft_model",
-        "model": tiny_model("llama", eos_token_id=EOS),
+        "model": tiny_model("lean", eos_token_id=EOS),
         "num_speculative_tokens": 3,
     }
     plain, drafted = (
@@ -224,7 +224,7 @@ def test_drafts_that_save_nothing_become_rare() -> None:
 
 
 def test_drafts_keep_the_bits_of_the_native_runtime() -> None:
-    model = tiny_model("llama", eos_token_id=EOS, head_dim=32)
+    model = tiny_model("llama", eos_token_id=EOS)
     llm = LLM(model)
     if llm.runtime != "native":
         pytest.skip("no native runtime here")
@@ -249,7 +249,7 @@ def test_a_batch_of_searches_and_samples() -> None:
 
 
 def test_preempted_searches_find_the_same() -> None:
-    model = tiny_model("llama", eos_token_id=EOS, max_position_embeddings=2 * KEY_BLOCK)
+    model = tiny_model("lean", eos_token_id=EOS, max_position_embeddings=2 * KEY_BLOCK)
     free = LLM(model)
     prompts = [[(7 * i + row) % 90 + 4 for i in range(KEY_BLOCK - 12)] for row in range(3)]
     cells = 3 * KEY_BLOCK

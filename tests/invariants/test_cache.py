@@ -24,7 +24,7 @@ from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    return tiny_model()
+    return tiny_model("lean")
 
 
 @lru_cache
@@ -103,7 +103,7 @@ def test_a_node_is_scored_like_its_path(
     torch.testing.assert_close(after.scores[0], fresh_logits(SHARED, kept, 5), atol=1e-4, rtol=1e-4)
 
 
-SHARED = tiny_model()
+SHARED = tiny_model("lean")
 
 
 @settings(max_examples=30, deadline=None)
@@ -165,7 +165,7 @@ def test_rows_move_when_one_leaves(model: PreTrainedModel) -> None:
 
 
 def test_the_slab_grows_past_a_key_block() -> None:
-    model = tiny_model(max_position_embeddings=1200)
+    model = tiny_model("lean", max_position_embeddings=1200)
     tokens = [(i * i) % VOCAB_SIZE for i in range(1100)]
     target = Target(model)
     target.add(0)

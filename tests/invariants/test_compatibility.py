@@ -158,7 +158,7 @@ def test_no_language_model_head() -> None:
 
 def test_a_model_that_ignores_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a configuration says, behaviour is checked."""
-    model = tiny_model()
+    model = tiny_model("lean")
 
     def nothing_hidden(inputs: PassInputs) -> Tensor:
         return torch.zeros(len(inputs.rows), 1, padded_rows(inputs.nodes), inputs.span)

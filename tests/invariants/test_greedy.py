@@ -13,6 +13,8 @@ from foretoken.request import Request
 from foretoken.runtime.target import Target
 from tests.drafting import RandomTrees, Scripted, scheduler_of
 from tests.matrix import (
+    BRANCHING,
+    FROM_TEXT,
     LOSSLESS,
     ON_CHAINS,
     PROMPTS,
@@ -25,8 +27,6 @@ from tests.tiny import ARCHITECTURES, CONTEXT, VOCAB_SIZE, reference_greedy, tin
 
 TOKENS = 25
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS)
-# Their chains do not depend on the architecture: `test_every_rule` has them on one.
-FROM_TEXT = ("regex", "ngram_table", "suffix", "copy", "corpus_ngram", "rest", "random", "switch")
 # They run parts of the target, read its hidden states, or make chains or trees of other tokens.
 ON_ALL_ARCHITECTURES = ("draft_model", "early_exit", "layer_skip", "eagle", "lookahead", "ngram")
 # Lossy rules that are lossless at temperature 0 belong here too.
@@ -69,6 +69,8 @@ def is_quick(architecture: str, method: str) -> bool:
     """
     if architecture == "gpt2":
         return method not in FROM_TEXT
+    if architecture == "lean" and method in BRANCHING:  # `test_bits.py` has the others
+        return True
     return architecture != "llama" and method in ON_ALL_ARCHITECTURES
 
 

@@ -28,7 +28,6 @@ from foretoken.engine.prefix_cache import BLOCK
 from foretoken.request import Request
 from foretoken.runtime import slab_buffers
 from foretoken.runtime.attention import KEY_BLOCK
-from foretoken.runtime.native.build import NativeLibraryError, library
 from foretoken.runtime.network import Need
 from foretoken.runtime.target import Target
 from tests.drafting import RandomTrees, Reader, Scripted, drafter_of
@@ -119,25 +118,19 @@ def _kinds(*kinds: Kind) -> list[Any]:
 
 @pytest.fixture(params=_kinds())
 def kind(request: pytest.FixtureRequest) -> Kind:
-    found: Kind = request.param
-    skip_without(found)
-    return found
+    return _available(request)
 
 
 @pytest.fixture(params=_kinds(NATIVE, LEAN, MODULE))
 def float32(request: pytest.FixtureRequest) -> Kind:
+    return _available(request)
+
+
+def _available(request: pytest.FixtureRequest) -> Kind:
     found: Kind = request.param
-    skip_without(found)
+    if found.name == "native":
+        request.getfixturevalue("native_library")
     return found
-
-
-def skip_without(kind: Kind) -> None:
-    """Skip where the native runtime cannot be had."""
-    if kind.name == "native":
-        try:
-            library()
-        except NativeLibraryError as error:
-            pytest.skip(f"no native library here: {error}")
 
 
 # What there is to compare
@@ -243,9 +236,9 @@ def test_they_are_those_of_the_transformers_module(
             assert_close(states[layer], expected[layer])
 
 
+@pytest.mark.usefixtures("native_library")
 def test_layers_may_be_asked_for_in_a_deeper_model() -> None:
     kind = KINDS["native of 4 layers"]
-    skip_without(kind)
     for layers in ((2,), (3,), (0, 3), (1, 2, 4)):
         reader = Reader(None, layers)
         kind.llm(reader).generate([PROMPTS[0]], PARAMS)
@@ -402,10 +395,10 @@ MIXED = tuple(
 )
 
 
+@pytest.mark.usefixtures("native_library")
 @pytest.mark.parametrize("seed", range(8))
 def test_any_schedule(seed: int) -> None:
     """Readers and others share prompts, a prefix cache that is too small, and too little memory."""
-    skip_without(NATIVE)
     dice = random.Random(seed)
     cell_bytes = NATIVE.llm(None).engine.target.cell_bytes
     prefix_bytes = dice.choice((1, 2, 5, 9, 40)) * BLOCK * cell_bytes
@@ -467,10 +460,10 @@ def test_inside_another_drafter(kind: Kind, method: str) -> None:
     assert_equal(states_of(reader), one_by_one(kind, SHORT), exact=exact)
 
 
+@pytest.mark.usefixtures("native_library")
 @pytest.mark.parametrize("method", ["ensemble", "switch", "horizontal_cascade"])
 def test_inside_another_drafter_with_everything_at_once(method: str) -> None:
     """Chunks, preemption, prefixes and steps without memory."""
-    skip_without(NATIVE)
     reader = Reader(scripted(NATIVE, Scripted, LONG), NATIVE.hidden_layers, full_every=4)
     memory = 3 * KEY_BLOCK * NATIVE.llm(None).engine.target.cell_bytes
     fields = {"kv_cache_memory": memory, "max_num_batched_tokens": 50}

@@ -15,10 +15,11 @@ import torch
 from foretoken import LLM
 from foretoken.drafters.registry import METHODS
 from foretoken.runtime.choose import network_for
-from foretoken.runtime.native.build import NativeLibraryError, library
 from tests.invariants.test_bits import PARAMS, bits
 from tests.matrix import PROMPTS, SPECULATIVE, WITH_TOKENIZER, speculative_config
 from tests.tiny import tiny_model, tiny_tokenizer
+
+pytestmark = pytest.mark.usefixtures("native_library")
 
 TREES: dict[str, tuple[str, dict[str, Any]]] = {
     "top-k": ("draft_model", {"tree": [3, 2, 1]}),
@@ -41,10 +42,6 @@ Maker = Callable[..., LLM]
 @pytest.fixture(scope="module", params=KINDS, ids=["float32", "bfloat16", "int4"])
 def make(request: pytest.FixtureRequest) -> Maker:
     """Makes an LLM on a model that runs natively."""
-    try:
-        library()
-    except NativeLibraryError as error:
-        pytest.skip(f"no native library here: {error}")
     dtype, quantization = request.param
     model, draft = (tiny_model(dtype=dtype, head_dim=32, seed=seed) for seed in (0, 1))
     assert network_for(model, quantization).name == "native"
@@ -75,11 +72,19 @@ def test_every_method(make: Maker, plain: dict[str, list[Any]], method: str, gam
         assert bits(llm, PARAMS[name]) == plain[name]
 
 
+@pytest.mark.parametrize(
+    ("names", "num_alone"),
+    [(("greedy", "seeded-all"), 3), pytest.param(tuple(PARAMS), 5, marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
 @pytest.mark.parametrize("name", TREES)
-def test_trees(make: Maker, plain: dict[str, list[Any]], name: str) -> None:
+def test_trees(
+    make: Maker, plain: dict[str, list[Any]], name: str, names: tuple[str, ...], num_alone: int
+) -> None:
+    """In a batch and alone."""
     method, fields = TREES[name]
     llm = make(method, **fields)
-    for params in ("greedy", "seeded-all"):
+    for params in names:
         assert bits(llm, PARAMS[params]) == plain[params]
-        alone = [bits(llm, PARAMS[params], [prompt])[0] for prompt in PROMPTS[:3]]
-        assert alone == plain[params][:3]
+        alone = [bits(llm, PARAMS[params], [prompt])[0] for prompt in PROMPTS[:num_alone]]
+        assert alone == plain[params][:num_alone]

@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from foretoken.errors import ModelError
 from foretoken.models import load_model, load_tokenizer, resolve
-
-CPU = torch.device("cpu")
+from tests.models.folders import CPU, refusal
 
 
 @pytest.fixture
@@ -36,16 +35,6 @@ def edit_weights(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
     weights = {**load_file(path), **changes}
     kept = {name: weight for name, weight in weights.items() if weight is not None}
     save_file(kept, path, metadata={"format": "pt"})
-
-
-def refusal(folder: Path) -> str:
-    """The one line `load_model` refuses a folder with."""
-    with pytest.raises(ModelError) as raised:
-        load_model(folder, torch.float32, CPU)
-    message = str(raised.value)
-    assert "\n" not in message
-    assert str(folder) in message
-    return message
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -17,9 +17,9 @@ from foretoken.errors import CompatibilityError, ModelError, PromptError
 from foretoken.models import load_model, resolve
 from foretoken.models.audio import AudioReader
 from foretoken.models.decoder_start import decoder_start
+from tests.models.folders import CPU, refusal
 from tests.tiny_seq2seq import BINS, FRAMES, SEQ2SEQ, seq2seq_config, tiny_seq2seq
 
-CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 
@@ -94,15 +94,6 @@ def test_the_start_token_is_that_of_generate() -> None:
 
 
 # What is refused
-
-
-def refusal(folder: Path) -> str:
-    with pytest.raises(ModelError) as raised:
-        load_model(folder, torch.float32, CPU)
-    message = str(raised.value)
-    assert "\n" not in message
-    assert str(folder) in message
-    return message
 
 
 def test_weights_are_never_made_up(folder: Path) -> None:

@@ -66,10 +66,10 @@ def test_a_row_of_zeros_stays_zero() -> None:
     assert torch.equal(Int8Linear(weight, None)(torch.ones(1, 32)), torch.tensor([[0.0, 32, 0, 0]]))
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2", "phi"])
+@pytest.mark.parametrize("architecture", ["lean", "qwen2", "gpt2", "phi"])
 def test_every_architecture_can_be_quantized(architecture: str) -> None:
     model = tiny_model(architecture, dtype=torch.bfloat16)
-    kind = LeanDecoder if architecture in ("llama", "qwen2") else ModuleNetwork
+    kind = LeanDecoder if architecture in ("lean", "qwen2") else ModuleNetwork
     assert isinstance(network_for(model, "int8"), kind)
     greedy = SamplingParams(temperature=0, max_tokens=30, logprobs=1)
     seeded = SamplingParams(temperature=0.8, seed=3, max_tokens=30, logprobs=1)
@@ -86,7 +86,7 @@ def test_every_architecture_can_be_quantized(architecture: str) -> None:
 
 
 def test_a_draft_model_is_quantized_too() -> None:
-    model = tiny_model(dtype=torch.bfloat16)
+    model = tiny_model("lean", dtype=torch.bfloat16)
     config = {"method": "draft_model", "model": model, "controller": "fixed"}
     llm = LLM(model, quantization="int8", speculative_config=config)
     (output,) = llm.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=20))
@@ -97,11 +97,11 @@ def test_what_cannot_be_quantized() -> None:
     with pytest.raises(
         ConfigError, match="quantization: must be int8 or int4, or None, got 'int3'"
     ):
-        LLM(tiny_model(), quantization="int3")
+        LLM(tiny_model("lean"), quantization="int3")
     with pytest.raises(
         CompatibilityError, match="multiple of 16, and this model has one of width 40"
     ):
-        LLM(tiny_model(hidden_size=40), quantization="int8")
+        LLM(tiny_model("lean", hidden_size=40), quantization="int8")
     with pytest.raises(ConfigError, match="int8 runs on CPUs only, not on cuda"):
         check_quantization("int8", torch.device("cuda"))
     assert linear_layer(torch.float16, CPU, None) is None

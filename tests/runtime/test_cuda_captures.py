@@ -61,7 +61,7 @@ class Failing(Tape):
 # Captures that fail
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize("architecture", ["lean", "gpt2"])
 @pytest.mark.parametrize("reason", ERRORS)
 def test_what_cannot_be_captured_runs_as_it_is(
     monkeypatch: pytest.MonkeyPatch, architecture: str, reason: str
@@ -75,7 +75,7 @@ def test_what_cannot_be_captured_runs_as_it_is(
     network = ours.network
     assert isinstance(network, CudaNetwork)
     assert network.failure == in_one_line(ERRORS[reason])
-    assert network.name == network.inner.name == {"llama": "lean", "gpt2": "module"}[architecture]
+    assert network.name == network.inner.name == {"lean": "lean", "gpt2": "module"}[architecture]
     for part in (network, network.first_layers(1), network.without([0], [])):
         assert part.capture is None
     for target in (ours, oracle):
@@ -90,7 +90,7 @@ def test_the_pass_that_was_to_be_captured_is_computed_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of two rows, behind the first, with graphs that had been captured before."""
-    model = tiny_model()
+    model = tiny_model("lean")
     oracle = Target(model).with_network(ModuleNetwork.sharing(model))
     use_capture(monkeypatch, tape := Failing(ERRORS["memory"], left=99))
     ours = Target(model)
@@ -117,7 +117,7 @@ def test_graphs_that_were_asked_for_are_an_error_without(
 ) -> None:
     use_capture(monkeypatch, Failing(ERRORS[reason]), required=True)
     with pytest.raises(CompatibilityError, match=r"runtime: cuda needs .* take 'auto' or 'torch'"):
-        LLM(tiny_model())
+        LLM(tiny_model("lean"))
 
 
 def test_faults_of_the_module_are_not_taken_for_failed_captures(
@@ -126,15 +126,15 @@ def test_faults_of_the_module_are_not_taken_for_failed_captures(
     tape = Failing(CompatibilityError("attention with 'softcap' is not supported."))
     use_capture(monkeypatch, tape)
     with pytest.raises(CompatibilityError, match="softcap"):
-        Target(tiny_model())
+        Target(tiny_model("lean"))
 
 
 @pytest.mark.parametrize("captures", [0, 1, 2, 4])
 def test_generation_goes_on_without_graphs(monkeypatch: pytest.MonkeyPatch, captures: int) -> None:
-    expected = LLM(tiny_model()).generate(PROMPTS, PARAMS)
+    expected = LLM(tiny_model("lean")).generate(PROMPTS, PARAMS)
     tape = Failing(ERRORS["memory"], left=99)
     use_capture(monkeypatch, tape)
-    llm = LLM(tiny_model(), speculative_config=NGRAM, max_num_seqs=2)
+    llm = LLM(tiny_model("lean"), speculative_config=NGRAM, max_num_seqs=2)
     assert llm.runtime == "cuda"
     tape.left = captures
     with pytest.warns(RuntimeWarning, match="out of memory"):
@@ -147,7 +147,7 @@ def test_generation_goes_on_without_graphs(monkeypatch: pytest.MonkeyPatch, capt
 
 
 def test_names_are_those_of_runtimes() -> None:
-    model = tiny_model()
+    model = tiny_model("lean")
     assert cuda_network(model, Tape()).name == "cuda"
     assert cuda_network(model, Tape(), compiler="eager").name == "compiled"
     assert CudaNetwork(decoder_for(model), CPU, None).name == "lean"
@@ -156,7 +156,7 @@ def test_names_are_those_of_runtimes() -> None:
 
 
 def test_parts_of_a_network_without_graphs_have_none_either() -> None:
-    network = cuda_network(tiny_model(), Tape(), compiler="eager")
+    network = cuda_network(tiny_model("lean"), Tape(), compiler="eager")
 
     def fail() -> None:
         raise ERRORS["waits"]
@@ -180,7 +180,7 @@ def test_graphs_refuse_nodes_that_do_not_see_all_that_is_committed() -> None:
 
 def test_skip_sets_are_measured_as_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts have slabs of their own, and positions that see a part of them."""
-    model = tiny_model(num_hidden_layers=4, initializer_range=0.12)
+    model = tiny_model("lean", num_hidden_layers=4, initializer_range=0.12)
     params = SamplingParams(temperature=0.8, top_k=20, seed=3, max_tokens=12)
     skip = frozenset([Sublayer("attention", 1), Sublayer("mlp", 2)])
     expected = LayerLaboratory(LLM(model))
@@ -207,7 +207,7 @@ def test_skip_sets_are_measured_as_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_network_without_graphs_is_its_own() -> None:
-    model = tiny_model()
+    model = tiny_model("lean")
     plain = ModuleNetwork.sharing(model)
     assert eager_network(plain) is plain
     graphs = cuda_network(model, Tape())

@@ -49,7 +49,7 @@ def target_on_gpu(model: PreTrainedModel, capture: Capture | None) -> Target:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("architecture", ["lean", "qwen3", "gpt2"])
 def test_graphs_have_the_bits_of_their_operations(architecture: str, dtype: torch.dtype) -> None:
     """The slab moves on the way, and graphs are captured anew."""
     model, dice = model_on_gpu(architecture, dtype), random.Random(0)
@@ -73,7 +73,7 @@ def test_graphs_have_the_bits_of_their_operations(architecture: str, dtype: torc
                 target.commit(key, path)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize("architecture", ["lean", "gpt2"])
 def test_passes_in_graphs_are_the_modules(architecture: str) -> None:
     model, dice = model_on_gpu(architecture, torch.float32), random.Random(1)
     ours = target_on_gpu(model, CudaGraphs(model.device))
@@ -101,7 +101,7 @@ def generated(model: PreTrainedModel, runtime: str) -> list[tuple[int, ...]]:
 
 def test_generation_in_graphs_is_that_of_single_operations() -> None:
     """In float32, where another shape of a pass hardly ever changes a token."""
-    model = model_on_gpu("llama", torch.float32)
+    model = model_on_gpu("lean", torch.float32)
     assert generated(model, "cuda") == generated(model, "torch")
 
 
@@ -144,5 +144,5 @@ def test_passes_go_on_where_captures_fail(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TorchInductor's own
 def test_inductor_keeps_the_output() -> None:
-    model = model_on_gpu("llama", torch.float32)
+    model = model_on_gpu("lean", torch.float32)
     assert generated(model, "compiled") == generated(model, "torch")

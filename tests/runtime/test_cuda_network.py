@@ -58,7 +58,7 @@ def both(ours: Target, oracle: Target, *work: tuple[int, TokenTree]) -> None:
 # Passes
 
 
-@pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a not in FAMILY])
+@pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a not in (*FAMILY, "lean")])
 def test_modules_run_in_graphs(monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
     ours, oracle = targets(monkeypatch, tiny_model(architecture))
     check_a_life(ours, oracle)
@@ -95,7 +95,7 @@ def check_a_life(ours: Target, oracle: Target) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_in_16_bits_graphs_have_the_bits_of_their_operations(dtype: torch.dtype) -> None:
-    model = tiny_model(dtype=dtype)
+    model = tiny_model("lean", dtype=dtype)
     targets = []
     for capture in (Tape(), Uncaptured()):
         target = Target(model, runtime="torch").with_network(cuda_network(model, capture))
@@ -112,7 +112,7 @@ def test_in_16_bits_graphs_have_the_bits_of_their_operations(dtype: torch.dtype)
 
 
 def test_a_tree_grown_level_by_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, oracle = targets(monkeypatch, tiny_model())
+    ours, oracle = targets(monkeypatch, tiny_model("lean"))
     for target in (ours, oracle):
         for key in range(2):
             target.add(key)
@@ -125,7 +125,7 @@ def test_a_tree_grown_level_by_level(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_random_passes(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     dice = random.Random(seed)
-    ours, oracle = targets(monkeypatch, tiny_model(), rows=1, positions=KEY_BLOCK)
+    ours, oracle = targets(monkeypatch, tiny_model("lean"), rows=1, positions=KEY_BLOCK)
     for key in range(5):
         prompt = [dice.randrange(VOCAB_SIZE) for _ in range(dice.randrange(1, 20))]
         for target in (ours, oracle):
@@ -148,7 +148,7 @@ def random_tree(dice: random.Random) -> TokenTree:
 
 
 def test_equal_shapes_share_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model()
+    model = tiny_model("lean")
     tape = use_cuda_runtime(monkeypatch)
     target = Target(model)
     target.add(0)
@@ -162,7 +162,7 @@ def test_equal_shapes_share_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_more_places_than_a_graph_may_have_run_as_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ours, oracle = targets(monkeypatch, tiny_model())
+    ours, oracle = targets(monkeypatch, tiny_model("lean"))
     for target in (ours, oracle):
         target.add(0)
     before = graphs_of(ours)
@@ -171,7 +171,7 @@ def test_more_places_than_a_graph_may_have_run_as_they_are(
 
 
 def test_a_slab_that_moves_takes_its_graphs_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model(max_position_embeddings=4 * KEY_BLOCK)
+    model = tiny_model("lean", max_position_embeddings=4 * KEY_BLOCK)
     ours, oracle = targets(monkeypatch, model, rows=1, positions=KEY_BLOCK)
     for target in (ours, oracle):
         target.add(0)
@@ -186,7 +186,7 @@ def test_a_slab_that_moves_takes_its_graphs_along(monkeypatch: pytest.MonkeyPatc
 
 
 def test_parts_of_a_network_have_graphs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model()
+    model = tiny_model("lean")
     ours, oracle = targets(monkeypatch, model)
     parts = [
         (ours.network.first_layers(1), oracle.network.first_layers(1)),
@@ -217,10 +217,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("method", CONFIGS)
 def test_outputs_are_those_of_the_cpu_runtime(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    model = tiny_model()
+    model = tiny_model("lean")
     config = dict(CONFIGS[method])
     if method == "draft_model":
-        config["model"] = tiny_model(seed=1)
+        config["model"] = tiny_model("lean", seed=1)
     prompts = [[1, 2, 3, 1, 2, 3, 1, 2], [5], [7, 8, 9, 7, 8]]
     params = [
         SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
@@ -237,7 +237,7 @@ def test_outputs_are_those_of_the_cpu_runtime(monkeypatch: pytest.MonkeyPatch, m
 
 def test_torch_compile_takes_a_pass_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a backend that only traces; a break in the graph would raise."""
-    model = tiny_model()
+    model = tiny_model("lean")
     oracle = Target(model).with_network(ModuleNetwork.sharing(model))
     use_cuda_runtime(monkeypatch)
     ours = Target(model).with_network(cuda_network(model, Uncaptured(), compiler="eager"))
@@ -251,7 +251,7 @@ def test_torch_compile_takes_a_pass_whole(monkeypatch: pytest.MonkeyPatch) -> No
 # Parts
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "phi"])
+@pytest.mark.parametrize("architecture", ["lean", "gpt2", "phi"])
 def test_captured_functions_leave_the_host_alone(architecture: str) -> None:
     """On the meta device, where an operation that takes a tensor of the host stands out."""
     device = torch.device("meta")
@@ -321,7 +321,7 @@ def test_a_slab_within_its_limit_grows_by_what_is_needed() -> None:
 
 def test_scratch_is_behind_all_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     use_cuda_runtime(monkeypatch, rows=2, positions=KEY_BLOCK)
-    target = Target(tiny_model())
+    target = Target(tiny_model("lean"))
     slab = target._slab
     for key in range(2):
         target.add(key)

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from foretoken.core.tree import TokenTree, chain
 from foretoken.runtime.choose import network_for
 from foretoken.runtime.module import ModuleNetwork
-from foretoken.runtime.native.build import NativeLibraryError, library
 from foretoken.runtime.network import Need, Network
 from foretoken.runtime.target import Target
 from tests.runtime.on_device import use_cuda_runtime
@@ -39,10 +38,7 @@ def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> T
         made = Target(model)
     else:
         if request.param == "native":
-            try:
-                library()
-            except NativeLibraryError as error:
-                pytest.skip(f"no native library here: {error}")
+            request.getfixturevalue("native_library")
         made = Target(model).with_network(NETWORKS[request.param](model))
     made.add(0)
     return made

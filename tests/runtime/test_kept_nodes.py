@@ -169,7 +169,7 @@ def test_a_limit_never_cuts_kept_nodes() -> None:
 
 def test_kept_nodes_are_not_computed_again() -> None:
     """The next pass computes the rest of the tree, with the result of a pass over all of it."""
-    target = Target(tiny_model())
+    target = Target(tiny_model("lean"))
     for key in (0, 1):
         target.add(key)
         target.prefill(key, range(5, 14))
@@ -185,7 +185,7 @@ def test_kept_nodes_are_not_computed_again() -> None:
 
 def test_rows_without_a_tree_keep_theirs() -> None:
     """Padding of a row between two others is written behind its kept nodes."""
-    target = Target(tiny_model())
+    target = Target(tiny_model("lean"))
     for key in range(3):
         target.add(key)
         target.prefill(key, range(5, 14))

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from foretoken.runtime.choose import network_for
 from foretoken.runtime.llama import LinearWeights, LlamaWeights
 from foretoken.runtime.native import pack as pack_module
-from foretoken.runtime.native.build import NativeLibraryError, library
 from foretoken.runtime.native.decoder import NativeDecoder
 from foretoken.runtime.native.kept_weights import KeptWeights
 from foretoken.runtime.native.pack import GROUP, PANEL, Format
@@ -20,13 +19,7 @@ from foretoken.runtime.target import Target
 from tests.runtime.test_lean import scores
 from tests.tiny import tiny_model
 
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    try:
-        library()
-    except NativeLibraryError as error:
-        pytest.skip(f"no native library here: {error}")
+pytestmark = pytest.mark.usefixtures("native_library")
 
 
 def kept(*tensors: torch.Tensor) -> KeptWeights:

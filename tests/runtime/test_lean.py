@@ -31,13 +31,13 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "llama, tied": ("llama", {"tie_word_embeddings": True}),
-    "llama, one key head": ("llama", {"num_key_value_heads": 1}),
-    "llama, wide heads": ("llama", {"head_dim": 32}),
-    "llama, scaled rotation": ("llama", {"rope_parameters": LLAMA3_ROPE}),
-    "llama, another epsilon": ("llama", {"rms_norm_eps": 0.1}),
+    "llama": ("lean", {}),
+    "llama, biases": ("lean", {"attention_bias": True, "mlp_bias": True}),
+    "llama, tied": ("lean", {"tie_word_embeddings": True}),
+    "llama, one key head": ("lean", {"num_key_value_heads": 1}),
+    "llama, wide heads": ("llama", {}),
+    "llama, scaled rotation": ("lean", {"rope_parameters": LLAMA3_ROPE}),
+    "llama, another epsilon": ("lean", {"rms_norm_eps": 0.1}),
     "mistral": ("mistral", {}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
@@ -101,7 +101,7 @@ def test_parts_of_it_are_the_modules_parts(name: str) -> None:
 
 
 def test_rotation_far_into_the_context() -> None:
-    model = tiny_model(max_position_embeddings=4096)
+    model = tiny_model("lean", max_position_embeddings=4096)
     lean, module = network_for(model), ModuleNetwork.sharing(model)
     tokens = [i % VOCAB_SIZE for i in range(2100)]
     logits = []
@@ -122,18 +122,18 @@ def test_other_architectures_run_through_their_modules(architecture: str) -> Non
 
 
 def test_what_looks_like_llama_and_is_not() -> None:
-    assert not is_llama(tiny_model("llama", hidden_act="gelu"))
+    assert not is_llama(tiny_model("lean", hidden_act="gelu"))
 
-    class Changed(type(tiny_model("llama"))):  # type: ignore[misc]
+    class Changed(type(tiny_model("lean"))):  # type: ignore[misc]
         pass
 
-    model = tiny_model("llama")
+    model = tiny_model("lean")
     model.__class__ = Changed
     assert not is_llama(model)
 
 
 def test_the_model_is_left_as_it_is() -> None:
-    model = tiny_model(max_position_embeddings=CONTEXT)
+    model = tiny_model("lean", max_position_embeddings=CONTEXT)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     scores(model, network_for(model).first_layers(1))
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())

@@ -31,6 +31,8 @@ from tests.programs import Program
 from tests.runtime.test_lean import FAMILY, TREE, model_of, scores
 from tests.tiny import VOCAB_SIZE, tiny_model
 
+pytestmark = pytest.mark.usefixtures("native_library")
+
 PORTABLE = "-DFORETOKEN_PORTABLE"
 KINDS: list[tuple[torch.dtype, str | None, tuple[str, ...]]] = [
     (torch.float32, None, ()),
@@ -41,14 +43,6 @@ KINDS: list[tuple[torch.dtype, str | None, tuple[str, ...]]] = [
     (torch.float32, "int4", (PORTABLE,)),
 ]
 TOKENS = [(7 * i * i + 3 * i) % VOCAB_SIZE for i in range(80)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    try:
-        library()
-    except NativeLibraryError as error:
-        pytest.skip(f"no native library here: {error}")
 
 
 def wide_model(name: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -275,7 +269,7 @@ def test_gate_and_up_in_turns() -> None:
 def test_who_runs_natively() -> None:
     assert network_for(tiny_model(head_dim=32)).name == "native"
     assert network_for(tiny_model(head_dim=32), runtime="torch").name == "lean"
-    assert network_for(tiny_model(head_dim=16)).name == "lean"
+    assert network_for(tiny_model("lean")).name == "lean"
     assert network_for(tiny_model("gpt2")).name == "module"
     assert "not torch.float16" in (
         why_not_native(tiny_model(head_dim=32, dtype=torch.float16)) or ""
@@ -294,7 +288,7 @@ def test_who_runs_natively() -> None:
 )
 def test_what_cannot_be_had(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        network_for(tiny_model(), **arguments)
+        network_for(tiny_model("lean"), **arguments)
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

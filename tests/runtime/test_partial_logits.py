@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from foretoken.core.tree import TokenTree, chain
-from foretoken.runtime.native.build import NativeLibraryError, library
 from foretoken.runtime.network import Need
 from foretoken.runtime.target import Target
 from tests.runtime.on_device import use_cuda_runtime
@@ -32,10 +31,7 @@ def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> T
     if name == "captured":
         use_cuda_runtime(monkeypatch)
     elif name.startswith("native"):
-        try:
-            library()
-        except NativeLibraryError as error:
-            pytest.skip(f"no native library here: {error}")
+        request.getfixturevalue("native_library")
     model = tiny_model("gpt2") if name == "module" else tiny_model(head_dim=32)
     made = Target(model, **NETWORKS[name])
     assert made.network.name in (name.split()[0], "cuda")

@@ -45,7 +45,7 @@ def test_flat_and_padded_are_inverse() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("keys", [(0, 1, 2, 3), (1, 3), (3, 0), (1, 2), (2,)])
 def test_a_row_has_its_own_bits_in_any_company(dtype: torch.dtype, keys: tuple[int, ...]) -> None:
-    model = tiny_model(dtype=dtype)
+    model = tiny_model("lean", dtype=dtype)
     target = filled(Target(model))
     together = [x.scores.clone() for x in target.verify(keys, [TREES[key] for key in keys])]
     for key, logits in zip(keys, together, strict=True):
@@ -53,7 +53,7 @@ def test_a_row_has_its_own_bits_in_any_company(dtype: torch.dtype, keys: tuple[i
 
 
 def test_only_nodes_are_computed() -> None:
-    target = filled(Target(tiny_model()))
+    target = filled(Target(tiny_model("lean")))
     passes = counted(target)
     target.verify([0, 1, 3], [TREES[0], TREES[1], TREES[3]])
     assert passes == [7 + 1 + 1]
@@ -61,7 +61,7 @@ def test_only_nodes_are_computed() -> None:
 
 def test_rows_between_keep_what_they_have_not_committed() -> None:
     """A pass over rows 0 and 2 writes nothing into row 1."""
-    target = filled(Target(tiny_model()))
+    target = filled(Target(tiny_model("lean")))
     target.verify([1], [chain([4, 5, 6])])
 
     def written() -> Tensor:
@@ -74,7 +74,7 @@ def test_rows_between_keep_what_they_have_not_committed() -> None:
 
 
 def test_modules_give_the_same_rows() -> None:
-    model = tiny_model()
+    model = tiny_model("lean")
     lean = filled(Target(model))
     module = filled(Target(model).with_network(ModuleNetwork.sharing(model)))
     trees = list(TREES.values())

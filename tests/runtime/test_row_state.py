@@ -22,7 +22,7 @@ TREE = TokenTree((5, 3, 5, 8, 9), (-1, 0, 0, 1, 2))
 
 @pytest.fixture
 def target() -> Target:
-    return Target(tiny_model(max_position_embeddings=4 * KEY_BLOCK))
+    return Target(tiny_model("lean", max_position_embeddings=4 * KEY_BLOCK))
 
 
 def state_of(seed: int, num_bytes: int = 4000) -> list[Tensor]:

@@ -190,7 +190,7 @@ def test_all_layers_of_the_target_are_the_target(
 
 def test_sizes_from_scratch(parts: HeadParts) -> None:
     config = made(parts, {}).lm.config
-    assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (64, 1, 4)
+    assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (64, 1, 2)
     assert config.intermediate_size == 128
     assert config.eos_token_id == parts.config.eos_token_id
     sizes = {"hidden_size": 96, "num_layers": 3, "num_heads": 2, "intermediate_size": 80}

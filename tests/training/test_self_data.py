@@ -33,7 +33,7 @@ def short_messages(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def talkative() -> LLM:
     """A target that often ends its messages by itself."""
-    return chat_llm(end_bias=12)
+    return chat_llm(end_bias=12, architecture="lean")
 
 
 def test_a_conversation_follows_from_its_seed_in_any_batch(talkative: LLM) -> None:
@@ -138,7 +138,9 @@ def test_a_conversation_keeps_to_its_length(talkative: LLM) -> None:
         written = SelfTalk(talkative, length).write(range(40))
         assert written
         assert max(len(each.tokens) for each in written) <= length
-    context = SelfTalk(chat_llm(context=96, end_bias=12), LENGTH).write(range(40))
+    context = SelfTalk(chat_llm(context=96, end_bias=12, architecture="lean"), LENGTH).write(
+        range(40)
+    )
     assert context == SelfTalk(talkative, 96).write(range(40))
 
 
@@ -162,8 +164,9 @@ def repeated(count: int, loop: int) -> Writing[list[Written]]:
     return texts
 
 
-def test_a_text_that_loops_is_stopped_there(llm: LLM) -> None:
+def test_a_text_that_loops_is_stopped_there() -> None:
     """A tiny target without an end soon repeats itself."""
+    llm = chat_llm(architecture="lean")
     (texts,) = Writer(llm).run([repeated(6, loop=3)])
     looped = 0
     for each, text in enumerate(texts):

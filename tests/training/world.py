@@ -36,7 +36,11 @@ CHAT = (
 
 
 def chat_llm(
-    chat_template: str | None = CHAT, context: int = 2048, end_bias: float = 0.0, **fields: Any
+    chat_template: str | None = CHAT,
+    context: int = 2048,
+    end_bias: float = 0.0,
+    architecture: str = "llama",
+    **fields: Any,
 ) -> LLM:
     """A target that speaks ASCII.
 
@@ -44,12 +48,16 @@ def chat_llm(
         chat_template: of its tokenizer.
         context: most tokens of a row.
         end_bias: how much more often than by chance it ends a message.
+        architecture: of `tiny_model`, another one being another text.
         fields: other arguments of `LLM`.
     """
     tokenizer: PreTrainedTokenizerFast = ascii_tokenizer(chat_template)
     vocab_size = len(tokenizer.get_vocab())
     model: Any = tiny_model(
-        vocab_size=vocab_size, max_position_embeddings=context, tie_word_embeddings=False
+        architecture,
+        vocab_size=vocab_size,
+        max_position_embeddings=context,
+        tie_word_embeddings=False,
     )
     if end_bias:
         end = tokenizer.convert_tokens_to_ids(END)

@@ -5,11 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from foretoken import LLM
+from foretoken.errors import ForetokenError
+from tests.tiny import tiny_model
+
+Fault: TypeAlias = tuple[Callable[[Path], object], str]
+"""What is done to a folder, and a pattern of what is said to it."""
 
 
 def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
@@ -34,12 +42,31 @@ def truncate(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+def load_head(folder: Path, method: str, **fields: Any) -> LLM:
+    """A tiny model, with these fields in its configuration, that drafts with the folder's head."""
+    return LLM(tiny_model(**fields), speculative_config={"method": method, "model": str(folder)})
+
+
+def assert_refused(folder: Path, fault: Fault, load: Callable[[Path], object]) -> None:
+    """That loading the damaged folder is an error of one line."""
+    damage, message = fault
+    damage(folder)
+    with pytest.raises(ForetokenError, match=message) as caught:
+        load(folder)
+    assert "\n" not in str(caught.value)
+
+
+FILE_FAULTS: dict[str, Fault] = {
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "does not exist"),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json does not exist"),
     "no JSON": (lambda f: (f / "config.json").write_text("{"), "cannot be read"),
     "no object": (lambda f: (f / "config.json").write_text("[]"), "no JSON object"),
     "truncated": (truncate, "cannot be read"),
+}
+"""Faults of any folder."""
+
+FAULTS: dict[str, Fault] = {
+    **FILE_FAULTS,
     "no map": (lambda f: change_tensors(f, lambda t: t.pop("d2t")), "'d2t' is missing"),
     "a falling map": (
         lambda f: change_tensors(f, lambda t: t.update(d2t=-2 * torch.arange(48))),
@@ -50,4 +77,4 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "below 96",
     ),
 }
-"""What is done to the folder of a head that can draft 48 of 96 tokens, and what is said to it."""
+"""Those of the folder of a head that can draft 48 of 96 tokens."""

@@ -31,7 +31,7 @@ def check_schedules(
         cell_bytes: of a token in the KV of the head.
         trees: whether trees are drafted, whose bits do not stay the same on every runtime.
     """
-    params = SamplingParams(temperature=0.8, seed=5, max_tokens=40)
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=24)
     fields: dict[str, Any] = {"speculative_config": config, "runtime": runtime}
     alone = LLM(model, max_num_seqs=1, **fields).generate(PROMPTS, params)
     memory = 3 * 512 * (Target(model).cell_bytes + cell_bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,14 @@ from foretoken.drafters.heads.checkpoint import read_checkpoint, write_checkpoin
 from foretoken.drafters.heads.config_file import Description, Verifier
 from foretoken.runtime.target import vocabulary_weights
 from tests.drafters.heads.folders import FAULTS as FOLDER_FAULTS
-from tests.drafters.heads.folders import change_config, change_inside, change_tensors
+from tests.drafters.heads.folders import (
+    Fault,
+    assert_refused,
+    change_config,
+    change_inside,
+    change_tensors,
+    load_head,
+)
 from tests.heads import save_head, tiny_config, tiny_net
 from tests.tiny import tiny_model
 
@@ -35,8 +42,7 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-def load(folder: Path, **fields: Any) -> LLM:
-    return LLM(tiny_model(**fields), speculative_config={"method": "eagle", "model": str(folder)})
+load = partial(load_head, method="eagle")
 
 
 def test_what_is_written_is_read(folder: Path) -> None:
@@ -136,7 +142,7 @@ def change_layer(folder: Path, **fields: Any) -> None:
     change_inside(folder, "transformer_layer_config", **fields)
 
 
-FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+FAULTS: dict[str, Fault] = {
     **FOLDER_FAULTS,
     "another kind": (lambda f: change_config(f, speculators_model_type="dflash"), "'dflash'"),
     "a language model": (lambda f: change_config(f, speculators_model_type=None), "None"),
@@ -225,11 +231,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_refused(folder: Path, fault: str) -> None:
-    change, message = FAULTS[fault]
-    change(folder)
-    with pytest.raises(ForetokenError, match=message) as caught:
-        load(folder)
-    assert "\n" not in str(caught.value)
+    assert_refused(folder, FAULTS[fault], load)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from foretoken import LLM, ForetokenError, SamplingParams
 from foretoken.drafters.heads.medusa import MedusaNet
 from foretoken.drafters.heads.state_file import StateFile, read_state_file
 from foretoken.drafters.heads.state_layouts import fasterdecoding_medusa, vllm_medusa
+from tests.drafters.heads.folders import Fault, assert_refused, load_head
 from tests.tiny import tiny_model
 
 E, V, HEADS = 64, 96, 3
@@ -190,7 +192,7 @@ def change(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
     torch.save(tensors, folder / PT)
 
 
-FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+FAULTS: dict[str, Fault] = {
     "no weights": (lambda f: (f / PT).unlink(), "medusa_lm_head.pt does not exist"),
     "truncated": (lambda f: (f / PT).write_bytes((f / PT).read_bytes()[:-900]), "cannot be read"),
     "empty": (lambda f: (f / PT).write_bytes(b""), "cannot be read"),
@@ -219,11 +221,7 @@ def test_faults_of_fasterdecoding_s_layout(
     fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write(tmp_path, PT, fasterdecoding(), FASTER)
-    edit, message = FAULTS[fault]
-    edit(folder)
-    with pytest.raises(ForetokenError, match=message) as caught:
-        LLM(tiny_model(), speculative_config={"method": "medusa", "model": str(folder)})
-    assert "\n" not in str(caught.value)
+    assert_refused(folder, FAULTS[fault], partial(load_head, method="medusa"))
     assert "loaded" not in capsys.readouterr().out
 
 

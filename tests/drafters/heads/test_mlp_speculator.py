@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foretoken import LLM, ForetokenError, SamplingParams
+from foretoken import LLM, SamplingParams
 from foretoken.drafters.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorNet
 from foretoken.drafters.heads.state_file import StateFile, read_state_file
 from foretoken.drafters.heads.state_layouts import ibm_mlp_speculator
 from foretoken.drafters.heads.state_net import StateNet
+from tests.drafters.heads.folders import Fault, assert_refused, load_head
 from tests.heads import state_config, state_net
 from tests.tiny import tiny_model
 
@@ -167,7 +168,7 @@ def edit(folder: Path, **fields: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config(**fields)))
 
 
-FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+FAULTS: dict[str, Fault] = {
     "no sizes": (
         lambda f: (f / "config.json").write_text('{"model_type": "mlp_speculator"}'),
         "vocab_size: field required|emb_dim: field required",
@@ -192,12 +193,9 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_refused(fault: str, tmp_path: Path) -> None:
-    folder = write(tmp_path, tensors())
-    change, message = FAULTS[fault]
-    change(folder)
-    with pytest.raises(ForetokenError, match=message) as caught:
-        LLM(tiny_model(), speculative_config={"method": "mlp_speculator", "model": str(folder)})
-    assert "\n" not in str(caught.value)
+    assert_refused(
+        write(tmp_path, tensors()), FAULTS[fault], partial(load_head, method="mlp_speculator")
+    )
 
 
 def test_the_target_s_embedding_has_the_hidden_size() -> None:
