@@ -119,6 +119,8 @@ class ModelDrafter(Drafter):
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         """One pass of the drafting model per level, over all requests still drafting."""
+        if not any(budget.chain for budget in budgets):
+            return [Draft.empty(request.root) for request in batch]
         limits = self._limits(batch, budgets)
         growths = [
             _Growth(request, limits[request.key], self._scorer.pending(request))
