@@ -16,6 +16,8 @@ __all__ = [
     "Model",
     "PerKind",
     "Prompts",
+    "Quantization",
+    "Runtime",
     "Seed",
     "TinyModel",
 ]
@@ -33,9 +35,12 @@ MaxPromptTokens: TypeAlias = Annotated[
 MaxTokens: TypeAlias = Annotated[int, typer.Option(min=2, help="Tokens to generate per prompt.")]
 Seed: TypeAlias = Annotated[int, typer.Option(min=0, help="Seed of samples.")]
 
-Model: TypeAlias = Annotated[str, typer.Option(help="Folder, GGUF file or alias.")]
+Model: TypeAlias = Annotated[str, typer.Option(help="Folder, id (ORG/NAME), GGUF file or alias.")]
 TinyModel: TypeAlias = Annotated[
-    str, typer.Option(help="Folder, GGUF file or alias; tiny: random weights, no files.")
+    str,
+    typer.Option(help="Folder, id (ORG/NAME), GGUF file or alias; tiny: random weights, no files."),
 ]
 Dtype: TypeAlias = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device: TypeAlias = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Quantization: TypeAlias = Annotated[str | None, typer.Option(help="int8 or int4.")]
+Runtime: TypeAlias = Annotated[str, typer.Option(help="auto, native or torch.")]

@@ -43,8 +43,8 @@ class Memory(NamedTuple):
 def main(
     model: flags.Model = "smollm2-135m",
     config: Annotated[str, typer.Option(help="The speculative_config, as JSON.")] = "{}",
-    quantization: Annotated[str | None, typer.Option(help="int8 or int4.")] = None,
-    runtime: Annotated[str, typer.Option(help="auto, native or torch.")] = "auto",
+    quantization: flags.Quantization = None,
+    runtime: flags.Runtime = "auto",
     dtype: flags.Dtype = "auto",
     device: flags.Device = "auto",
 ) -> None:

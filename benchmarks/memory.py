@@ -139,14 +139,19 @@ def _configs(given: Sequence[str]) -> list[dict[str, Any]]:
     Raises:
         BenchmarkError: one is no JSON object with a method.
     """
+    from foretoken.drafters.base import with_method
+
     found = [PLAIN]
     for text in given:
         try:
             value = json.loads(text)
         except ValueError:
             value = {"method": text}
-        if not isinstance(value, dict) or "method" not in value:
+        if not isinstance(value, dict):
             raise BenchmarkError(f"--config: expected a method or a JSON object, got {text}")
+        value = dict(with_method(value))
+        if "method" not in value:
+            raise BenchmarkError(f"--config: {text} has neither a method nor a model")
         if value != PLAIN:
             found.append(value)
     return found

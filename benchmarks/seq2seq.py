@@ -16,6 +16,7 @@ all parts work: translations are then nonsense. `--plan FILE` has options as JSO
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -248,10 +249,22 @@ def _sample(out: Path, plan: Plan) -> Sample:
     return Sample([sources[each] for each in chosen], [references[each] for each in chosen])
 
 
+def digest(folder: Path) -> str:
+    """Tells two models apart: of the weights and the configuration in a folder."""
+    found = hashlib.sha256()
+    for path in sorted([*folder.glob("*.safetensors"), folder / "config.json"]):
+        found.update(path.name.encode())
+        with path.open("rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()[:16]
+
+
 def _journal(out: Path, plan: Plan) -> Journal:
     settings: dict[str, Any] = plan.model_dump(
         mode="json", include={"dtype", "threads", "sentences"}
     )
+    folders = {"target": out / "target", **drafters_in(out, plan.drafters)}
+    settings["models"] = {name: digest(folder) for name, folder in folders.items()}
     return Journal(out / _RECORDS, _FORMAT, settings)
 
 

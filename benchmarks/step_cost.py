@@ -61,8 +61,8 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Passes of each variant.")] = 20,
     steps: Annotated[int, typer.Option(min=2, help="Steps whose overhead is measured.")] = 100,
     context: Annotated[int, typer.Option(min=1, help="Tokens before the nodes.")] = 256,
-    quantization: Annotated[str | None, typer.Option(help="int8 or int4.")] = None,
-    runtime: Annotated[str, typer.Option(help="auto, native or torch.")] = "auto",
+    quantization: flags.Quantization = None,
+    runtime: flags.Runtime = "auto",
     dtype: flags.Dtype = "auto",
     device: flags.Device = "auto",
 ) -> None:

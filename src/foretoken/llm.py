@@ -201,8 +201,7 @@ class LLM:
         `LLM(other, speculative_config={"model": this})` calls it. The draft model has KV rows of
         its own, and this model's dtype, quantization and runtime.
         """
-        model = self.engine.target.with_own_rows()
-        return DraftModel(model, self.tokenizer, self.model_path)
+        return DraftModel(self.engine.lend(), self.tokenizer, self.model_path)
 
     @property
     def online_report(self) -> OnlineReport | None:

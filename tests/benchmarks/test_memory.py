@@ -27,6 +27,9 @@ def test_differences_are_to_plain_decoding_of_the_same_batch() -> None:
 
 
 def test_configurations() -> None:
+    assert _configs(['{"model": "m"}'])[1] == {"model": "m", "method": "draft_model"}
+    with pytest.raises(BenchmarkError, match="neither a method nor a model"):
+        _configs(["{}"])
     found = _configs(["ngram", '{"method": "suffix"}', "none"])
     assert found == [PLAIN, {"method": "ngram"}, {"method": "suffix"}]
     with pytest.raises(BenchmarkError, match="expected a method"):

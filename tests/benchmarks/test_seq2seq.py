@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.seq2seq import app
+from benchmarks.seq2seq import app, digest
 from benchmarks.seq2seq_batches import TokenBatches
 from benchmarks.seq2seq_drafters import (
     FULL,
@@ -293,3 +293,13 @@ def test_plans_are_json(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["score", str(tmp_path), "--plan", str(path)])
     assert result.exit_code == 2
     assert "did you mean 'steps'" in result.output
+
+
+def test_models_are_told_apart_by_what_is_in_their_folders(tmp_path: Path) -> None:
+    """So a journal is not continued with another target or drafter."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    first = digest(tmp_path)
+    assert digest(tmp_path) == first
+    (tmp_path / "model.safetensors").write_bytes(b"others")
+    assert digest(tmp_path) != first

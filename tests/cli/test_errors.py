@@ -37,7 +37,7 @@ from tests.tiny import tiny_model
         (["--speculative-config", "nope"], "--speculative-config is not valid JSON"),
         (["--speculative-config", '"ngram"'], "--speculative-config must be a JSON object"),
         (["--speculative-config", '{"methd": "ngram"}'], "did you mean 'method'?"),
-        (["--speculative-config", '{"model": 3}'], "must be a path or an alias"),
+        (["--speculative-config", '{"model": 3}'], "must be a path, an id or an alias"),
         (
             ["--method", "none", "--speculative-config", '{"method": "ngram"}'],
             '--method none contradicts {"method": "ngram"} in --speculative-config',

@@ -141,7 +141,7 @@ def test_it_has_no_draft_now_and_then_to_know_what_that_costs(name: str) -> None
     assert depths.count(0) == pytest.approx(2000 * 0.01 / (gain - 1), rel=0.5)
 
 
-@pytest.mark.parametrize(("start_cost", "after"), [(0.0, 20), (0.001, 30), (1.0, 64)])
+@pytest.mark.parametrize(("start_cost", "after"), [(0.0, 20), (0.001, 30), (0.01, 120)])
 def test_a_new_request_is_tried_soon_where_that_is_cheap(start_cost: float, after: int) -> None:
     """After others whose drafts did not pay, unless the drafter has to read much first.
 
@@ -155,11 +155,12 @@ def test_a_new_request_is_tried_soon_where_that_is_cheap(start_cost: float, afte
             drafting = start_cost if budget.chain and not before else 0.0
             times, before = (drafting, model.costs(1 + budget.chain)), budget.chain
             learn(model, [outcome(request, [1] * budget.chain, 0)], *times)
+    model._steps_without_trial = 0.0
     another, depths = request_of(), []
-    for _ in range(70):
+    for _ in range(130):
         depths.append(model.budgets([another], 1)[0].depth)
         learn(model, [outcome(another, (), 0)], 0, model.costs(1))
-    assert depths.index(1) == pytest.approx(after - 1, abs=1)
+    assert abs(depths.index(1) - after) <= 8  # it is asked once in eight steps
 
 
 def test_the_first_step_is_plain_where_no_costs_are_known() -> None:

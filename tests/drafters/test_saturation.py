@@ -109,6 +109,28 @@ def test_fewer_layers_run_where_nodes_stop(runtime: str, monkeypatch: pytest.Mon
     assert 0 < counts[2] < 12
 
 
+@RUNTIMES
+def test_what_runs_for_its_kv_alone_gets_no_logits(
+    runtime: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a chain, a pass of later layers judges one node, however many went on before it."""
+    llm = exit_llm(runtime, exit_confidence=0.2)
+    scorer: Any = drafter_of(llm).scorer  # type: ignore[attr-defined]
+    passes = list[tuple[int, int]]()  # nodes, and rows of logits
+    for network in scorer._later:
+        original = network.forward
+
+        def forward(inputs: Any, *rest: Any, run: Any = original) -> Any:
+            output = run(inputs, *rest)
+            passes.append((sum(map(len, inputs.rows)), len(output.scores)))
+            return output
+
+        monkeypatch.setattr(network, "forward", forward)
+    drafts_of(llm, PROMPTS[:1], 0, 12)
+    assert max(nodes for nodes, _ in passes) > 2
+    assert max(scores for _, scores in passes) <= 2  # PyTorch never computes a single row
+
+
 @pytest.mark.parametrize("fields", [{}, {"tree": [3, 2]}, {"tree": "dynamic"}])
 @pytest.mark.parametrize("rule", LOSSLESS)
 def test_lossless(rule: str, fields: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from foretoken import LLM, CompatibilityError, SamplingParams, models
 from foretoken.core.acceptance import RULES
 from foretoken.core.source import Source
 from foretoken.drafters.spec_drafter import load_spec_drafter
+from foretoken.engine.llm_engine import LLMEngine
 from foretoken.request import Request
 from foretoken.runtime.attention import KEY_BLOCK
 from foretoken.runtime.target import Target
@@ -128,7 +130,7 @@ def test_memory_is_counted(read: Counter[Source]) -> None:
     model = tiny_seq2seq("bart")
     target, source = Target(model), Source(tuple(SOURCES[1]))
     before = target.state_bytes(source)
-    load_spec_drafter(random_spec_drafter("bart", MASKS, "target"), target)
+    _loaded = load_spec_drafter(random_spec_drafter("bart", MASKS, "target"), target)
     assert target.state_bytes(source) == before + 4 * 32 * len(source)
     target.add(0)
     target.encode(0, source)
@@ -202,3 +204,38 @@ def test_a_folder_from_before(tmp_path: Path) -> None:
     load_spec_drafter(tmp_path, target)
     assert target.source_network is not None
     assert not target.source_network.keeps_encoded
+
+
+def test_nothing_is_kept_once_the_drafter_is_gone(tmp_path: Path) -> None:
+    save_spec_drafter(tmp_path, *spec_drafter_of(encoder="target"))
+    target = Target(tiny_seq2seq("bart"))
+    network = target.source_network
+    assert network is not None
+    source, kept = tiny_source(), [network.keeps_encoded]
+    sizes = [network.state_bytes(source)]
+    loaded = load_spec_drafter(tmp_path, target)
+    kept.append(network.keeps_encoded)
+    sizes.append(network.state_bytes(source))
+    del loaded
+    gc.collect()
+    kept.append(network.keeps_encoded)
+    assert kept == [False, True, False]
+    assert sizes[1] > sizes[0] == network.state_bytes(source)
+
+
+def test_a_request_is_checked_with_the_drafter_that_it_asks_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What its row keeps of the source counts when the request is made."""
+    kept = list[bool]()
+
+    def make(self: LLMEngine, *args: Any, **options: Any) -> Any:
+        assert self.target.source_network is not None
+        kept.append(self.target.source_network.keeps_encoded)
+        return original(self, *args, **options)
+
+    original = LLMEngine.make_requests
+    monkeypatch.setattr(LLMEngine, "make_requests", make)
+    llm = LLM(tiny_seq2seq("bart"))
+    llm.generate(SOURCES[:1], GREEDY, speculative_config=config())
+    assert kept == [True]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -127,3 +127,27 @@ def test_two_modules_are_not_in_memory_together(
     assert alive == [0, 0]
     assert llm.engine.target.vocabulary_weights is not None  # loaded again, as it is not tied
     assert alive[:2] == [0, 0]
+
+
+def test_a_model_is_lent_in_its_own_turn() -> None:
+    """A pass of another thread may have hooks on the module that is copied."""
+    draft, began, ends, lent = small(), Event(), Event(), list[object]()
+
+    def pass_of_another() -> None:
+        began.set()
+        ends.wait(60)
+
+    serving = Thread(target=lambda: draft.engine._turns.take(pass_of_another))
+    serving.start()
+    began.wait(60)
+    lending = Thread(target=lambda: lent.append(draft.as_draft_model()))
+    lending.start()
+    lending.join(0.05)
+    waited = not lent
+    ends.set()
+    for thread in (serving, lending):
+        thread.join(60)
+    assert waited
+    assert len(lent) == 1
+    draft.engine._turns.take(lambda: lent.append(draft.as_draft_model()))  # its own draft model
+    assert len(lent) == 2

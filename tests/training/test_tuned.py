@@ -324,6 +324,17 @@ def test_it_is_told_that_the_model_has_become_worse() -> None:
     assert "perplexity is 2.30, the target's 2.00" in told
 
 
+@pytest.mark.parametrize(
+    ("method", "told"),
+    [("eagle", "learn more levels"), ("spec_drafter", "learn for more epochs")],
+)
+def test_it_is_told_what_makes_later_positions_better(method: str, told: str) -> None:
+    best = Evaluation(1, 1.0, (0.6, 0.3), (1.6, 1.8), best=True)
+    served = Served(1, 1.8, (0.6, 0.3), 0.1, 1.3)
+    (found,) = advice(1.0, best, served, deeper=TRAINING_METHODS[method].deeper)
+    assert found == f"Later positions are much worse than the first: {told}."
+
+
 def test_memory_is_known_beforehand() -> None:
     """Weights, gradients and moments; and activations, which grow with the batch."""
     made: Any = new_trainee(training_method("medusa_2", {}), tiny_target())

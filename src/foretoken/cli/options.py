@@ -188,7 +188,8 @@ class SpeculationOptions:
     draft_model: Annotated[
         str | None,
         _speculation(
-            "Folder, .gguf file or alias, for --method draft_model; the folder of a trained head."
+            "Folder, id (ORG/NAME), .gguf file or alias, for --method draft_model; the folder of a "
+            "trained head."
         ),
     ] = None
     acceptance: Annotated[
@@ -284,7 +285,7 @@ def _speculative_config(fields: dict[str, Any]) -> SpeculativeConfig:
     from foretoken.config import SpeculativeConfig
 
     if not isinstance(fields.get("model"), str | None):
-        raise UsageError("model in --speculative-config must be a path or an alias")
+        raise UsageError("model in --speculative-config must be a path, an id or an alias")
     if "model" not in fields:
         fields.setdefault("method", DEFAULT_METHOD)
     return SpeculativeConfig.parse(fields)

@@ -30,7 +30,8 @@ class DrafterOptions:
         ),
     ] = None
     draft_model: Annotated[
-        str | None, in_panel("Measure", "Folder, .gguf file or alias of a draft model.")
+        str | None,
+        in_panel("Measure", "Folder, id (ORG/NAME), .gguf file or alias of a draft model."),
     ] = None
     speculative_config: Annotated[
         str | None,

@@ -92,7 +92,8 @@ class DrafterOptions:
         str | None, in_panel("Speculation", "Drafter that takes trees (`foretoken methods`).")
     ] = None
     draft_model: Annotated[
-        str | None, in_panel("Speculation", "Folder, .gguf file or alias of a draft model.")
+        str | None,
+        in_panel("Speculation", "Folder, id (ORG/NAME), .gguf file or alias of a draft model."),
     ] = None
     acceptance: Annotated[
         str | None, in_panel("Speculation", "Acceptance rule.", show_default="coupled, lossless")

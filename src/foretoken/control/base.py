@@ -90,6 +90,7 @@ class Controller(ABC):
             It is measured before the first controller that declares `needs_costs` runs.
         levels: number of nodes at each level of a full draft, as far as known beforehand, if the
             drafter drafts trees; None for chains.
+        at_once: whether one pass of the drafter makes all levels (see `Drafter.drafts_at_once`).
     """
 
     class Options(Config):
@@ -106,11 +107,13 @@ class Controller(ABC):
         options: Config | None = None,
         costs: CostCurve | None = None,
         levels: Sequence[int] | None = None,
+        *,
+        at_once: bool = False,
     ) -> None:
         self.num_speculative_tokens = num_speculative_tokens
         self.options = self.Options() if options is None else options
         self.costs = CostCurve() if costs is None else costs
-        self.levels = levels
+        self.levels, self.at_once = levels, at_once
         self.setup()
 
     def setup(self) -> None:  # noqa: B027

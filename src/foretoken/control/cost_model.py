@@ -20,12 +20,16 @@ The nodes of a step go where they add most. Level j of request r adds d p_1 ... 
 Levels are taken in descending order of expected tokens per node, as many as maximize the batch's
 expected tokens per second. If no draft raises that rate, the step is plain decoding.
 
+A request's first draft takes longer, because the drafter reads the whole text, and the source of an
+encoder-decoder. Drafts begin only if they are expected to save that time in what is left of the
+output; `lengths.py` judges by the outputs that have ended. Until a later draft has been timed, the
+step after a first draft drafts for the same requests again and for no others.
+
 Estimates go stale while nothing is drafted. So a request that has drafted nothing for `probe_every`
-steps drafts one level; this notices a text that has become predictable. A new request does so
-sooner if that is cheap. About one percent of the time goes into plain steps, which keep the cost of
-a plain pass up to date. A request's first draft takes longer, because the drafter reads the whole
-text. Until a later draft has been timed, the step after a first draft drafts for the same requests
-again and for no others.
+steps drafts one level; this notices a text that has become predictable. Requests that have never
+drafted pay for trials together: one of them tries once its first draft costs at most one percent of
+the steps since the last trial. About one percent of the time goes into plain steps, which keep the
+cost of a plain pass up to date.
 """
 
 from __future__ import annotations
@@ -38,10 +42,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge
 
-from foretoken.control.base import Budget, Controller, Expected, within
-from foretoken.control.drafting_costs import DraftingCosts, levels_of_one
+from foretoken.control.base import NO_BUDGET, Budget, Controller, Expected, within
+from foretoken.control.drafting_costs import DraftingCosts, levels_of_one, reading
 from foretoken.control.history import History
+from foretoken.control.lengths import OutputLengths
 from foretoken.control.planning import Chances, Plan, best_plan
+from foretoken.control.rest import Rest
 from foretoken.core.config import Config
 
 if TYPE_CHECKING:
@@ -60,7 +66,8 @@ _LEAST_NODES = 0.01
 """A level is taken to add at least this many nodes, even if noisy averages say less."""
 
 _PLANNED_AGAIN = 8
-"""Steps after which a plan is made again although nothing was learnt: costs may have changed."""
+"""Steps after which a plan is made again although nothing was learnt: costs may have changed. As
+long as nothing pays, the steps in between are not even asked."""
 
 _SERVED = 4.0
 """A step with a draft from elsewhere counts as at most so many plain ones until the next probe: a
@@ -108,12 +115,15 @@ class CostModel(Controller):
         self._histories: dict[int, History] = {}
         self._overall = self._new(_MEMORY_OF_ALL)
         self._drafting_costs = DraftingCosts()
+        self._lengths = OutputLengths()
+        self._steps_without_trial = 0.0  # since a request tried its first draft
         self._gain = 1.0  # tokens per second as last planned, over those without drafts
         self._drafted_steps = 0  # since the last step without drafts
         self.patient = False  # whether to wait until drafts are clearly worth it
         self._plan: _Planned | None = None  # None if something was learnt since
         self.planned = Expected.plain(1)  # the last step of which depths were chosen
         self.idle = False  # whether the last step had no drafts because none pays
+        self._rest = Rest()
 
     def _new(self, memory: float) -> History:
         return History(memory, len(self._nodes), trees=self._trees)
@@ -128,8 +138,17 @@ class CostModel(Controller):
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
         """See `Controller.budgets`."""
+        rest = self._rest
+        if rest.goes_on(batch, rows):
+            return [NO_BUDGET] * len(batch)
+        if rest.taken:
+            self.rest(rest.waiting, rest.taken)
         plain = Expected.plain(rows)
-        return self.budgets_beside(batch, rows, plain, plain, [False] * len(batch))
+        budgets = self.budgets_beside(batch, rows, plain, plain, [False] * len(batch))
+        self._rest = Rest()
+        if steps := min(self.idle_steps(batch), _PLANNED_AGAIN - 1):
+            self._rest = Rest(tuple(request.key for request in batch), rows, batch, steps)
+        return budgets
 
     def budgets_beside(
         self,
@@ -163,6 +182,7 @@ class CostModel(Controller):
                 ]
         of_served = self._served_steps(rows) if any(served) else 1.0
         counts = [of_served if has else 1.0 for has in served]
+        self._steps_without_trial += max(counts, default=0.0)
         chosen = zip(batch, histories, depths, counts, strict=True)
         return [self._budget(*each) for each in chosen]
 
@@ -171,8 +191,18 @@ class CostModel(Controller):
 
         The probes that follow cost at most one percent of the time.
         """
-        level = self._drafting_costs.level / self.costs(rows, rows)
+        level = self._level_seconds / self.costs(rows, rows)
         return min(_SERVED, self._probe_every * _PRICE / level) if level else _SERVED
+
+    @property
+    def _level_seconds(self) -> float:
+        """Seconds of drafting one level of one request."""
+        return self._drafting_costs.level * self.costs(1, 1)
+
+    def _reading_seconds(self, request: Request) -> float | None:
+        """Seconds that the first draft of a request takes longer; None if not known yet."""
+        token = self._drafting_costs.token
+        return None if token is None else token * reading(request) * self.costs(1, 1)
 
     def _plain_step_is_due(self) -> bool:
         """Whether it costs at most one percent of what drafts gained since the last plain step."""
@@ -193,6 +223,7 @@ class CostModel(Controller):
 
     def rest(self, batch: Sequence[Request], steps: int) -> None:
         """Record steps in which these requests had no drafts and it was not asked."""
+        self._steps_without_trial += steps
         for request in batch:
             if history := self._histories.get(request.key):
                 history.rest(steps)
@@ -228,28 +259,35 @@ class CostModel(Controller):
             self.idle = True
             return [0] * len(batch)
         saved = plan.expected.tokens * (1 / rate - 1 / plan.rate) / len(batch)
+        per_token = (1 / rate - 1 / plan.rate) * rows / len(batch)
         depths = [
-            depth if depth and self._worth_reading(request, saved) else 0
+            depth if depth and self._worth_reading(request, saved, per_token) else 0
             for request, depth in zip(batch, plan.depths, strict=True)
         ]
         if any(depths):
             self.planned = plan.expected
         return depths
 
-    def _worth_reading(self, request: Request, saved: float) -> bool:
-        """Whether drafts would already have saved the time that reading the text takes.
+    def _worth_reading(self, request: Request, saved: float, per_token: float) -> bool:
+        """Whether drafts are expected to save more time than reading the text takes.
 
-        A text may end soon. Whoever waits so long loses at most twice as much as with foresight.
+        A text may end soon. If it is patient, drafts would have to have saved that time already:
+        whoever waits so long loses at most twice as much as with foresight. Otherwise the lengths
+        of earlier outputs say how much is left to save.
 
         Args:
             request: a request that may draft in this step.
             saved: seconds that this would save.
+            per_token: seconds that drafts save for each token of its output.
         """
-        history = self._history(request)
-        if not self.patient or history.tried or self._drafting_costs.token is None:
+        history, price = self._history(request), self._reading_seconds(request)
+        if history.tried or price is None:
             return True
-        history.missed += saved
-        return history.missed >= self._drafting_costs.token * len(request.token_ids)
+        if self.patient:
+            history.missed += saved
+            return history.missed >= price
+        generated = len(request.token_ids) - len(request.prompt_ids)
+        return per_token * self._lengths.left(generated, request.remaining) > price
 
     def _best_plan(
         self, batch: Sequence[Request], rows: int, beside: Expected, measuring: bool
@@ -264,8 +302,14 @@ class CostModel(Controller):
                 is known and this step measures it.
         """
         costs = self.costs
-        per_level = 0.0 if measuring else self._drafting_costs.level
-        plan = best_plan(self._chances(batch), beside, lambda n: costs(n, rows), per_level)
+        per_level = 0.0 if measuring else self._level_seconds
+        plan = best_plan(
+            self._chances(batch),
+            beside,
+            lambda n: costs(n, rows),
+            per_level,
+            at_once=self.at_once,
+        )
         self._gain = plan.rate * costs(rows, rows) / rows
         return plan
 
@@ -279,8 +323,8 @@ class CostModel(Controller):
 
     def gains(self, batch: Sequence[Request], rows: int, node_cost: float) -> list[float]:
         """For each request the saving of its best draft: see `Chances.gains`."""
-        level_cost = self._drafting_costs.level / self.costs(rows, rows)
-        return self._chances(batch).gains(rows, node_cost, level_cost)
+        level_cost = self._level_seconds / self.costs(rows, rows)
+        return self._chances(batch).gains(rows, node_cost, level_cost, at_once=self.at_once)
 
     def _probing(self, batch: Sequence[Request], depths: Sequence[int], rows: int) -> list[int]:
         """These depths, plus one level now and then for requests that do not draft."""
@@ -292,32 +336,37 @@ class CostModel(Controller):
     def _probes(self, request: Request, rows: int, num_requests: int) -> bool:
         """Whether a request without drafts tries one.
 
-        One that has never drafted tries as soon as a first draft costs at most one percent of its
-        steps so far. This needs an estimate of that cost.
+        One that has never drafted tries as soon as a first draft costs at most one percent of all
+        steps since the last such trial, in whichever requests they were. Many short requests
+        thus pay for one trial together.
         """
         history = self._history(request)
         steps = history.plain_steps + 1
-        if steps >= self._probe_every:
-            return True
-        if history.tried or steps < _SOONEST or self._drafting_costs.token is None:
+        if history.tried or not self._drafting_costs.known:
+            return steps >= self._probe_every
+        if steps < _SOONEST:
             return False
-        reading = self._drafting_costs.token * len(request.token_ids)
-        nodes = num_requests * self._nodes[0]
-        price = (reading + self.costs(rows + nodes, rows)) / self.costs(rows, rows) - 1
-        return steps >= price / _PRICE
+        nodes, plain = num_requests * self._nodes[0], self.costs(rows, rows)
+        drafting = self._level_seconds + (self._reading_seconds(request) or 0.0)
+        price = (drafting + self.costs(rows + nodes, rows)) / plain - 1
+        if self._steps_without_trial < price / _PRICE:
+            return False
+        self._steps_without_trial = 0.0
+        return True
 
     # After a step
 
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
         """Learn acceptance rates, the sizes of drafts, and the cost of drafting."""
         deepest, drafted, may_draft, caught_up, read = 0, 0, False, True, 0
+        num_drafting = 0
         for outcome in outcomes:
             tree, history = outcome.draft.tree, self._history(outcome.request)
             depth = max(tree.depths) if self._trees else tree.num_drafted
             allowed = max(depth, history.depth)
             if allowed:
                 if depth and not history.tried:
-                    read += len(outcome.request.token_ids)
+                    read += reading(outcome.request)
                 history.add(outcome, allowed)
                 self._overall.add(outcome, allowed)
                 may_draft, caught_up = True, caught_up and history.caught_up
@@ -325,12 +374,16 @@ class CostModel(Controller):
                 index = min(allowed, len(self._nodes)) - 1
                 self._nodes[index] += 0.1 * (tree.num_drafted - self._nodes[index])
             deepest, drafted = max(deepest, depth), drafted + depth
+            num_drafting += depth > 0
         self._drafted_steps = self._drafted_steps + 1 if deepest else 0
         if may_draft:
             self._plan = None
-            levels = levels_of_one(deepest, drafted)
-            self._drafting_costs.add(draft_seconds, levels, caught_up=caught_up, read=read)
+            if self.at_once:
+                deepest, drafted = min(deepest, 1), num_drafting
+            levels, cost = levels_of_one(deepest, drafted), draft_seconds / self.costs(1, 1)
+            self._drafting_costs.add(cost, levels, caught_up=caught_up, read=read)
 
     def release(self, request: Request) -> None:
         """Forget the request; the estimates over all requests stay."""
-        self._histories.pop(request.key, None)
+        if self._histories.pop(request.key, None) is not None:
+            self._lengths.add(len(request.token_ids) - len(request.prompt_ids))

@@ -25,6 +25,7 @@ from foretoken.control.base import NO_BUDGET, Budget, Controller, Expected
 from foretoken.control.cost_model import CostModel
 from foretoken.control.evidence import AcceptanceRates, is_graft, path_probs
 from foretoken.control.lookup_model import LookupModel, LookupPlan, how_many
+from foretoken.control.rest import Rest
 from foretoken.core.acceptance import Accepted
 
 if TYPE_CHECKING:
@@ -48,25 +49,6 @@ bound by computing: trained drafts then cost more than they bring (docs/results.
 _LONGEST_REST = 15
 """Most steps in a row in which nothing is planned, because nothing paid in the step before: a plan
 takes a few percent of a pass."""
-
-
-@dataclass
-class _Rest:
-    """Steps without drafts that were planned at once.
-
-    Args:
-        keys: of the batch.
-        waiting: the requests among them that might have had trained drafts.
-        steps: so many are left.
-
-    Attributes:
-        taken: so many have passed.
-    """
-
-    keys: tuple[int, ...] = ()
-    waiting: Sequence[Request] = ()
-    steps: int = 0
-    taken: int = 0
 
 
 @dataclass
@@ -98,7 +80,9 @@ class HybridModel(Controller):
         """See `Controller.setup`."""
         levels = self.levels or [1] * self.num_speculative_tokens
         self._lookups = LookupModel(self.num_speculative_tokens, self.options, self.costs)
-        self._trained = CostModel(sum(levels), self.options, self.costs, levels)
+        self._trained = CostModel(
+            sum(levels), self.options, self.costs, levels, at_once=self.at_once
+        )
         self._trained.patient = True  # in the meantime there are lookups
         self._best_trained = sum(_BEST_RATE**level for level in range(1, len(levels) + 1))
         self._rates = AcceptanceRates()  # of looked-up tokens in trained drafts
@@ -106,7 +90,7 @@ class HybridModel(Controller):
         self._found: dict[int, tuple[Draft, list[int]]] = {}  # key -> lookup, nodes that pay
         self._drafts: dict[int, Draft] = {}  # key -> trained draft, before grafts were cut
         self._clock = _Clock()
-        self._rest = _Rest()
+        self._rest = Rest()
         self._resting = False  # whether this step is one of a rest
 
     # Before a step
@@ -123,14 +107,12 @@ class HybridModel(Controller):
 
     def _goes_on_resting(self, batch: Sequence[Request], rows: int) -> bool:
         rest = self._rest
-        same = rows == self._rows and tuple(request.key for request in batch) == rest.keys
-        if rest.steps and same:
-            rest.steps, rest.taken = rest.steps - 1, rest.taken + 1
+        if rest.goes_on(batch, rows):
             return True
         if rest.taken:
             self._lookups.rest(rest.taken)
             self._trained.rest(rest.waiting, rest.taken)
-        self._rest = _Rest()
+        self._rest = Rest()
         return False
 
     def choose(
@@ -163,7 +145,7 @@ class HybridModel(Controller):
         if not drafting:
             idle = min(self._lookups.idle_steps(), self._trained.idle_steps(requests))
             keys = tuple(request.key for request in batch)
-            self._rest = _Rest(keys, requests, min(idle, _LONGEST_REST))
+            self._rest = Rest(keys, rows, requests, min(idle, _LONGEST_REST))
         self._clock.lap()
         return trained
 

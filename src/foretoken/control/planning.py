@@ -40,13 +40,16 @@ class Chances:
         ranked.sort(key=itemgetter(0), reverse=True)  # stable
         return ranked
 
-    def gains(self, rows: int, node_cost: float, level_cost: float) -> list[float]:
+    def gains(
+        self, rows: int, node_cost: float, level_cost: float, *, at_once: bool
+    ) -> list[float]:
         """For each request the saving of its best draft, if all of them share the drafting.
 
         Args:
             rows: number of requests in the whole step.
             node_cost: what a node adds to a pass, as a share of the time of a plain pass.
             level_cost: what a level of one request costs, as such a share.
+            at_once: see `best_plan`.
 
         Returns:
             Shares of the time of a plain pass.
@@ -56,8 +59,8 @@ class Chances:
         gains = []
         for has, of_row in zip(self.drafts, self.passed, strict=True):
             levels = [
-                has * (reached / rows - each * node_cost) - per_level
-                for reached, each in zip(of_row, self.nodes, strict=True)
+                has * (reached / rows - each * node_cost) - (0 if at_once and level else per_level)
+                for level, (reached, each) in enumerate(zip(of_row, self.nodes, strict=True))
             ]
             gains.append(max(accumulate(levels)))
         return gains
@@ -79,7 +82,12 @@ class Plan:
 
 
 def best_plan(
-    chances: Chances, beside: Expected, seconds: Callable[[float], float], per_level: float
+    chances: Chances,
+    beside: Expected,
+    seconds: Callable[[float], float],
+    per_level: float,
+    *,
+    at_once: bool = False,
 ) -> Plan:
     """The draft depth of each request that maximizes the batch's tokens per second.
 
@@ -90,18 +98,22 @@ def best_plan(
         beside: the step if none of them drafts.
         seconds: of a pass, by its number of positions.
         per_level: seconds of drafting a level of one request; 0 leaves them out.
+        at_once: whether all levels of a draft together cost as much as one.
     """
     ranked = chances.ranked()
     drafts, passed, nodes = chances.drafts, chances.passed, chances.nodes
     tokens, positions = beside.tokens, beside.positions
     likely, deepest = 0.0, 0  # lower bound of P(any has a draft); number of levels
+    drafting_rows = 0
     rate, length, expected = 0.0, 0, beside
     # Not by NumPy: for a few levels, its calls take several times as long.
     for count, (_, row, level) in enumerate(ranked, 1):
         tokens += drafts[row] * passed[row][level]
         positions += drafts[row] * nodes[level]
         likely, deepest = max(likely, drafts[row]), max(deepest, level + 1)
-        drafting = per_level * likely * levels_of_one(deepest, count)
+        drafting_rows += level == 0
+        levels = levels_of_one(1, drafting_rows) if at_once else levels_of_one(deepest, count)
+        drafting = per_level * likely * levels
         of_count = tokens / (drafting + seconds(positions))
         if of_count > rate:
             rate, length, expected = of_count, count, Expected(tokens, positions, drafting)

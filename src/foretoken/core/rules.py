@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.source import Source
+from foretoken.core.token_set import TokenSet
 from foretoken.errors import CompatibilityError
 
 if TYPE_CHECKING:
@@ -113,10 +114,20 @@ class DecodingRules:
         return rules if rules.active else None
 
     @cached_property
-    def never(self) -> frozenset[int]:
+    def never(self) -> TokenSet:
         """Tokens that are forbidden at every place where no token is forced."""
         eos = {(token,) for token in self.eos_token_ids}
-        return frozenset(w[0] for w in self.bad_words_ids if len(w) == 1 and w not in eos)
+        return TokenSet(w[0] for w in self.bad_words_ids if len(w) == 1 and w not in eos)
+
+    @cached_property
+    def suppressed(self) -> TokenSet:
+        """`suppress_tokens`."""
+        return TokenSet(self.suppress_tokens)
+
+    @cached_property
+    def suppressed_first(self) -> TokenSet:
+        """`suppress_tokens` and `begin_suppress_tokens`."""
+        return TokenSet((*self.suppress_tokens, *self.begin_suppress_tokens))
 
     @cached_property
     def bad_phrases(self) -> tuple[Ngram, ...]:
@@ -178,6 +189,8 @@ class OutputRules:
             return False
         if forced := self._forced(len(output_ids)):
             return forced == (token,)
+        if token in self._rules.never:
+            return False
         return not any(token in banned for banned in self._banned(output_ids))
 
     def apply(self, logits: Tensor, output_ids: Sequence[int]) -> Tensor:
@@ -194,9 +207,11 @@ class OutputRules:
             logits.fill_(-torch.inf)
             logits[list(forced)] = 0
         else:
-            for banned in self._banned(output_ids):
-                _forbid(logits, banned)
-        _forbid(logits, self._suppressed(len(output_ids)))
+            self._rules.never.forbid(logits)
+            banned = {token for group in self._banned(output_ids) for token in group}
+            if banned:
+                TokenSet(banned).forbid(logits)
+        self._suppressed(len(output_ids)).forbid(logits)
         return logits
 
     def _forced(self, num_output: int) -> tuple[int, ...]:
@@ -205,17 +220,14 @@ class OutputRules:
             return self._rules.forced_eos_token_id
         return () if num_output or self.first is None else (self.first,)
 
-    def _suppressed(self, num_output: int) -> tuple[int, ...]:
+    def _suppressed(self, num_output: int) -> TokenSet:
         """The tokens that may not follow so many, not even if they are forced (as `generate()`)."""
-        rules = self._rules
-        if num_output == (0 if self.first is None else 1):
-            return (*rules.suppress_tokens, *rules.begin_suppress_tokens)
-        return rules.suppress_tokens
+        first = num_output == (0 if self.first is None else 1)
+        return self._rules.suppressed_first if first else self._rules.suppressed
 
     def _banned(self, output_ids: Sequence[int]) -> Iterator[Iterable[int]]:
-        """The other tokens that may not come next, in groups."""
+        """The tokens that may not come next because of the text, in groups."""
         rules = self._rules
-        yield rules.never
         if len(output_ids) < self._least:
             yield rules.eos_token_ids
         if not (rules.bad_phrases or rules.no_repeat_ngram_size or self._source_ngrams):
@@ -264,12 +276,6 @@ def _check_tokens(given: dict[str, Any], vocab_size: int) -> None:
                     f"outside the vocabulary (0 to {vocab_size - 1}): correct it in "
                     "generation_config.json."
                 )
-
-
-def _forbid(logits: Tensor, tokens: Iterable[int]) -> None:
-    inside = [token for token in tokens if 0 <= token < len(logits)]
-    if inside:
-        logits[inside] = -torch.inf
 
 
 def _last(text: Sequence[int], length: int) -> Ngram:

@@ -87,7 +87,7 @@ class Sampler:
 
         One argmax call then serves all nodes of a tree.
         """
-        return self.params.greedy and not self._params_change_logits
+        return self.params.greedy and not self.params_change_logits
 
     @property
     def has_masks(self) -> bool:
@@ -117,10 +117,11 @@ class Sampler:
     @cached_property
     def changes_logits(self) -> bool:
         """Whether masks, bias, grammar, penalties or the model's own rules change the logits."""
-        return self._params_change_logits or self.has_masks
+        return self.params_change_logits or self.has_masks
 
     @cached_property
-    def _params_change_logits(self) -> bool:
+    def params_change_logits(self) -> bool:
+        """Whether masks, bias, grammar or penalties change the logits, bad words aside."""
         params = self.params
         masks = params.logit_bias or params.allowed_token_ids is not None or params.min_tokens
         return bool(masks) or self._penalises or self.grammar is not None

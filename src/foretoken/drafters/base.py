@@ -89,6 +89,10 @@ class Drafter(ABC):
     target pass, and its drafts have `Draft.features`. Such a drafter is not called in steps in
     which every budget is 0."""
 
+    drafts_at_once: bool = False
+    """Whether one pass of its model makes all levels of a draft, so that a deep one costs about as
+    much as a shallow one."""
+
     reads_target_kv: bool = False
     """Whether it drafts on the target's own KV. It can then continue only the committed tokens, not
     another drafter's tokens."""

@@ -115,6 +115,7 @@ class BlockDrafter(ModelDrafter):
         scorer, options, shape, coupled: see `ModelDrafter`.
     """
 
+    drafts_at_once = True
     _scorer: BlockScorer
 
     def level_sizes(self, limit: int) -> Sequence[int] | None:

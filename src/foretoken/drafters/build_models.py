@@ -46,7 +46,7 @@ def build_draft_model(parts: DrafterParts) -> Drafter:
         scorer = vocabularies.same_model()
         drafter = _with_model(parts, scorer)
         if draft.source is not None:
-            drafter.learnable = LearnableModel(scorer, draft.source, draft.model)
+            drafter.learnable = LearnableModel(scorer, draft.source, draft.model, parts.target)
     elif way == "intersection":
         drafter = _with_model(parts, vocabularies.translated_model())
     elif reason := parts.options.refused_for_text():

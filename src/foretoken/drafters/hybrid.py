@@ -91,6 +91,7 @@ class Hybrid(Several):
         self.learnable = trained.learnable
         self.drafts_trees = lookup.drafts_trees or trained.drafts_trees
         self.reads_target_kv = trained.reads_target_kv
+        self.drafts_at_once = trained.drafts_at_once
         self.independent_siblings = trained.independent_siblings and not lookup.drafts_trees
         self._adds_siblings = self.drafts_trees and not self.independent_siblings
 

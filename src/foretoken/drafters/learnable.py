@@ -138,12 +138,17 @@ class LearnableModel(Learnable):
         scorer: what drafts.
         given: what it was loaded from: a name, or a module, which is not changed.
         model: the draft model as it was loaded.
+        target: the target. What has the same bits in both is in memory once, here too.
     """
 
     def __init__(
-        self, scorer: OwnModel, given: str | Path | PreTrainedModel, model: Target
+        self,
+        scorer: OwnModel,
+        given: str | Path | PreTrainedModel,
+        model: Target,
+        target: Target,
     ) -> None:
-        self._scorer, self._given = scorer, given
+        self._scorer, self._given, self._target = scorer, given, target
         self._dtype, self._device = model.dtype, model.device
         self._quantization, self._runtime = model.quantization, model.runtime
 
@@ -166,7 +171,10 @@ class LearnableModel(Learnable):
     def use(self, net: nn.Module) -> None:
         """See `Learnable.use`."""
         lm: Any = _frozen(net)
-        self._scorer.use(network_for(lm.to(self._dtype), self._quantization, self._runtime))
+        network = network_for(
+            lm.to(self._dtype), self._quantization, self._runtime, self._target.network
+        )
+        self._scorer.use(network)
 
 
 def _frozen(net: _Net) -> _Net:

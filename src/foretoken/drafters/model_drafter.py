@@ -22,6 +22,7 @@ from foretoken.core.distribution import Distribution
 from foretoken.core.noise import Noise
 from foretoken.core.tree import Draft, TokenTree
 from foretoken.core.truncation import Truncation
+from foretoken.drafters.allowed import allowed_part
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.scorer import GrowingScorer, Scorer
 from foretoken.drafters.shapes import Node, Shape
@@ -119,6 +120,8 @@ class ModelDrafter(Drafter):
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         """One pass of the drafting model per level, over all requests still drafting."""
+        if not any(budget.chain for budget in budgets):
+            return [Draft.empty(request.root) for request in batch]
         limits = self._limits(batch, budgets)
         growths = [
             _Growth(request, limits[request.key], self._scorer.pending(request))
@@ -179,9 +182,10 @@ class ModelDrafter(Drafter):
     def _grow_at_once(self, growths: Sequence[_Growth]) -> None:
         """Draft trees of most probable tokens in one call, if the scorer can.
 
-        `_expand` would grow the same trees level by level.
+        `_expand` would grow the same trees level by level. Only where the model's own rules forbid
+        tokens, it drafts others in their place.
         """
-        growths = [growth for growth in growths if self._takes_most_probable(growth.request)]
+        growths = [growth for growth in growths if self._can_grow_at_once(growth.request)]
         if not growths or not isinstance(self._scorer, GrowingScorer):
             return
         plan = self._shape.plan(max(growth.budget.depth for growth in growths))
@@ -195,7 +199,7 @@ class ModelDrafter(Drafter):
         )
         for growth, tree in zip(growths, trees or (), strict=trees is not None):
             if not isnan(sum(tree.probabilities)):  # `_draw` refuses NaN
-                self._take(growth, tree)
+                self._take(growth, allowed_part(growth.request, tree))
 
     def _growth_limit(self, budget: Budget) -> GrowthLimit:
         return GrowthLimit(
@@ -216,10 +220,13 @@ class ModelDrafter(Drafter):
         growth.frontier = []
         self._scorer.finish_draft(growth.request, len(growth.pending))
 
-    def _takes_most_probable(self, request: Request) -> bool:
-        """Whether the children of a node are the most probable tokens of the raw logits."""
+    def _can_grow_at_once(self, request: Request) -> bool:
+        """Whether the children of a node are the most probable tokens of the raw logits.
+
+        The model's own rules may forbid some of them, which are then not drafted.
+        """
         probable = self._options.takes_most_probable(self._temperature(request))
-        return probable and not request.sampler.changes_logits
+        return probable and not request.sampler.params_change_logits
 
     def _expand(self, growth: _Growth, logits: Tensor) -> None:
         """Add the children of the frontier; the shape chooses the next frontier among them.

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.tree import TokenTree
-from foretoken.drafters.scorer import Scorer
+from foretoken.drafters.scorer import TargetScorer
 from foretoken.errors import CompatibilityError
 from foretoken.request import Request
 from foretoken.runtime.network import ContinuingNetwork, Need, PassOutput
@@ -46,7 +46,7 @@ class _Row:
         self.open: list[int] = []  # nodes of this pass that have not stopped
 
 
-class SaturatingLayers(Scorer):
+class SaturatingLayers(TargetScorer):
     """A growing part of the target as drafting model, on the target's own KV (see `Scorer`).
 
     Args:
@@ -58,10 +58,6 @@ class SaturatingLayers(Scorer):
         CompatibilityError: the target's network cannot go on from hidden states.
     """
 
-    reads_target_kv = True
-    partial = False
-    token_ids: Tensor | None = None
-
     def __init__(self, target: Target, layers: Sequence[int], confidence: float | None) -> None:
         network = target.network
         if not isinstance(network, ContinuingNetwork):
@@ -69,23 +65,12 @@ class SaturatingLayers(Scorer):
                 f"exit_layers: runtime '{network.name}' cannot go on from a layer for this model: "
                 "set exit_layer, for one fixed layer."
             )
-        self._target, self._confidence = target, confidence
+        super().__init__(target)
+        self._confidence = confidence
         self._first = target.with_network(network.first_layers(layers[0]))
         self._counts = [layers[0], *(last - first for first, last in pairwise(layers))]
         self._later = [network.between(*pair) for pair in pairwise(layers)]
         self._rows: dict[int, _Row] = {}
-
-    def room(self, request: Request) -> int:
-        """Tokens left in the target's context."""
-        return self._target.max_model_len - len(request.token_ids)
-
-    def admit(self, requests: Sequence[Request], num_nodes: int) -> Sequence[Request]:
-        """All requests: the engine provides room in the target's rows."""
-        return requests
-
-    def pending(self, request: Request) -> list[int]:
-        """Only the root: the target's rows hold the KV of all tokens before it (invariant 1)."""
-        return [request.root]
 
     def verify(
         self, keys: Sequence[int], trees: Sequence[TokenTree], num_computed: Sequence[int]
@@ -135,16 +120,25 @@ class SaturatingLayers(Scorer):
             _fed(tree, first, last, offset)
             for (_, tree), first, last, offset in zip(still, done, ends, offsets, strict=False)
         ]
-        need = Need(hidden=(self._counts[stage],))
+        # Nodes before the first one that has not stopped are there for their KV alone.
+        judged = max(last - row.start - row.open[0] for row, last in zip(rows, ends, strict=True))
+        need = Need(last=judged, hidden=(self._counts[stage],))
         passes = self._target.with_network(network)
         outputs = passes.verify([key for key, _ in still], trees, done, need)
-        for row, first, output in zip(rows, done, outputs, strict=True):
+        for row, output in zip(rows, outputs, strict=True):
             row.states[stage] += output.hidden[self._counts[stage]].clone()
-            self._check(row, first, output)
+            self._check(row, len(row.states[stage]), output)
 
-    def _check(self, row: _Row, first: int, output: PassOutput) -> None:
-        """Take the deeper logits of the nodes that have not stopped, and see which of them do."""
+    def _check(self, row: _Row, last: int, output: PassOutput) -> None:
+        """Take the deeper logits of the nodes that have not stopped, and see which of them do.
+
+        Args:
+            row: what the draft has computed.
+            last: nodes of the tree that have passed these layers.
+            output: has the logits of the last ones of these nodes.
+        """
         scores, going = output.scores.clone(), []
+        first = last - len(scores)
         for node in row.open:
             index = row.start + node - first
             token, logits = output.argmax_of(index), scores[index]

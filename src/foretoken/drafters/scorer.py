@@ -11,8 +11,9 @@ from torch import Tensor
 from foretoken.core.tree import TokenTree
 from foretoken.request import Request
 from foretoken.runtime.network import GrownTree, GrowthLimit, GrowthPlan, PassOutput
+from foretoken.runtime.target import Target
 
-__all__ = ["GrowingScorer", "Scorer"]
+__all__ = ["GrowingScorer", "Scorer", "TargetScorer"]
 
 
 class Scorer(Protocol):
@@ -94,3 +95,36 @@ class GrowingScorer(ABC):
         Returns:
             [B] trees of the target's tokens; None if the model cannot do this.
         """
+
+
+class TargetScorer(Scorer):
+    """A part of the target as drafting model, on the target's own KV rows.
+
+    Args:
+        target: the target, or a part of its network over the same rows.
+    """
+
+    reads_target_kv = True
+    partial = False
+    token_ids: Tensor | None = None
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
+    def room(self, request: Request) -> int:
+        """Tokens left in the target's context."""
+        return self._target.max_model_len - len(request.token_ids)
+
+    def admit(self, requests: Sequence[Request], _num_nodes: int) -> Sequence[Request]:
+        """All requests: the engine provides room in the target's rows."""
+        return requests
+
+    def pending(self, request: Request) -> list[int]:
+        """Only the root: the target's rows hold the KV of all tokens before it (invariant 1)."""
+        return [request.root]
+
+    def finish_draft(self, request: Request, num_tokens: int) -> None:
+        """Nothing to do: verification computes all nodes again, in all layers."""
+
+    def release(self, request: Request) -> None:
+        """Nothing to do: the engine frees the target's row."""

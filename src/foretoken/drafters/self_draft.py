@@ -10,14 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor
-
 from foretoken.core.tree import TokenTree
 from foretoken.drafters.options.models import EarlyExitOptions, LayerSkipOptions
 from foretoken.drafters.saturation import SaturatingLayers
-from foretoken.drafters.scorer import GrowingScorer, Scorer
+from foretoken.drafters.scorer import GrowingScorer, Scorer, TargetScorer
 from foretoken.errors import ConfigError
-from foretoken.request import Request
 from foretoken.runtime.network import (
     GrownTree,
     GrowthLimit,
@@ -37,7 +34,7 @@ __all__ = [
 ]
 
 
-class SharedLayers(GrowingScorer):
+class SharedLayers(TargetScorer, GrowingScorer):
     """A part of the target as drafting model, on the target's own KV (see `Scorer`).
 
     Args:
@@ -45,24 +42,8 @@ class SharedLayers(GrowingScorer):
         network: the network that drafts: a part of the target's layers.
     """
 
-    reads_target_kv = True
-    partial = False
-    token_ids: Tensor | None = None
-
     def __init__(self, target: Target, network: Network) -> None:
-        self._target = target.with_network(network)
-
-    def room(self, request: Request) -> int:
-        """Tokens left in the target's context."""
-        return self._target.max_model_len - len(request.token_ids)
-
-    def admit(self, requests: Sequence[Request], _num_nodes: int) -> Sequence[Request]:
-        """All requests: the engine provides room in the target's rows."""
-        return requests
-
-    def pending(self, request: Request) -> list[int]:
-        """Only the root: the target's rows hold the KV of all tokens before it (invariant 1)."""
-        return [request.root]
+        super().__init__(target.with_network(network))
 
     def verify(
         self, keys: Sequence[int], trees: Sequence[TokenTree], num_computed: Sequence[int]
@@ -79,12 +60,6 @@ class SharedLayers(GrowingScorer):
     ) -> list[GrownTree] | None:
         """See `GrowingScorer`."""
         return self._target.grow(keys, pending, plan, limits)
-
-    def finish_draft(self, request: Request, num_tokens: int) -> None:
-        """Nothing to do: verification computes the root again, in all layers."""
-
-    def release(self, request: Request) -> None:
-        """Nothing to do: the engine frees the target's row."""
 
 
 def exit_early(target: Target, options: EarlyExitOptions) -> Scorer:

@@ -145,8 +145,9 @@ def load_spec_drafter(path: str | Path, target: Target) -> tuple[MaskScorer, Pas
     if notes.encoder == "own":
         return MaskScorer(passes, notes), passes
     assert target.source_network is not None, "the strategy has checked this"
-    target.source_network.keeps_encoded = True
-    return MaskScorer(passes, notes, target), passes
+    scorer = MaskScorer(passes, notes, target)
+    target.source_network.encoder_readers.add(scorer)
+    return scorer, passes
 
 
 def _check_tokens(folder: Path, model: Passes, notes: SpecDrafterNotes, target: Target) -> None:

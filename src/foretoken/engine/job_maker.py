@@ -76,17 +76,18 @@ class JobMaker:
         Arguments and errors are those of `LLMEngine.add_request`.
         """
         params = SamplingParams.parse(params)
-        job = Job(prompt, self._make(prompt, params, references, trace=trace), None)
-        beams = params.beam_width > 1
+        beams, built = params.beam_width > 1, list[Strategy | None]()
 
         def build() -> None:
-            job.strategy = self._strategies.strategy(speculative_config)
-            if beams:
-                job.strategy = self._beam_strategy(job.strategy)
+            strategy = self._strategies.strategy(speculative_config)
+            built.append(self._beam_strategy(strategy) if beams else strategy)
 
         if speculative_config is not None or beams:
-            # Building may load a model or time passes, so no thread may run a step meanwhile.
+            # Building may load a model or time passes, so no thread may run a step meanwhile. What
+            # rows keep of a source, and so whether a request fits, depends on the drafters.
             self._turns.take(build)
+        requests = self._make(prompt, params, references, trace=trace)
+        job = Job(prompt, requests, built[0] if built else None)
         if references:
             strategy = job.strategy or self._speculation.default
             default = self._strategies.config if self._chose_drafter or not beams else None

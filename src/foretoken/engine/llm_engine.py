@@ -272,6 +272,16 @@ class LLMEngine:
         """See `JobMaker.job`."""
         return self._job_maker.job(prompt, params, speculative_config, references, trace=trace)
 
+    def lend(self) -> Target:
+        """The model over rows of its own, for another engine.
+
+        It is made when it is this thread's turn: a pass of another thread may have hooks on the
+        module that is copied.
+        """
+        lent = list[Target]()
+        self._turns.take_or_go_on(lambda: lent.append(self.target.with_own_rows()))
+        return lent[0]
+
     def make_requests(
         self,
         prompt: Prompt,

@@ -212,7 +212,8 @@ class StrategyFactory:
         kind = controller_class(name, looks_up=drafter.looks_up, hybrid=hybrid)
         options = None if config.controller is None else config.controller_options
         levels = drafter.level_sizes(config.gamma)
-        controller = kind(config.gamma, options, self._costs, levels)
+        at_once = drafter.drafts_at_once
+        controller = kind(config.gamma, options, self._costs, levels, at_once=at_once)
         if isinstance(drafter, Hybrid) and isinstance(controller, HybridModel):
             drafter.chooser = controller
         return controller

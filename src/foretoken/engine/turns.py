@@ -104,6 +104,13 @@ class Turns:
                     self._owner = None
                     self._condition.notify_all()
 
+    def take_or_go_on(self, act: Callable[[], object]) -> None:
+        """Run `act` when it is this thread's turn, or at once if it is that already."""
+        if self._owner == threading.get_ident():
+            act()
+        else:
+            self.take(act)
+
     def _wait(self, unless: Callable[[], bool], uninterrupted: Uninterrupted) -> bool:
         """Wait for this thread's turn; False if `unless` became true or a SIGINT came first."""
         ticket = object()

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, Self, runtime_checkable
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -283,15 +284,20 @@ class SourceNetwork(ABC):
         source_vocab_size: token ids of a source are smaller; 0 if the model reads audio.
         num_bins: height of the features of audio; None if the model reads text.
         encoded_size: E, the width of what an encoder returns.
-        keeps_encoded: whether row states that `encode` returns have what the encoder returned. A
-            drafter without an encoder of its own sets it when it is built.
+        encoder_readers: drafters without an encoder of their own, as long as they exist. They add
+            themselves when they are built.
     """
 
     source_limit: int | None
     source_vocab_size: int
     num_bins: int | None
     encoded_size: int
-    keeps_encoded: bool = False
+    encoder_readers: WeakSet[object]
+
+    @property
+    def keeps_encoded(self) -> bool:
+        """Whether row states that `encode` returns have what the encoder returned."""
+        return len(self.encoder_readers) > 0
 
     def encode(self, source: Source) -> RowState:
         """What the decoder reads of a source."""

@@ -163,6 +163,8 @@ def layer_sizes(parts: HeadParts, intermediate_size: int | None) -> dict[str, An
 class EagleHeadTraining(TrainingMethod):
     """What the methods share that train EAGLE heads of any form."""
 
+    deeper: ClassVar[str] = "learn more levels"
+
     @property
     def draft_vocab_size(self) -> int:
         """See `TrainingMethod.draft_vocab_size`."""

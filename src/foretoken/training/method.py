@@ -79,6 +79,9 @@ class TrainingMethod(ABC):
     Options: ClassVar[type[Config]]
     tunes_target: ClassVar[bool] = False
     """Whether it writes a target of its own, for which the drafts are."""
+    deeper: ClassVar[str] = "learn for more epochs"
+    """What to do if later positions of drafts are much worse than the first."""
+
     for_sources: ClassVar[bool | None] = False
     """Whether it trains for encoder-decoders, or for decoder-only models; None for both."""
 

@@ -24,7 +24,7 @@ from foretoken.errors import ConfigError
 from foretoken.training.batches import Batch, Levels
 from foretoken.training.eagle import EagleTrainee, EagleTraining, FusedOptions
 from foretoken.training.losses import LOSSES, Loss
-from foretoken.training.method import HeadParts
+from foretoken.training.method import HeadParts, TrainingMethod
 from foretoken.training.settings import TrainingSettings
 from foretoken.training.trainee import Learnt, Trainee
 
@@ -108,6 +108,7 @@ class ParallelTraining(EagleTraining):
 
     name: ClassVar[str] = "parallel"
     summary: ClassVar[str] = "a head that drafts a block in one pass (P-EAGLE)"
+    deeper: ClassVar[str] = TrainingMethod.deeper
     Options: ClassVar[type[Config]] = ParallelTrainingOptions
 
     @property

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from foretoken.core.files import write_whole
 from foretoken.training.diversity import Diversity
+from foretoken.training.method import TrainingMethod
 from foretoken.training.new_target import Perplexity
 from foretoken.training.progress import Evaluation, Step
 from foretoken.training.serving import Served
@@ -89,9 +90,21 @@ def usage_text(config: Mapping[str, Any], new_target: Path | None) -> str:
 
 
 def advice(
-    coverage: float, best: Evaluation, served: Served, changed: Perplexity | None = None
+    coverage: float,
+    best: Evaluation,
+    served: Served,
+    changed: Perplexity | None = None,
+    deeper: str = TrainingMethod.deeper,
 ) -> Sequence[str]:
-    """What to change if acceptance is low, or if the new model has become worse."""
+    """What to change if acceptance is low, or if the new model has become worse.
+
+    Args:
+        coverage: share of the target's text in the draft vocabulary.
+        best: the evaluation of the drafter that was written.
+        served: what it did in the engine.
+        changed: perplexity of the target and of the new one, if training wrote one.
+        deeper: see `TrainingMethod`.
+    """
     found = []
     if coverage < 0.95:
         found.append(
@@ -107,7 +120,7 @@ def advice(
     if first < 0.5:
         found.append("The first position is right too rarely: learn more tokens, or more epochs.")
     if later and later[0] < first - 0.15:
-        found.append("Later positions are much worse than the first: learn more levels.")
+        found.append(f"Later positions are much worse than the first: {deeper}.")
     if served.speed_up < 1.02:
         found.append("It hardly pays on this machine; the default controller will rarely use it.")
     if changed and changed.new > 1.1 * changed.target:

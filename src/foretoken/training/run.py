@@ -188,7 +188,7 @@ class TrainingRun:
             coverage,
             best,
             served,
-            tuple(advice(coverage, best, served, changed)),
+            tuple(advice(coverage, best, served, changed, self._method.deeper)),
             changed,
         )
         report.write(self._folder.report)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from copy import copy
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -77,6 +78,7 @@ class Seq2SeqNetwork(SourceNetwork):
         self.encoded_size = first.cross.key.in_features
         self._head: Linear = head_of(parts.head, parts.logits_bias, kind)
         self._cross = CrossStates()
+        self.encoder_readers = WeakSet()
         self._read_sizes(model.config)
 
     def _read_sizes(self, config: Any) -> None:

@@ -1,0 +1,138 @@
+"""What drafting costs: reading, drafts made at once, machines that slow down."""
+
+from __future__ import annotations
+
+import pytest
+
+from foretoken import SamplingParams
+from foretoken.control import CostCurve
+from foretoken.control.cost_model import CostModel
+from foretoken.control.drafting_costs import DraftingCosts, reading
+from foretoken.control.lengths import OutputLengths
+from foretoken.core.source import Source
+from foretoken.request import Request
+from tests.control.worlds import learn, outcome
+
+PASS = 0.01
+
+
+def model_of(*, at_once: bool = False) -> CostModel:
+    return CostModel(8, costs=CostCurve({1: PASS, 9: 1.1 * PASS}), at_once=at_once)
+
+
+def serve(
+    model: CostModel,
+    tokens: int,
+    *,
+    level: float = 0.5,
+    start: float = 0.0,
+    passed: float = 1.0,
+    load: float = 1.0,
+) -> list[int]:
+    """The depths chosen for one new request with so many output tokens.
+
+    Args:
+        model: chooses them.
+        tokens: of the output.
+        level: plain passes as long as which a level takes.
+        start: plain passes that the first draft takes longer.
+        passed: share of each draft that is right.
+        load: factor on all times.
+    """
+    request = Request([1, 2], SamplingParams(max_tokens=200), vocab_size=9, max_model_len=999)
+    depths = list[int]()
+    while len(request.output_ids) < tokens:
+        depth = model.budgets([request], 1)[0].depth
+        levels = min(depth, 1) if model.at_once else depth
+        drafting = level * levels + (start if depth and not any(depths) else 0.0)
+        depths.append(depth)
+        right = round(passed * depth)
+        seconds = load * PASS * (1 + 0.0125 * depth)
+        request.token_ids += [0] * (1 + right)
+        learn(model, [outcome(request, [1] * depth, right)], load * PASS * drafting, seconds)
+    model.release(request)
+    return depths
+
+
+def drafting_requests(model: CostModel, count: int, tokens: int, **world: float) -> int:
+    """How many of so many requests draft at all."""
+    return sum(any(serve(model, tokens, **world)) for _ in range(count))
+
+
+def test_short_outputs_do_not_pay_for_reading_the_source() -> None:
+    """Drafts save a third of each token's time, and reading takes six tokens' time."""
+    model = model_of()
+    drafting_requests(model, 4, tokens=60, start=6.0)
+    assert any(serve(model, 60, start=6.0))
+    drafting_requests(model, 40, tokens=8, start=6.0)
+    assert drafting_requests(model, 20, tokens=8, start=6.0) <= 1
+    assert model._lengths.left(0, 200) < 12
+
+
+def test_many_short_requests_pay_for_one_trial_together() -> None:
+    """A trial costs 3 passes, so it comes once in 300 steps, in whichever request they are."""
+    model = model_of()
+    drafting_requests(model, 4, tokens=20, start=2.0, level=1.0, passed=0.0)
+    drafting = drafting_requests(model, 90, tokens=20, start=2.0, level=1.0, passed=0.0)
+    assert 4 <= drafting <= 7
+
+
+def test_what_trials_have_found_is_used_by_the_next_requests() -> None:
+    """Drafts that did not pay begin to."""
+    model = model_of()
+    drafting_requests(model, 4, tokens=20, start=1.0, passed=0.0)
+    assert drafting_requests(model, 8, tokens=20, start=1.0, passed=0.0) <= 1
+    drafting_requests(model, 400, tokens=20, start=1.0)
+    assert drafting_requests(model, 10, tokens=20, start=1.0) == 10
+
+
+@pytest.mark.parametrize("load", [0.5, 2.0])
+def test_a_machine_that_becomes_slower_or_faster_changes_no_decision(load: float) -> None:
+    """While nothing is drafted, only passes are measured; a level costs 1.1 of them."""
+    model = model_of()
+    drafting_requests(model, 4, tokens=40, level=1.1)
+    assert sum(serve(model, 60, level=1.1)) <= 1  # a trial
+    assert sum(serve(model, 60, level=1.1, load=load)) <= 1
+
+
+def test_drafts_that_are_made_at_once_are_deep_or_none() -> None:
+    """One pass of the drafter makes all levels, and costs as much as two of the target's."""
+    model = model_of(at_once=True)
+    serve(model, 100, level=2.0)
+    depths = serve(model, 200, level=2.0)
+    assert set(depths) <= {0, 8}
+    assert depths.count(8) > 15
+    level_by_level = model_of()
+    serve(level_by_level, 100, level=2.0)
+    assert not any(serve(level_by_level, 50, level=2.0))
+
+
+def test_reading_is_told_apart_from_levels() -> None:
+    costs = DraftingCosts()
+    costs.add(9.0, 8, caught_up=False, read=100)
+    assert costs.bound
+    assert costs.token is None
+    costs.add(4.0, 8, caught_up=True)
+    assert costs.level == 0.5
+    assert costs.token == pytest.approx(0.05)
+
+
+def test_a_source_is_read_too() -> None:
+    params = SamplingParams()
+    plain = Request([1] * 40, params, vocab_size=9, max_model_len=99)
+    assert reading(plain) == 40
+    source = Source((1,) * 70)
+    translation = Request([1], params, vocab_size=9, max_model_len=99, source=source)
+    assert reading(translation) == 71
+    assert reading(Request([1], params, vocab_size=9, max_model_len=99)) == 32
+
+
+def test_how_long_outputs_become() -> None:
+    lengths = OutputLengths()
+    assert lengths.left(0, 50) == 50
+    lengths.add(10)
+    lengths.add(30)
+    assert lengths.left(0, 50) == 20
+    assert lengths.left(20, 50) == 10
+    assert lengths.left(20, 5) == 5
+    assert lengths.left(40, 50) == 40
