@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from foretoken.engine.strategies import Speculative
 from foretoken.errors import PromptError
 from foretoken.models.loaded import LoadedModel
 from foretoken.outputs import RequestOutput, StreamChunk
+from foretoken.runtime.packed import open_packed
 
 __all__ = ["LLM", "Message", "Prompt"]
 
@@ -116,7 +118,8 @@ class LLM:
         )
         prefix_bytes = num_bytes("prefix_cache_memory", prefix_cache_memory)
         given = None if speculative_config is None else SpeculativeConfig.parse(speculative_config)
-        loaded = LoadedModel.of(model, tokenizer, dtype, device)
+        packed = partial(open_packed, quantization=quantization, runtime=runtime)
+        loaded = LoadedModel.of(model, tokenizer, dtype, device, packed)
         self.model_path, self.tokenizer = loaded.path, loaded.tokenizer
         self._name = loaded.title
         self.eos_token_ids = loaded.eos_token_ids

@@ -37,7 +37,7 @@ def models() -> None:
 
 @app.command("list")
 def list_models(json_output: JsonOption = False) -> None:
-    """List the aliases and the models in the cache."""
+    """List the aliases, and the models and packed weights in the cache."""
     from foretoken.models import aliases, cache_dir, cached
 
     folders = {model.name: model for model in cached()}
@@ -112,6 +112,7 @@ def _row(alias: Alias | None, model: CachedModel | None) -> dict[str, Any]:
         "name": alias.name if alias else model.name if model else None,
         "alias": alias is not None,
         "cached": model is not None,
+        "kind": model.kind if model else "model",
         "folder": str(model.folder) if model else None,
         "size_bytes": model.size_bytes if model else None,
         "download_bytes": alias.download_bytes if alias else None,
@@ -126,6 +127,8 @@ def _cells(row: dict[str, Any]) -> tuple[str, str, str, str]:
 
     size = bytes_text(row["size_bytes"]) if row["cached"] else "-"
     state = "cached" if row["cached"] else f"{bytes_text(row['download_bytes'])} to fetch"
+    if row["kind"] == "packed":
+        return row["name"], size, "packed", f"weights of {row['source']}, quantized"
     return row["name"], size, state, row["description"] or row["source"]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -16,7 +16,24 @@ from foretoken.core.memory import return_freed
 from foretoken.errors import ConfigError
 from foretoken.models.support import default_device, default_dtype
 
-__all__ = ["LoadedModel"]
+__all__ = ["LoadedModel", "OpenPacked", "Packed"]
+
+
+class Packed(Protocol):
+    """A model whose weights are not in its module (see `runtime/packed.py`)."""
+
+    @property
+    def module(self) -> PreTrainedModel:
+        """Its modules."""
+        ...
+
+
+OpenPacked: TypeAlias = Callable[[Path, torch.dtype, torch.device], Packed | None]
+"""Opens a folder's packed weights; None if the model must be loaded as a whole."""
+
+
+def _as_a_whole(_folder: Path, _dtype: torch.dtype, _device: torch.device) -> None:
+    """Opens nothing."""
 
 
 @dataclass
@@ -28,12 +45,14 @@ class LoadedModel:
         tokenizer: None if it has none.
         path: its folder; None if it was given as a module.
         name: what the user gave to load it by; None if it was given as a module.
+        packed: its packed weights, of which `module` has only a part; None if `module` has all.
     """
 
     module: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
     path: Path | None
     name: str | None = None
+    packed: Packed | None = None
 
     @staticmethod
     def of(
@@ -41,8 +60,11 @@ class LoadedModel:
         tokenizer: PreTrainedTokenizerBase | str | Path | None,
         dtype: str | torch.dtype,
         device: str | torch.device,
+        open_packed: OpenPacked = _as_a_whole,
     ) -> LoadedModel:
         """Load a model by name, or take a loaded module as it is. The same goes for the tokenizer.
+
+        `open_packed` is asked first.
 
         Raises:
             ModelError: the model cannot be found or read.
@@ -59,9 +81,11 @@ class LoadedModel:
                 f"{type(model).__name__}."
             )
         place = default_device(device)
-        path = models.resolve(model)
-        module = models.load_model(path, default_dtype(dtype, place), place)
-        return LoadedModel(module, tokenizer or models.load_tokenizer(path), path, str(model))
+        path, kind = models.resolve(model), default_dtype(dtype, place)
+        packed = open_packed(path, kind, place)
+        module = models.load_model(path, kind, place) if packed is None else packed.module
+        tokenizer = tokenizer or models.load_tokenizer(path)
+        return LoadedModel(module, tokenizer, path, str(model), packed)
 
     @property
     def title(self) -> str:
@@ -75,6 +99,7 @@ class LoadedModel:
         again gives back what was freed since.
         """
         vars(self).pop("module", None)
+        self.packed = None
         if self.path is not None:  # otherwise it is the user's, and stays
             return_freed()
 

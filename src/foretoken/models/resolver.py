@@ -57,11 +57,16 @@ def _cached_folder(name: str) -> Path | None:
     """The folder of a converted model, or of a model of the Hub."""
     if is_hub_id(name):
         return hub_folder(name)
-    if name not in {model.name for model in store.cached()}:
+    if name not in _cached_names():
         return None
     folder = store.find(name)
     gguf = None if folder is None else next(folder.glob("*.gguf"), None)
     return folder if gguf is None else _resolve_gguf(gguf)
+
+
+def _cached_names() -> list[str]:
+    """The names of converted models; packed weights are no models by themselves."""
+    return [model.name for model in store.cached() if model.kind == store.MODEL.name]
 
 
 def gguf_of(name: str) -> Path:
@@ -127,7 +132,7 @@ def _build_gguf(path: Path, name: str) -> Path:
 def _not_found(model: str, is_file: bool) -> str:
     if is_file:
         return f"{model} is neither a Hugging Face folder nor a .gguf file"
-    names = list(dict.fromkeys([*aliases(), *(model.name for model in store.cached())]))
+    names = list(dict.fromkeys([*aliases(), *_cached_names()]))
     near = difflib.get_close_matches(model.lower(), names, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
     return f"no model {model!r}: there is no such folder, .gguf file, alias or cached model; {hint}"

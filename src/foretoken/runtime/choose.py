@@ -18,6 +18,7 @@ from foretoken.runtime.lean import DenseLinear, LeanDecoder
 from foretoken.runtime.llama import DecoderWeights, LlamaWeights, is_llama
 from foretoken.runtime.module import ModuleNetwork
 from foretoken.runtime.native.decoder import NativeDecoder
+from foretoken.runtime.native.packed import PackedDecoder
 from foretoken.runtime.native.support import why_no_library, why_not_native, wrong_sizes
 from foretoken.runtime.network import Network
 from foretoken.runtime.seq2seq.network import Seq2SeqNetwork
@@ -35,6 +36,7 @@ def network_for(
     quantization: str | None = None,
     runtime: str = "auto",
     beside: Network | None = None,
+    packed: PackedDecoder | None = None,
 ) -> Network:
     """The fastest network that can run a model. The model itself is not changed.
 
@@ -47,6 +49,8 @@ def network_for(
             cannot be captured. On a CPU it takes "native" if available, otherwise "torch".
         beside: a network that stays in memory. If both are native, weights with the same bits are
             in memory once.
+        packed: the model's weights as the native runtime reads them, if the module does not have
+            them.
 
     Raises:
         ConfigError: the quantization or runtime is unknown, or not available for this model on
@@ -56,6 +60,8 @@ def network_for(
     if runtime not in RUNTIMES:
         raise ConfigError(f"runtime: must be one of {', '.join(RUNTIMES)}, got '{runtime}'.")
     check_quantization(quantization, model.device)
+    if packed is not None:
+        return NativeDecoder(packed, beside=_native(beside))
     if model.config.is_encoder_decoder:
         return _seq2seq_network(model, quantization, runtime)
     on_gpu = model.device.type == "cuda"

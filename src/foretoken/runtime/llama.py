@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 __all__ = [
+    "ARCHITECTURES",
     "DecoderWeights",
     "JointInput",
     "LayerWeights",
@@ -24,7 +25,8 @@ __all__ = [
     "is_llama",
 ]
 
-_ARCHITECTURES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+ARCHITECTURES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+"""Their classes; `is_llama` looks at the configuration, too."""
 
 
 def is_llama(model: PreTrainedModel) -> bool:
@@ -36,7 +38,7 @@ def is_llama(model: PreTrainedModel) -> bool:
     config: Any = model.config
     rope = getattr(config, "rope_parameters", None) or {}
     fixed_angles = rope.get("rope_type") not in ("dynamic", "longrope")
-    return type(model).__name__ in _ARCHITECTURES and config.hidden_act == "silu" and fixed_angles
+    return type(model).__name__ in ARCHITECTURES and config.hidden_act == "silu" and fixed_angles
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from foretoken.runtime.attention import SHORT_SPAN
 from foretoken.runtime.network import Network, PassOutput, SourceNetwork
 from foretoken.runtime.rows import INTERNAL_KEY
 
-__all__ = ["probe"]
+__all__ = ["probe", "probe_tokens"]
 
 TOLERANCE = {True: 1e-3, False: 0.25}
 """Largest mean error of the logits, in standard deviations of the logits: in float32 (True) and in
@@ -62,7 +62,9 @@ class Probed(Protocol):
 
 
 @torch.inference_mode()
-def probe(target: Probed, model: PreTrainedModel, *, quantized: bool) -> bool:
+def probe(
+    target: Probed, model: PreTrainedModel, *, quantized: bool, known: Tensor | None = None
+) -> bool:
     """Check a tree against the model's own forward pass, and whether invariant 7 holds here.
 
     Args:
@@ -70,6 +72,8 @@ def probe(target: Probed, model: PreTrainedModel, *, quantized: bool) -> bool:
         model: its Transformers module.
         quantized: whether the target's weights are quantized. The tree is then compared with a
             chain through the target itself.
+        known: [3, V] the module's logits for the last three of `probe_tokens`, if the module no
+            longer has its weights.
 
     Returns:
         Whether logits had the same bits in all passes that were compared.
@@ -80,13 +84,13 @@ def probe(target: Probed, model: PreTrainedModel, *, quantized: bool) -> bool:
             quantization spoils the logits.
     """
     name, reads_source = type(model).__name__, isinstance(target.network, SourceNetwork)
-    stride = max(1, target.vocab_size // 7)
-    a, b, c, d, e = (i * stride % target.vocab_size for i in range(5))
+    a, b, d, e = probe_tokens(target.vocab_size)
+    c = _token(2, target.vocab_size)
     tree = TokenTree((b, c, d, e), (-1, 0, 0, 2))  # a b c  and  a b d e
     try:
         tree_logits = _logits(target, [a], tree)
         inputs = torch.tensor([[a, b, d, e]], device=target.device)
-        own = _own_logits(target, model, inputs)[1:]
+        own = _own_logits(target, model, inputs)[1:] if known is None else known
         as_chain = _logits(target, [a], chain([b, d, e]))
     except (RuntimeError, TypeError, IndexError, AttributeError) as error:
         raise CompatibilityError(
@@ -115,6 +119,15 @@ def probe(target: Probed, model: PreTrainedModel, *, quantized: bool) -> bool:
     if target.network.exact_trees and not torch.equal(path, as_chain):
         return False
     return _same_bits(target, ([a, b, c, d, e] * 4)[: target.max_model_len])
+
+
+def probe_tokens(vocab_size: int) -> list[int]:
+    """The tokens whose logits are compared with those of the module's own forward pass."""
+    return [_token(index, vocab_size) for index in (0, 1, 3, 4)]
+
+
+def _token(index: int, vocab_size: int) -> int:
+    return index * max(1, vocab_size // 7) % vocab_size
 
 
 def _refuse_weights(model: PreTrainedModel) -> NoReturn:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from foretoken.models.support import check_supported, context_length
 from foretoken.runtime.choose import network_for
+from foretoken.runtime.packed import PackedModel
 from foretoken.runtime.passes import Passes
 from foretoken.runtime.probing import probe
 from foretoken.runtime.seq2seq.structure import describe
@@ -30,7 +31,8 @@ class Target(Passes):
     """A model that verifies token trees.
 
     Args:
-        model: a loaded causal LM or encoder-decoder; it is not changed and may be used elsewhere.
+        model: a loaded causal LM or encoder-decoder, not changed here and used elsewhere; or a
+            model whose packed weights are mapped.
         max_model_len: most tokens of a row, prompt included; None means the model's own limit. Of
             an encoder-decoder, these are the decoder's.
         quantization: see `network_for`.
@@ -55,13 +57,15 @@ class Target(Passes):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | PackedModel,
         max_model_len: int | None = None,
         quantization: str | None = None,
         runtime: str = "auto",
         reload: Callable[[], PreTrainedModel] | None = None,
         beside: Target | None = None,
     ) -> None:
+        packed = model if isinstance(model, PackedModel) else None
+        model = model.module if isinstance(model, PackedModel) else model
         length = context_length(model.config, max_model_len)
         check_supported(model, length)
         self.config = config = model.config.get_text_config()
@@ -73,10 +77,12 @@ class Target(Passes):
         self.reload = reload
         self.final_norm = final_norm(model)
         other = None if beside is None else beside.network
-        network = network_for(model, quantization, runtime, other)
+        weights = None if packed is None else packed.weights
+        network = network_for(model, quantization, runtime, other, weights)
         super().__init__(network, length, model.dtype, model.device)
         self.quantization, self.runtime = quantization, runtime
-        self.bit_exact = probe(self, model, quantized=quantization is not None)
+        known = None if packed is None else packed.logits
+        self.bit_exact = probe(self, model, quantized=quantization is not None, known=known)
         self.exact_trees = self.bit_exact and self.network.exact_trees
         self.num_passes = 0
 
@@ -148,6 +154,8 @@ def _kept_weights(model: Any) -> Callable[[], VocabularyWeights | None]:
     if found is None or found[0].data_ptr() == found[1].data_ptr():
         return lambda: found
     layers = _vocabulary_layers(model)
+    if any(layer.weight.is_meta for layer in layers):  # only a packed copy of it exists
+        return lambda: None
     references = [weakref.ref(layer.weight) for layer in layers]
 
     def alive() -> VocabularyWeights | None:

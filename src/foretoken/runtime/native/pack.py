@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import Structure, c_int32, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from foretoken.runtime.llama import LinearWeights
 
-__all__ = ["GROUP", "PANEL", "CLinear", "Format", "PackedWeights", "in_turns", "pack"]
+__all__ = ["GROUP", "PANEL", "CLinear", "Format", "PackedWeights", "in_turns", "joined", "pack"]
 
 PANEL = 32
 """Outputs of a panel; `PANEL` in linear.h."""
@@ -90,9 +91,25 @@ def pack(layer: LinearWeights, form: Format) -> PackedWeights:
     bias = None if layer.bias is None else F.pad(layer.bias.float(), (0, missing)).contiguous()
     # Piece by piece, because packing a whole output layer takes several times its memory.
     panels = weight.reshape(-1, PANEL, inputs)
-    starts = range(0, len(panels), _PIECE)
-    packed = torch.cat([_pack(panels[start : start + _PIECE], form) for start in starts])
+    first = _pack(panels[:_PIECE], form)
+    packed = first.new_empty(len(panels), *first.shape[1:])
+    packed[:_PIECE] = first
+    for start in range(_PIECE, len(panels), _PIECE):
+        packed[start : start + _PIECE] = _pack(panels[start : start + _PIECE], form)
     return PackedWeights(packed, bias, form, inputs, outputs)
+
+
+def joined(parts: Sequence[PackedWeights]) -> PackedWeights:
+    """One layer of several that have the same input, one below the other.
+
+    All but the last have whole panels.
+    """
+    assert all(part.outputs % PANEL == 0 for part in parts[:-1])
+    biases = [part.bias for part in parts if part.bias is not None]
+    assert len(biases) in (0, len(parts))
+    bias = torch.cat(biases) if biases else None
+    weight, outputs = torch.cat([part.weight for part in parts]), sum(x.outputs for x in parts)
+    return replace(parts[0], weight=weight, bias=bias, outputs=outputs)
 
 
 def _pack(panels: Tensor, form: Format) -> Tensor:
