@@ -16,8 +16,9 @@ from foretoken import LLM, SamplingParams
 from foretoken.errors import CompatibilityError, ModelError
 from foretoken.models import cached, load_model, remove, resolve, store
 from foretoken.models.weights import FolderWeights
-from foretoken.runtime import packed
+from foretoken.runtime import packed, packing
 from foretoken.runtime.native import build
+from foretoken.runtime.native.packed_files import LAYOUT_VERSION
 from tests.tiny import tiny_model
 
 PROMPT = [1, 2, 3, 4]
@@ -79,9 +80,9 @@ def test_mapped_weights_are_those_packed_in_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = saved(tmp_path / "model", architecture, tie_word_embeddings=tied)
-    monkeypatch.setattr(packed, "_HEAD_ROWS", 64)  # two pieces
+    monkeypatch.setattr(packing, "HEAD_ROWS", 64)  # two pieces
     LLM(folder, quantization=quantization, dtype=dtype)
-    monkeypatch.setattr(packed._Packer, "run", never)
+    monkeypatch.setattr(packing.RoundingPacker, "run", never)
     mapped = LLM(folder, quantization=quantization, dtype=dtype)
     expected = whole(folder, quantization, dtype)
     assert output(mapped) == output(expected)
@@ -89,8 +90,8 @@ def test_mapped_weights_are_those_packed_in_memory(
     vocabulary = mapped.engine.target.vocabulary_weights
     assert vocabulary is not None
     again = load_model(folder, dtype, torch.device("cpu"))
-    assert torch.equal(vocabulary[0], again.get_input_embeddings().weight)
-    assert torch.equal(vocabulary[1], again.get_output_embeddings().weight)
+    assert torch.equal(vocabulary[0], again.get_parameter("model.embed_tokens.weight"))
+    assert torch.equal(vocabulary[1], again.get_output_embeddings().weight)  # type: ignore[no-untyped-call]
 
 
 def test_the_files_are_mapped(tmp_path: Path) -> None:
@@ -110,7 +111,7 @@ def test_a_draft_model_is_mapped_too(tmp_path: Path, monkeypatch: pytest.MonkeyP
     config = {"model": str(draft), "num_speculative_tokens": 2}
     first = output(opened(target, speculative_config=config))
     assert {entry.source for entry in cached()} == {str(target), str(draft)}
-    monkeypatch.setattr(packed._Packer, "run", never)
+    monkeypatch.setattr(packing.RoundingPacker, "run", never)
     assert output(opened(target, speculative_config=config)) == first
     assert output(opened(target)) == first
 
@@ -126,7 +127,7 @@ def test_a_changed_model_is_packed_anew(tmp_path: Path) -> None:
 
 def test_an_older_layout_is_packed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved(tmp_path / "model")
-    monkeypatch.setattr(packed, "LAYOUT_VERSION", packed.LAYOUT_VERSION - 1)
+    monkeypatch.setattr(packed, "LAYOUT_VERSION", LAYOUT_VERSION - 1)
     opened(folder)
     (old,) = cached()
     (old.folder / "layer-00000.safetensors").write_bytes(b"of another layout")
@@ -155,7 +156,7 @@ def test_a_full_disk_leaves_nothing_and_the_model_runs(
     def full(*_arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(packed, "write", full)  # the last file
+    monkeypatch.setattr(packing, "write", full)  # the last file
     with caplog.at_level("WARNING", logger="foretoken"):
         assert output(opened(folder)) == output(whole(folder, "int8"))
     (message,) = [record.getMessage() for record in caplog.records]
@@ -184,13 +185,13 @@ def test_a_model_that_changes_while_it_is_packed(
 def test_packed_once_by_two_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved(tmp_path / "model")
     runs: list[int] = []
-    run = packed._Packer.run
+    run = packing.RoundingPacker.run
 
     def counted(self: Any) -> None:
         runs.append(1)
         run(self)
 
-    monkeypatch.setattr(packed._Packer, "run", counted)
+    monkeypatch.setattr(packing.RoundingPacker, "run", counted)
     found: list[object] = []
 
     def work() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -62,7 +63,7 @@ def fetch(
     name: Annotated[str, typer.Argument(help="What --model takes.", metavar="NAME")],
 ) -> None:
     """Fetch and convert a model now, so that its first use does not wait."""
-    folder = resolve(name)
+    folder = _packed_gguf(name) or resolve(name)
     display().print(plain(f"{name} is ready in {folder}"), soft_wrap=True)
 
 
@@ -106,6 +107,22 @@ def remove(
     display().print(plain(f"{name} is deleted, which frees {size}"), soft_wrap=True)
 
 
+def _packed_gguf(name: str) -> Path | None:
+    """The packed weights of a GGUF file, as `LLM` takes them by default; None if it does not."""
+    from foretoken.models.resolver import gguf_file
+
+    if gguf_file(name) is None:
+        return None
+    from foretoken.models.support import default_device, default_dtype
+    from foretoken.runtime.packed import open_packed
+
+    device = default_device("auto")
+    packed = open_packed(
+        name, default_dtype("auto", device), device, quantization="auto", runtime="auto"
+    )
+    return None if packed is None else packed.folder
+
+
 def _row(alias: Alias | None, model: CachedModel | None) -> dict[str, Any]:
     """One model as --json shows it; alias, cached model, or both."""
     return {
@@ -116,6 +133,7 @@ def _row(alias: Alias | None, model: CachedModel | None) -> dict[str, Any]:
         "folder": str(model.folder) if model else None,
         "size_bytes": model.size_bytes if model else None,
         "download_bytes": alias.download_bytes if alias else None,
+        "runs": model.runs if model else None,
         "source": model.source if model else alias.requirement if alias else None,
         "description": alias.description if alias else None,
         "licence": alias.licence if alias else None,
@@ -128,7 +146,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, str, str, str]:
     size = bytes_text(row["size_bytes"]) if row["cached"] else "-"
     state = "cached" if row["cached"] else f"{bytes_text(row['download_bytes'])} to fetch"
     if row["kind"] == "packed":
-        return row["name"], size, "packed", f"weights of {row['source']}, quantized"
+        return row["name"], size, "packed", f"{row['source']}: {row['runs']}"
     return row["name"], size, state, row["description"] or row["source"]
 
 

@@ -254,12 +254,12 @@ class StrategyFactory:
         if isinstance(given, PreTrainedModel):
             weights = module = given
         else:
-            folder = models.resolve(given)
-            tokenizer = models.load_tokenizer(folder)
             dtype, device = self._target.dtype, self._target.device
             packed = open_packed(
-                folder, dtype, device, quantization=self._quantization, runtime=self._runtime
+                given, dtype, device, quantization=self._quantization, runtime=self._runtime
             )
+            folder = packed.folder if packed else models.resolve(given)
+            tokenizer = models.load_tokenizer(folder)
             module = packed.module if packed else models.load_model(folder, dtype, device)
             weights = packed or module
         model = Target(

@@ -27,12 +27,17 @@ class Packed(Protocol):
         """Its modules."""
         ...
 
+    @property
+    def folder(self) -> Path:
+        """The folder of its configuration and its tokenizer."""
+        ...
 
-OpenPacked: TypeAlias = Callable[[Path, torch.dtype, torch.device], Packed | None]
-"""Opens a folder's packed weights; None if the model must be loaded as a whole."""
+
+OpenPacked: TypeAlias = Callable[[str | Path, torch.dtype, torch.device], Packed | None]
+"""Opens a model's packed weights; None if the model must be loaded as a whole."""
 
 
-def _as_a_whole(_folder: Path, _dtype: torch.dtype, _device: torch.device) -> None:
+def _as_a_whole(_name: str | Path, _dtype: torch.dtype, _device: torch.device) -> None:
     """Opens nothing."""
 
 
@@ -43,7 +48,7 @@ class LoadedModel:
     Args:
         module: the model.
         tokenizer: None if it has none.
-        path: its folder; None if it was given as a module.
+        path: its folder, without the weights if they are packed; None if it was given as a module.
         name: what the user gave to load it by; None if it was given as a module.
         packed: its packed weights, of which `module` has only a part; None if `module` has all.
     """
@@ -81,8 +86,9 @@ class LoadedModel:
                 f"{type(model).__name__}."
             )
         place = default_device(device)
-        path, kind = models.resolve(model), default_dtype(dtype, place)
-        packed = open_packed(path, kind, place)
+        kind = default_dtype(dtype, place)
+        packed = open_packed(model, kind, place)
+        path = models.resolve(model) if packed is None else packed.folder
         module = models.load_model(path, kind, place) if packed is None else packed.module
         tokenizer = tokenizer or models.load_tokenizer(path)
         return LoadedModel(module, tokenizer, path, str(model), packed)
@@ -106,8 +112,13 @@ class LoadedModel:
     @property
     def reload(self) -> Callable[[], PreTrainedModel] | None:
         """Loads the module again; None if it was given as a module. It does not keep this one."""
-        path, dtype, device = self.path, self.module.dtype, self.module.device
-        return None if path is None else partial(models.load_model, path, dtype, device)
+        dtype, device = self.module.dtype, self.module.device
+        if self.path is None:
+            return None
+        if self.packed is not None:
+            assert self.name is not None
+            return partial(_load_again, self.name, dtype, device)
+        return partial(models.load_model, self.path, dtype, device)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -128,6 +139,11 @@ class LoadedModel:
         names = ("length_penalty", "early_stopping", "renormalize_logits")
         given = {name: getattr(settings, name, None) for name in names}
         return {name: value for name, value in given.items() if value is not None}
+
+
+def _load_again(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Load a model that was packed as a whole; a GGUF file is converted for it."""
+    return models.load_model(models.resolve(name), dtype, device)
 
 
 def _tokenizer_of(name: str | Path) -> PreTrainedTokenizerBase:

@@ -78,6 +78,7 @@ class CachedModel:
         source: Where the model came from: a package requirement, the path of a GGUF file, or the
             folder whose weights were packed.
         kind: See `Kind.name`.
+        runs: Of packed weights, how they are stored, for people.
     """
 
     name: str
@@ -85,6 +86,7 @@ class CachedModel:
     size_bytes: int
     source: str
     kind: str = MODEL.name
+    runs: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,9 @@ def cached() -> list[CachedModel]:
         manifest = _Manifest.read(folder)
         if manifest is not None:
             size = sum(manifest.files.values())
-            models.append(CachedModel(folder.name, folder, size, manifest.source, manifest.kind))
+            runs = manifest.notes.get("runs")
+            found = CachedModel(folder.name, folder, size, manifest.source, manifest.kind, runs)
+            models.append(found)
     return models
 
 

@@ -6,9 +6,7 @@ models.
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -19,8 +17,9 @@ from torch import Tensor
 
 from foretoken.errors import ModelError
 from foretoken.models.folder import weight_files
+from foretoken.models.identity import identity_of
 
-__all__ = ["FolderWeights", "WeightSource", "identity_of"]
+__all__ = ["FolderWeights", "WeightSource"]
 
 _PIECE_BYTES = 64 * 2**20
 """Read and converted at once. A file is not mapped: pages that were read would count as memory."""
@@ -129,22 +128,6 @@ class FolderWeights:
         except OSError as error:
             raise ModelError(f"cannot read {place.file}: {error.strerror or error}") from error
         return converted
-
-
-def identity_of(files: Collection[Path]) -> str:
-    """Text that differs when one of the files has changed.
-
-    Size and modification time stand for the content: hashing gigabytes at each start is too slow.
-
-    Raises:
-        ModelError: a file is missing.
-    """
-    try:
-        states = [(str(file.resolve()), file.stat()) for file in files]
-    except OSError as error:
-        raise ModelError(f"cannot read {error.filename}: {error.strerror}") from error
-    key = "\0".join(f"{path}\0{at.st_size}\0{at.st_mtime_ns}" for path, at in states)
-    return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
 def _title(folder: Path) -> str:

@@ -31,6 +31,15 @@ QUANTIZATION_TOLERANCE = 0.8
 """The same for quantized weights. Logits that have nothing in common reach 1.1."""
 
 
+class Packed(Protocol):
+    """The part of `PackedModel` that the checks use."""
+
+    @property
+    def logits(self) -> Tensor | None:
+        """See `PackedModel`."""
+        ...
+
+
 class Probed(Protocol):
     """The part of `Target` that the checks use."""
 
@@ -63,7 +72,7 @@ class Probed(Protocol):
 
 @torch.inference_mode()
 def probe(
-    target: Probed, model: PreTrainedModel, *, quantized: bool, known: Tensor | None = None
+    target: Probed, model: PreTrainedModel, *, quantized: bool, packed: Packed | None = None
 ) -> bool:
     """Check a tree against the model's own forward pass, and whether invariant 7 holds here.
 
@@ -72,8 +81,7 @@ def probe(
         model: its Transformers module.
         quantized: whether the target's weights are quantized. The tree is then compared with a
             chain through the target itself.
-        known: [3, V] the module's logits for the last three of `probe_tokens`, if the module no
-            longer has its weights.
+        packed: the model's packed weights, if its module does not have them.
 
     Returns:
         Whether logits had the same bits in all passes that were compared.
@@ -90,8 +98,11 @@ def probe(
     try:
         tree_logits = _logits(target, [a], tree)
         inputs = torch.tensor([[a, b, d, e]], device=target.device)
-        own = _own_logits(target, model, inputs)[1:] if known is None else known
         as_chain = _logits(target, [a], chain([b, d, e]))
+        if packed is None:
+            own = _own_logits(target, model, inputs)[1:]
+        else:
+            own = as_chain if packed.logits is None else packed.logits
     except (RuntimeError, TypeError, IndexError, AttributeError) as error:
         raise CompatibilityError(
             f"{name} cannot be run with a 4-D mask, position ids and an external KV cache: "
@@ -136,7 +147,11 @@ def _refuse_weights(model: PreTrainedModel) -> NoReturn:
     Raises:
         CompatibilityError: always.
     """
-    found = (name for name, weight in model.named_parameters() if not weight.isfinite().all())
+    found = (
+        name
+        for name, weight in model.named_parameters()
+        if not weight.is_meta and not weight.isfinite().all()
+    )
     if (name := next(found, None)) is not None:
         raise CompatibilityError(
             f"the model's weights are damaged: {name} has values that are not finite; get them "

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from foretoken.models.support import check_supported, context_length
+from foretoken.runtime.choices import AUTO, NONE
 from foretoken.runtime.choose import network_for
 from foretoken.runtime.packed import PackedModel
 from foretoken.runtime.passes import Passes
@@ -35,14 +36,15 @@ class Target(Passes):
             model whose packed weights are mapped.
         max_model_len: most tokens of a row, prompt included; None means the model's own limit. Of
             an encoder-decoder, these are the decoder's.
-        quantization: see `network_for`.
+        quantization: see `LLM`.
         runtime: see `network_for`.
         reload: loads the model again; None if that is not possible.
         beside: a target whose network stays in memory as long as this one's (see `network_for`).
 
     Attributes:
         config: the model's, of its text part.
-        quantization, runtime: as they were given.
+        quantization: "int8", "int4", "gguf" for a GGUF file in its own numbers, or None.
+        runtime: as it was given.
         bit_exact: whether the checks at construction found the same bits for every number of nodes
             (invariant 7).
         exact_trees: whether this holds for nodes of trees, too.
@@ -77,12 +79,13 @@ class Target(Passes):
         self.reload = reload
         self.final_norm = final_norm(model)
         other = None if beside is None else beside.network
+        quantization = None if quantization in (AUTO, NONE) else quantization
+        quantization = quantization if packed is None else packed.quantization
         weights = None if packed is None else packed.weights
         network = network_for(model, quantization, runtime, other, weights)
         super().__init__(network, length, model.dtype, model.device)
         self.quantization, self.runtime = quantization, runtime
-        known = None if packed is None else packed.logits
-        self.bit_exact = probe(self, model, quantized=quantization is not None, known=known)
+        self.bit_exact = probe(self, model, quantized=quantization is not None, packed=packed)
         self.exact_trees = self.bit_exact and self.network.exact_trees
         self.num_passes = 0
 

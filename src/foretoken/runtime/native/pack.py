@@ -13,7 +13,18 @@ from torch import Tensor
 
 from foretoken.runtime.llama import LinearWeights
 
-__all__ = ["GROUP", "PANEL", "CLinear", "Format", "PackedWeights", "in_turns", "joined", "pack"]
+__all__ = [
+    "GROUP",
+    "PANEL",
+    "CLinear",
+    "Format",
+    "PackedWeights",
+    "in_turns",
+    "joined",
+    "pack",
+    "pack_steps",
+    "packed_in_turns",
+]
 
 PANEL = 32
 """Outputs of a panel; `PANEL` in linear.h."""
@@ -127,6 +138,13 @@ def _pack(panels: Tensor, form: Format) -> Tensor:
     return packed.contiguous()
 
 
+def packed_in_turns(gate: PackedWeights, up: PackedWeights) -> PackedWeights:
+    """`in_turns` of layers that are packed already, without biases."""
+    assert gate.outputs % PANEL == 0
+    both = torch.stack([gate.weight, up.weight], dim=1).flatten(0, 1)
+    return replace(gate, weight=both, outputs=2 * gate.outputs)
+
+
 def in_turns(gate_up: LinearWeights) -> LinearWeights:
     """Interleave the panels of gate and up, so that one thread computes both factors."""
 
@@ -138,12 +156,36 @@ def in_turns(gate_up: LinearWeights) -> LinearWeights:
     return LinearWeights(turns(gate_up.weight), bias)
 
 
+def pack_steps(steps: Tensor, scales: Tensor, least: Tensor | None = None) -> PackedWeights:
+    """Pack a layer that is quantized already, without a bias.
+
+    Args:
+        steps: [N, K] uint8: for int8, what is multiplied with the scale, plus 128; for int4, 0 to
+            15. N is a multiple of `PANEL` except for an output layer.
+        scales: [N, G] float16, those of the groups.
+        least: [N, G] float16, what is added to the products, for int4; None for int8.
+    """
+    outputs, inputs = steps.shape
+    missing = (0, 0, 0, -outputs % PANEL)
+    groups = F.pad(steps, missing).view(-1, PANEL, inputs // GROUP, GROUP)
+    padded = F.pad(scales, missing).view(-1, PANEL, inputs // GROUP)
+    if least is None:
+        return PackedWeights(_int8_bytes(groups, padded), None, Format.INT8, inputs, outputs)
+    added = F.pad(least, missing).view(-1, PANEL, inputs // GROUP)
+    return PackedWeights(_int4_bytes(groups, padded, added), None, Format.INT4, inputs, outputs)
+
+
 def _int8(groups: Tensor) -> Tensor:
     """[P, 32, G, 32] -> [P, G, bytes]."""
     groups = groups.float()
     scales = _as_float16(groups.abs().amax(dim=-1) / 127)  # [P, 32, G]
     steps = (groups / scales.float()[..., None]).round_().clamp_(-127, 127)
-    return torch.cat([_quads((steps + 128).to(torch.uint8)), _bytes(scales)], dim=-1)
+    return _int8_bytes((steps + 128).to(torch.uint8), scales)
+
+
+def _int8_bytes(steps: Tensor, scales: Tensor) -> Tensor:
+    """[P, 32, G, 32] uint8 and [P, 32, G] float16 -> [P, G, bytes]."""
+    return torch.cat([_quads(steps), _bytes(scales)], dim=-1)
 
 
 def _int4(groups: Tensor) -> Tensor:
@@ -152,8 +194,12 @@ def _int4(groups: Tensor) -> Tensor:
     least = groups.amin(dim=-1).half()
     scales = _as_float16((groups.amax(dim=-1) - least.float()) / 15)
     steps = (groups - least.float()[..., None]) / scales.float()[..., None]
-    quads = _quads(steps.round_().clamp_(0, 15).to(torch.uint8))  # [P, G, 32 * 32]
-    low, high = quads.chunk(2, dim=-1)
+    return _int4_bytes(steps.round_().clamp_(0, 15).to(torch.uint8), scales, least)
+
+
+def _int4_bytes(steps: Tensor, scales: Tensor, least: Tensor) -> Tensor:
+    """[P, 32, G, 32] uint8 and [P, 32, G] float16 -> [P, G, bytes]."""
+    low, high = _quads(steps).chunk(2, dim=-1)  # of [P, G, 32 * 32]
     return torch.cat([low | (high << 4), _bytes(scales), _bytes(least)], dim=-1)
 
 
@@ -164,8 +210,8 @@ def _as_float16(scales: Tensor) -> Tensor:
 
 def _quads(steps: Tensor) -> Tensor:
     """[P, 32, G, 32] -> [P, G, 8 * 32 * 4]: four inputs of each output in turn."""
-    quads = steps.view(*steps.shape[:-1], GROUP // 4, 4)
-    return quads.permute(0, 2, 3, 1, 4).flatten(2)
+    quads = steps.contiguous().view(torch.int32)  # four bytes are moved at once
+    return quads.permute(0, 2, 3, 1).contiguous().view(torch.uint8).flatten(2)
 
 
 def _bytes(scales: Tensor) -> Tensor:
