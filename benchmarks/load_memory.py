@@ -9,8 +9,8 @@ A line for the imports, and one for the `LLM`:
 - *of files*: the part of it that is pages of files, which the system may take back.
 - *peak*: the most that was resident so far, pages of files included.
 
-It reads `/proc/self`, so it runs on Linux. A GGUF file or alias that was never loaded is converted
-first, which is measured as well: run it twice.
+It reads `/proc/self`, so it runs on Linux. A GGUF file, an alias or quantized weights that were
+never loaded are converted or packed first, which is measured as well: run it twice.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Memory(NamedTuple):
 def main(
     model: flags.Model = "smollm2-135m",
     config: Annotated[str, typer.Option(help="The speculative_config, as JSON.")] = "{}",
-    quantization: Annotated[str | None, typer.Option(help="int8 or int4.")] = None,
+    quantization: Annotated[str, typer.Option(help="auto, none, int8 or int4.")] = "auto",
     runtime: Annotated[str, typer.Option(help="auto, native or torch.")] = "auto",
     dtype: flags.Dtype = "auto",
     device: flags.Device = "auto",
