@@ -9,8 +9,8 @@ A line for the imports, and one for the `LLM`:
 - *of files*: the part of it that is pages of files, which the system may take back.
 - *peak*: the most that was resident so far, pages of files included.
 
-It reads `/proc/self`, so it runs on Linux. A GGUF file or alias that was never loaded is converted
-first, which is measured as well: run it twice.
+It reads `/proc/self`, so it runs on Linux. A GGUF file, an alias or quantized weights that were
+never loaded are converted or packed first, which is measured as well: run it twice.
 """
 
 from __future__ import annotations

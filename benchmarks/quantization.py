@@ -5,6 +5,9 @@ next token are compared at every position. Speculation changes neither: it is lo
 to the weights that run.
 
     python -m benchmarks.quantization --prompts FILE
+
+With `--quantization auto`, the model is a GGUF file that runs in its own numbers. It is compared
+with the dequantized file in float32.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import torch
 import typer
 from torch import Tensor
 
-from benchmarks import flags
+from benchmarks import BenchmarkError, flags
 from benchmarks.loading import llm_for, load
 from benchmarks.report import (
     command_line,
@@ -32,7 +35,9 @@ from foretoken.bench.contestants import BASELINE
 from foretoken.bench.encode import encode, prompt_limit
 from foretoken.bench.prompts_file import read_prompts, stratified
 from foretoken.core.tree import chain
-from foretoken.runtime.choices import QUANTIZATIONS
+from foretoken.models.support import default_device, default_dtype
+from foretoken.runtime.choices import AUTO, QUANTIZATIONS
+from foretoken.runtime.packed import open_packed
 from foretoken.runtime.target import Target
 
 __all__ = ["Shift", "logits_of", "main", "shift"]
@@ -72,7 +77,7 @@ def shift(logits: Tensor, quantized: Tensor) -> Shift:
 def main(
     prompts: flags.Prompts,
     model: flags.Model = "smollm2-135m",
-    quantization: Annotated[str, typer.Option(help=" or ".join(QUANTIZATIONS))] = "int8",
+    quantization: Annotated[str, typer.Option(help=" or ".join((*QUANTIZATIONS, AUTO)))] = "int8",
     per_kind: flags.PerKind = 4,
     max_prompt_tokens: flags.MaxPromptTokens = 512,
     seed: flags.Seed = 0,
@@ -80,9 +85,11 @@ def main(
 ) -> None:
     """Measure mean KL and top-1 agreement on prompts and print a Markdown table."""
     with one_line_errors():
-        loaded = load(model, dtype, "cpu")
+        own = _own_numbers(model, dtype) if quantization == AUTO else None
+        loaded = load(model, dtype if own is None else "float32", "cpu")
         llm = llm_for(loaded, BASELINE.config)
-        targets = [Target(loaded.module), Target(loaded.module, quantization=quantization)]
+        other = own or Target(loaded.module, quantization=quantization)
+        targets = [Target(loaded.module), other]
         sample = stratified(read_prompts(prompts), per_kind, seed)
         limit = prompt_limit(llm.max_model_len, max_prompt_tokens, 1)
         by_kind: dict[str, Shift] = {}
@@ -94,9 +101,23 @@ def main(
                 by_kind[prompt.kind] = by_kind.get(prompt.kind, Shift((), ())) + found
     everything = sum(by_kind.values(), Shift((), ()))
     rows = [[kind, *each.cells()] for kind, each in {**by_kind, "all": everything}.items()]
-    facts = {**machine(llm.device, llm.dtype), "quantization": quantization}
+    facts = {**machine(llm.device, other.dtype), "quantization": quantization}
     print(f"{command_line('benchmarks.quantization')}\n\n{in_one_line(facts)}\n")
     print(markdown_table(("text", "positions", "mean KL (nats)", "same most probable token"), rows))
+
+
+def _own_numbers(model: str, dtype: str) -> Target:
+    """A GGUF file in its own numbers.
+
+    Raises:
+        BenchmarkError: the model is none, or the native runtime cannot run it.
+    """
+    place = default_device("cpu")
+    kind = default_dtype(dtype, place)
+    packed = open_packed(model, kind, place, quantization=AUTO, runtime="native")
+    if packed is None:
+        raise BenchmarkError(f"--quantization {AUTO}: {model} is no GGUF file that runs as it is")
+    return Target(packed, runtime="native")
 
 
 def logits_of(target: Target, tokens: Sequence[int]) -> Tensor:

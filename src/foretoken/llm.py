@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from foretoken.engine.strategies import Speculative
 from foretoken.errors import PromptError
 from foretoken.models.loaded import LoadedModel
 from foretoken.outputs import RequestOutput, StreamChunk
+from foretoken.runtime.packed import open_packed
 
 __all__ = ["LLM", "Message", "Prompt"]
 
@@ -71,9 +73,11 @@ class LLM:
         enable_prefix_caching: keep the KV of prompts, for later prompts that begin with the same
             tokens, and what a decoder keeps of a source, for later prompts with the same source.
         prefix_cache_memory: most memory for the prefix cache: bytes, or text.
-        quantization: None keeps the weights as they are. "int8" and "int4" (CPU only) make them a
-            half and a third as large, those of draft models too. Speculation is then lossless with
-            respect to the quantized weights.
+        quantization: "auto" runs a GGUF file in its own numbers, where the native runtime can, and
+            other weights as they are. "none" or None keeps the latter, too, and dequantizes GGUF
+            files. "int8" and "int4" (CPU only) make the weights a half and a third as large. Draft
+            models have the target's. Speculation is lossless with respect to the weights that run,
+            which `foretoken models` lists. An alias stands for dequantized weights.
         runtime: "native" computes in C++ that is compiled on this machine at its first use (Llama,
             Mistral, Qwen2 and Qwen3 on a CPU, in float32 or bfloat16). "torch" computes with
             PyTorch's operations. On a GPU, "cuda" replays CUDA graphs, and "compiled" replays CUDA
@@ -107,7 +111,7 @@ class LLM:
         kv_cache_memory: int | str | None = None,
         enable_prefix_caching: bool = True,
         prefix_cache_memory: int | str = "256MiB",
-        quantization: str | None = None,
+        quantization: str | None = "auto",
         runtime: str = "auto",
     ) -> None:
         check_at_least_1(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
@@ -116,7 +120,8 @@ class LLM:
         )
         prefix_bytes = num_bytes("prefix_cache_memory", prefix_cache_memory)
         given = None if speculative_config is None else SpeculativeConfig.parse(speculative_config)
-        loaded = LoadedModel.of(model, tokenizer, dtype, device)
+        packed = partial(open_packed, quantization=quantization, runtime=runtime)
+        loaded = LoadedModel.of(model, tokenizer, dtype, device, packed)
         self.model_path, self.tokenizer = loaded.path, loaded.tokenizer
         self._name = loaded.title
         self.eos_token_ids = loaded.eos_token_ids
@@ -136,7 +141,7 @@ class LLM:
         """What runs, in one line."""
         shown = {
             "dtype": str(self.dtype).removeprefix("torch."),
-            "quantization": self.engine.options.quantization,
+            "quantization": self.engine.target.quantization,
             "device": str(self.device),
             "runtime": self.runtime,
             "method": self.speculative_config.method_name,

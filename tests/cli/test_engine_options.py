@@ -12,7 +12,7 @@ from foretoken import llm as llm_module
 from foretoken.bench.contestants import BASELINE, Setting
 from foretoken.bench.run import Plan
 from foretoken.cli.options import _quantizations
-from foretoken.runtime.choices import QUANTIZATIONS
+from foretoken.runtime.choices import QUANTIZATION_OPTIONS
 from tests.cli.conftest import Run, error_of
 
 SHORT = ["--max-tokens", 8]
@@ -107,7 +107,10 @@ def test_bench(
         (["--prefix-cache-memory", "1MiB"], "--prefix-cache-memory is for several answers"),
         (["--no-enable-prefix-caching"], "--no-enable-prefix-caching is for several answers"),
         (["--max-num-seqs", "x"], "invalid value for '--max-num-seqs'"),
-        (["--quantization", "int3"], f"--quantization: must be {' or '.join(QUANTIZATIONS)}, got"),
+        (
+            ["--quantization", "int3"],
+            f"--quantization: must be one of {', '.join(QUANTIZATION_OPTIONS)}, got",
+        ),
     ],
 )
 def test_wrong_use(run: Run, tiny: Path, arguments: list[str], message: str) -> None:
@@ -134,4 +137,4 @@ def test_bench_refuses_what_does_nothing(run: Run, tiny: Path, tmp_path: Path) -
 
 
 def test_quantizations_are_those_of_the_runtime() -> None:
-    assert _quantizations() == list(QUANTIZATIONS)
+    assert _quantizations() == list(QUANTIZATION_OPTIONS)

@@ -101,7 +101,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "rope scaling": ({"settings": {"llama.rope.scaling.type": "yarn"}}, "rope.scaling.type"),
     "missing setting": ({"settings": {"llama.context_length": None}}, "context_length"),
     "partial rotation": ({"settings": {"llama.rope.dimension_count": 8}}, "part of each head"),
-    "a part of a file": ({"settings": {"split.count": 2}}, "merge the parts"),
+    "a part of a file": ({"settings": {"split.count": 2}}, "the others cannot be found"),
     "rope factors": (
         {"tensors": {"rope_freqs.weight": np.ones(8, np.float32)}},
         "converted, rope_freqs",

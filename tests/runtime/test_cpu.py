@@ -95,7 +95,7 @@ def test_a_draft_model_is_quantized_too() -> None:
 
 def test_what_cannot_be_quantized() -> None:
     with pytest.raises(
-        ConfigError, match="quantization: must be int8 or int4, or None, got 'int3'"
+        ConfigError, match="quantization: must be one of auto, none, int8, int4, got 'int3'"
     ):
         LLM(tiny_model("lean"), quantization="int3")
     with pytest.raises(

@@ -283,7 +283,7 @@ def test_who_runs_natively() -> None:
         ({"runtime": "native"}, "not available for this model on this machine: head_dim must be"),
         ({"quantization": "int4"}, "int4 needs the native runtime, .* here: head_dim must be"),
         ({"quantization": "int4", "runtime": "torch"}, "here: the runtime is 'torch'"),
-        ({"quantization": "int3"}, "must be int8 or int4"),
+        ({"quantization": "int3"}, "must be one of auto, none, int8, int4"),
     ],
 )
 def test_what_cannot_be_had(arguments: dict[str, Any], message: str) -> None:

@@ -17,6 +17,9 @@ BYTES = {"int8": 34 / 32, "int4": 20 / 32}
 """Per quantized weight. Groups of 32 share a scale of 16 bits; int4 groups an offset, too."""
 
 
+_DTYPE_BYTES = {"U8": 1, "BF16": 2, "F32": 4}
+
+
 def peak_bytes(device: str) -> int:
     """Peak memory of this process: of the GPU if it computes there, else resident memory."""
     if device.startswith("cuda"):
@@ -36,12 +39,14 @@ def weight_bytes(folder: Path, itemsize: int, quantization: str | None = None) -
     a few of its rows. Quantized matrices count with the scales of their groups.
 
     Args:
-        folder: a Hugging Face folder with safetensors.
+        folder: a Hugging Face folder with safetensors, or one of packed weights.
         itemsize: bytes of a weight as it is in memory.
-        quantization: as `LLM` takes it.
+        quantization: "int8", "int4" or None; packed weights tell theirs.
     """
     from safetensors import safe_open
 
+    if (folder / "rest.safetensors").is_file():
+        return _packed_bytes(folder)
     shapes: dict[str, list[int]] = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "np") as tensors:
@@ -57,6 +62,19 @@ def weight_bytes(folder: Path, itemsize: int, quantization: str | None = None) -
         form = "int8" if is_head else str(quantization)
         total += _product(shape) * (BYTES[form] if quantized else itemsize)
     return int(total)
+
+
+def _packed_bytes(folder: Path) -> int:
+    """Bytes that a pass reads of packed weights (`runtime/native/packed_files.py`)."""
+    from safetensors import safe_open
+
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "np") as tensors:
+            for name in set(tensors.keys()) - {"embedding", "logits"}:
+                part = tensors.get_slice(name)
+                total += _product(part.get_shape()) * _DTYPE_BYTES[part.get_dtype()]
+    return total
 
 
 def _product(shape: list[int]) -> int:

@@ -11,7 +11,7 @@ import torch
 from foretoken import models
 from foretoken.bench.contestants import Contestant, Setting
 from foretoken.bench.encode import encode, prompt_limit, random_ids
-from foretoken.bench.memory import kv_bytes, weight_bytes
+from foretoken.bench.memory import BYTES, kv_bytes, weight_bytes
 from foretoken.bench.scoring import mean_logprob
 from foretoken.core.params import SamplingParams
 from foretoken.llm import LLM
@@ -60,7 +60,8 @@ class OwnRunner:
         llm, draft = self._llm, self._llm.speculative_config.model
         rule = llm.speculative_config.rule
         itemsize = llm.dtype.itemsize
-        quantization = self._contestant.quantization
+        quantization = llm.engine.target.quantization
+        rounded = quantization if quantization in BYTES else None
         assert llm.model_path is not None, "loaded by its name"
         return {
             "batches": True,
@@ -74,9 +75,9 @@ class OwnRunner:
             "max_model_len": llm.max_model_len,
             "lossless": rule.lossless,
             "same_samples": rule.lossless and rule.ignores_draft_lengths,
-            "weight_bytes": weight_bytes(llm.model_path, itemsize, quantization),
+            "weight_bytes": weight_bytes(llm.model_path, itemsize, rounded),
             "kv_bytes": kv_bytes(llm.model_path, itemsize),
-            "draft_bytes": _draft_bytes(draft, itemsize, quantization),
+            "draft_bytes": _draft_bytes(draft, itemsize, rounded),
         }
 
     def encode(self, text: str, max_model_len: int) -> list[int]:

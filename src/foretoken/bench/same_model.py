@@ -47,8 +47,7 @@ def check_same_model(file: Path, folder: Path) -> None:
 
 
 def _told(file: GgufFile) -> dict[str, Any]:
-    embeddings = (t for t in file.reader.tensors if t.name == "token_embd.weight")
-    rows = [int(tensor.shape[1]) for tensor in embeddings]  # GGUF's shapes begin with the columns
+    rows = [tensor.shape[0] for tensor in file.tensors if tensor.name == "token_embd.weight"]
     return {
         "architecture": file.architecture,
         "layers": file.setting("block_count"),

@@ -107,7 +107,9 @@ def _plan(
         max_model_len=target.max_model_len,
         **{"max_num_seqs": max((16, *sizes)), **engine.arguments()},
     )
-    own = _methods(contenders, setting, target.quantization)
+    # A file is measured dequantized: its packed numbers are no option of all contestants.
+    quantization = None if target.quantization in ("auto", "none") else target.quantization
+    own = _methods(contenders, setting, quantization)
     others = peers(contenders.peers, setting)
     _refuse_unused(contenders, [one.kind for one in others], [dict(one.config) for one in own])
     sample = amount.sample(file)

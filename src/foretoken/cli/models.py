@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -37,7 +38,7 @@ def models() -> None:
 
 @app.command("list")
 def list_models(json_output: JsonOption = False) -> None:
-    """List the aliases and the models in the cache."""
+    """List the aliases, and the models and packed weights in the cache."""
     from foretoken.models import aliases, cache_dir, cached
 
     folders = {model.name: model for model in cached()}
@@ -62,7 +63,7 @@ def fetch(
     name: Annotated[str, typer.Argument(help="What --model takes.", metavar="NAME")],
 ) -> None:
     """Fetch and convert a model now, so that its first use does not wait."""
-    folder = resolve(name)
+    folder = _packed_gguf(name) or resolve(name)
     display().print(plain(f"{name} is ready in {folder}"), soft_wrap=True)
 
 
@@ -106,15 +107,33 @@ def remove(
     display().print(plain(f"{name} is deleted, which frees {size}"), soft_wrap=True)
 
 
+def _packed_gguf(name: str) -> Path | None:
+    """The packed weights of a GGUF file, as `LLM` takes them by default; None if it does not."""
+    from foretoken.models.resolver import gguf_file
+
+    if gguf_file(name) is None:
+        return None
+    from foretoken.models.support import default_device, default_dtype
+    from foretoken.runtime.packed import open_packed
+
+    device = default_device("auto")
+    packed = open_packed(
+        name, default_dtype("auto", device), device, quantization="auto", runtime="auto"
+    )
+    return None if packed is None else packed.folder
+
+
 def _row(alias: Alias | None, model: CachedModel | None) -> dict[str, Any]:
     """One model as --json shows it; alias, cached model, or both."""
     return {
         "name": alias.name if alias else model.name if model else None,
         "alias": alias is not None,
         "cached": model is not None,
+        "kind": model.kind if model else "model",
         "folder": str(model.folder) if model else None,
         "size_bytes": model.size_bytes if model else None,
         "download_bytes": alias.download_bytes if alias else None,
+        "runs": model.runs if model else None,
         "source": model.source if model else alias.requirement if alias else None,
         "description": alias.description if alias else None,
         "licence": alias.licence if alias else None,
@@ -126,6 +145,8 @@ def _cells(row: dict[str, Any]) -> tuple[str, str, str, str]:
 
     size = bytes_text(row["size_bytes"]) if row["cached"] else "-"
     state = "cached" if row["cached"] else f"{bytes_text(row['download_bytes'])} to fetch"
+    if row["kind"] == "packed":
+        return row["name"], size, "packed", f"{row['source']}: {row['runs']}"
     return row["name"], size, state, row["description"] or row["source"]
 
 

@@ -46,15 +46,15 @@ def _engine(text: str, *names: str, **settings: Any) -> Any:
 
 
 def _quantizations() -> list[str]:
-    from foretoken.runtime.choices import QUANTIZATIONS
+    from foretoken.runtime.choices import QUANTIZATION_OPTIONS
 
-    return list(QUANTIZATIONS)
+    return list(QUANTIZATION_OPTIONS)
 
 
-def _known_quantization(name: str | None) -> str | None:
+def _known_quantization(name: str) -> str:
     """Refuse an unknown format before the model is fetched."""
-    if name is not None and name not in (known := _quantizations()):
-        raise UsageError(f"--quantization: must be {' or '.join(known)}, got {name}")
+    if name not in (known := _quantizations()):
+        raise UsageError(f"--quantization: must be one of {', '.join(known)}, got {name}")
     return name
 
 
@@ -93,14 +93,13 @@ class ModelOptions:
         _model("Limit of prompt and output tokens together.", show_default="the model's"),
     ] = None
     quantization: Annotated[
-        str | None,
+        str,
         _model(
-            "Smaller weights: int8 or int4 (CPU).",
-            show_default="the weights as they are",
+            "auto (a GGUF file in its own numbers), none, or smaller weights: int8, int4 (CPU).",
             callback=_known_quantization,
             autocompletion=_quantizations,
         ),
-    ] = None
+    ] = "auto"
     runtime: Annotated[
         str,
         _model("auto, native (C++ on a CPU), torch, cuda or compiled.", callback=_known_runtime),

@@ -29,8 +29,10 @@ def open_llm(
         quiet: show no progress.
         engine: further arguments of `LLM`.
     """
+    from foretoken.models.resolver import gguf_file
+
     for name in (options.model, None if config is None else config.model):
-        if name is not None:
+        if name is not None and gguf_file(name) is None:  # `LLM` converts those in its own way
             resolve(name)
     with working(f"Loading {options.model}", quiet=quiet):
         from foretoken.llm import LLM

@@ -42,6 +42,7 @@ from foretoken.errors import ConfigError
 from foretoken.models.loaded import LoadedModel
 from foretoken.outputs import RequestOutput, StreamChunk
 from foretoken.request import Request
+from foretoken.runtime.packed import PackedModel
 from foretoken.runtime.target import Target
 from foretoken.speculation import Speculation
 
@@ -79,8 +80,10 @@ class LLMEngine:
         show_log_lines()
         self.tokenizer, self.options, title = loaded.tokenizer, options, loaded.title
         self._kv_budget = KVBudget(options.kv_cache_bytes)
+        packed = loaded.packed
+        assert packed is None or isinstance(packed, PackedModel)
         self.target = Target(
-            loaded.module,
+            packed or loaded.module,
             options.max_model_len,
             options.quantization,
             options.runtime,

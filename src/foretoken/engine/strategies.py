@@ -28,6 +28,7 @@ from foretoken.engine.online import learner_for
 from foretoken.errors import CompatibilityError, ConfigError
 from foretoken.runtime.costs import CostCurve
 from foretoken.runtime.kv_slab import SlabFull, is_out_of_memory
+from foretoken.runtime.packed import PackedModel, open_packed
 from foretoken.runtime.profiling import measure_costs
 from foretoken.runtime.target import Target
 from foretoken.speculation import Strategy
@@ -249,13 +250,21 @@ class StrategyFactory:
 
     def _loaded(self, given: str | Path | PreTrainedModel) -> tuple[DraftModel, str]:
         """A draft model by its name, or a loaded one; and the name of its class."""
-        tokenizer, module = None, given
-        if not isinstance(module, PreTrainedModel):
-            folder = models.resolve(module)
+        tokenizer = None
+        weights: PreTrainedModel | PackedModel
+        if isinstance(given, PreTrainedModel):
+            weights = module = given
+        else:
+            dtype, device = self._target.dtype, self._target.device
+            packed = open_packed(
+                given, dtype, device, quantization=self._quantization, runtime=self._runtime
+            )
+            folder = packed.folder if packed else models.resolve(given)
             tokenizer = models.load_tokenizer(folder)
-            module = models.load_model(folder, self._target.dtype, self._target.device)
+            module = packed.module if packed else models.load_model(folder, dtype, device)
+            weights = packed or module
         model = Target(
-            module, quantization=self._quantization, runtime=self._runtime, beside=self._target
+            weights, quantization=self._quantization, runtime=self._runtime, beside=self._target
         )
         return DraftModel(model, tokenizer, given), type(module).__name__
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foretoken.errors import ModelError
-from foretoken.models.gguf_file import GgufFile
+from foretoken.models.gguf_file import GgufFile, GgufTensor
 from foretoken.models.gguf_tokenizer import convert_tokenizer
 from foretoken.models.guard import guarded
 from foretoken.models.progress import progress
@@ -25,7 +25,14 @@ from foretoken.models.progress import progress
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["convert_gguf", "converted_bytes"]
+__all__ = [
+    "check_shape",
+    "convert_gguf",
+    "convert_settings",
+    "converted_bytes",
+    "reordered",
+    "tensor_names",
+]
 
 Array = npt.NDArray[np.float32]
 
@@ -55,20 +62,39 @@ def convert_gguf(file: GgufFile, scratch: Path, folder: Path) -> None:
         ModelError: If the file is damaged or holds something that cannot be converted.
         OSError: If writing fails.
     """
+    with progress(
+        f"Converting {file.path.name}", "half a minute per GB", file.elements * 4
+    ) as report:
+        model = convert_settings(file, scratch, folder)
+        with guarded(f"cannot convert {file.path}"):
+            _write_weights(file, model, folder, report)
+
+
+def convert_settings(file: GgufFile, scratch: Path, folder: Path) -> PreTrainedModel:
+    """Write the configuration and the tokenizer of a GGUF file into a folder.
+
+    Args:
+        file: The GGUF file.
+        scratch: A folder for temporary files.
+        folder: An empty folder to fill.
+
+    Returns:
+        The file's model on the meta device.
+
+    Raises:
+        ModelError: If they cannot be converted, or do not fit the file's tensors.
+        OSError: If writing fails.
+    """
     # Transformers would also read other files in the GGUF file's folder.
     alone = scratch / "alone" / "model.gguf"
     alone.parent.mkdir()
     alone.symlink_to(file.path.absolute())
-    with (
-        progress(
-            f"Converting {file.path.name}", "half a minute per GB", file.elements * 4
-        ) as report,
-        guarded(f"cannot convert {file.path}"),
-    ):
+    with guarded(f"cannot convert {file.path}"):
         model = _empty_model(file, alone)
         _save_configs(file, model, folder)
-        _write_weights(file, model, folder, report)
+        tensor_names(file, model)
         convert_tokenizer(file, alone, folder)
+    return model
 
 
 def _empty_model(file: GgufFile, alone: Path) -> PreTrainedModel:
@@ -93,6 +119,8 @@ def _correct_config(file: GgufFile, config: PretrainedConfig) -> None:
     vars(config).pop("_model_name_or_path", None)
     # It keeps the rounding error of float32: 1e-05 becomes 9.99999974e-06.
     config.rms_norm_eps = float(str(np.float32(config.rms_norm_eps)))
+    # It looks for the output layer only in the first part of a split file.
+    config.tie_word_embeddings = all(tensor.name != "output.weight" for tensor in file.tensors)
     # It drops the head size of some architectures.
     sizes = {file.setting(name) for name in ("attention.key_length", "rope.dimension_count")}
     sizes.discard(None)
@@ -123,7 +151,7 @@ def _write_weights(
     """Dequantize every tensor and write it under its Hugging Face name."""
     from safetensors.numpy import save_file
 
-    names = _tensor_names(file, model)
+    names = tensor_names(file, model)
     shards = list(_shards(file))
     index: dict[str, str] = {}
     done = 0
@@ -144,7 +172,7 @@ def _write_weights(
         (folder / "model.safetensors.index.json").write_text(content, encoding="utf-8")
 
 
-def _tensor_names(file: GgufFile, model: PreTrainedModel) -> dict[str, str]:
+def tensor_names(file: GgufFile, model: PreTrainedModel) -> dict[str, str]:
     """The Hugging Face name of every tensor, by GGUF name.
 
     Raises:
@@ -159,7 +187,7 @@ def _tensor_names(file: GgufFile, model: PreTrainedModel) -> dict[str, str]:
         names[f"{gguf_names.get_name(stem)}.{suffix}"] = name
     if model.config.tie_word_embeddings:
         del names["output.weight"]
-    present = {tensor.name for tensor in file.reader.tensors}
+    present = {tensor.name for tensor in file.tensors}
     if missing := sorted(names.keys() - present):
         raise ModelError(
             f"{file.path} lacks {len(missing)} weights of its model, {missing[0]} first; "
@@ -173,12 +201,12 @@ def _tensor_names(file: GgufFile, model: PreTrainedModel) -> dict[str, str]:
     return names
 
 
-def _shards(file: GgufFile) -> Iterator[list[Any]]:
+def _shards(file: GgufFile) -> Iterator[list[GgufTensor]]:
     """Groups of tensors, each of at most `_SHARD_BYTES` dequantized bytes or one tensor."""
-    shard: list[Any] = []
+    shard: list[GgufTensor] = []
     size = 0
-    for tensor in file.reader.tensors:
-        tensor_bytes = int(tensor.n_elements) * _FLOAT_BYTES
+    for tensor in file.tensors:
+        tensor_bytes = tensor.elements * _FLOAT_BYTES
         if shard and size + tensor_bytes > _SHARD_BYTES:
             yield shard
             shard, size = [], 0
@@ -187,32 +215,42 @@ def _shards(file: GgufFile) -> Iterator[list[Any]]:
     yield shard
 
 
-def _weight(file: GgufFile, tensor: Any, model: PreTrainedModel, name: str) -> Array:
+def _weight(file: GgufFile, tensor: GgufTensor, model: PreTrainedModel, name: str) -> Array:
     """One tensor's values, in the order of the Hugging Face model."""
-    weight: Array = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+    check_shape(file, tensor, model, name)
+    return np.ascontiguousarray(reordered(file, tensor, model, tensor.values()))
+
+
+def check_shape(file: GgufFile, tensor: GgufTensor, model: PreTrainedModel, name: str) -> None:
+    """Check that a tensor has the shape of the model's parameter.
+
+    Raises:
+        ModelError: If it does not.
+    """
     expected = tuple(model.get_parameter(name).shape)
-    if weight.shape != expected:
-        raise ModelError(f"{file.path} has {tensor.name} as {weight.shape}, expected {expected}")
-    if not np.isfinite(weight).all():
-        raise ModelError(
-            f"{file.path} is damaged: {tensor.name} has weights that are not finite; get the file "
-            f"again"
-        )
+    if tensor.shape != expected:
+        raise ModelError(f"{file.path} has {tensor.name} as {tensor.shape}, expected {expected}")
+
+
+def reordered(
+    file: GgufFile, tensor: GgufTensor, model: PreTrainedModel, rows: npt.NDArray[Any]
+) -> npt.NDArray[Any]:
+    """All rows of a tensor, values or bytes, in the order of the Hugging Face model."""
     if file.architecture == "llama" and ".attn_q." in tensor.name:
-        weight = _rotary_halves(weight, model.config.num_attention_heads)
+        return _rotary_halves(rows, model.config.num_attention_heads)
     if file.architecture == "llama" and ".attn_k." in tensor.name:
-        weight = _rotary_halves(weight, model.config.num_key_value_heads)
-    return np.ascontiguousarray(weight)
+        return _rotary_halves(rows, model.config.num_key_value_heads)
+    return rows
 
 
-def _rotary_halves(weight: Array, heads: int) -> Array:
+def _rotary_halves(weight: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
     """Reorder each head's rows from GGUF's order to Hugging Face's.
 
     Two rows rotate together. GGUF stores them side by side (a0 b0 a1 b1), Hugging Face half a head
     apart (a0 a1 b0 b1).
 
     Args:
-        weight: Query or key projection, [heads * head size, hidden size].
+        weight: Query or key projection, [heads * head size, anything].
         heads: The number of heads.
     """
     rows, columns = weight.shape

@@ -12,11 +12,15 @@ from pathlib import Path
 from foretoken.errors import ModelError
 from foretoken.models.progress import bytes_text
 
-__all__ = ["check_space", "disk_errors", "full_disk", "tells_of_full_disk"]
+__all__ = ["CacheError", "check_space", "disk_errors", "full_disk", "tells_of_full_disk"]
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 # safetensors, tokenizers and pip report a full disk only in their messages.
 _FULL_TEXTS = tuple(os.strerror(number) for number in _FULL)
+
+
+class CacheError(ModelError):
+    """The cache folder cannot be written, or its disk is full."""
 
 
 def tells_of_full_disk(message: str) -> bool:
@@ -41,25 +45,25 @@ def check_space(folder: Path, needed_bytes: int) -> None:
 
 @contextmanager
 def disk_errors(folder: Path, needed_bytes: int = 0) -> Iterator[None]:
-    """Turn errors of the operating system into a `ModelError` about the cache folder.
+    """Turn errors of the operating system into a `CacheError` about the cache folder.
 
     Args:
         folder: The cache folder.
         needed_bytes: Free space in bytes that the work needs, for the message.
 
     Raises:
-        ModelError: In place of an `OSError`.
+        CacheError: In place of an `OSError`.
     """
     try:
         yield
     except OSError as error:
         if error.errno in _FULL:
-            raise ModelError(
+            raise CacheError(
                 f"the disk is full: {folder} needs {bytes_text(needed_bytes)} free and has "
                 f"{bytes_text(_free_bytes(folder))}; free some space or set FORETOKEN_CACHE to a "
                 f"folder on another disk"
             ) from error
-        raise ModelError(
+        raise CacheError(
             f"cannot write the cache folder {folder}: {error.strerror or error}; make it a folder "
             f"you can write to, or set FORETOKEN_CACHE to another one"
         ) from error

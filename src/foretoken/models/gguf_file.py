@@ -1,4 +1,4 @@
-"""Reading a GGUF file: is it complete, and can all of it be converted?
+"""Reading a GGUF file, or all parts of a split one: is it complete, and can it be converted?
 
 A setting or a tensor that conversion dropped could change what the model computes. A file with an
 unknown one is therefore refused. `resolver` opens files to convert, and `foretoken bench` compares
@@ -7,15 +7,22 @@ a peer's file with the target.
 
 from __future__ import annotations
 
+import re
+import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
+import numpy.typing as npt
 
 from foretoken.errors import ModelError
 
-__all__ = ["GgufFile"]
+__all__ = ["GgufFile", "GgufTensor", "gguf_parts"]
+
+Bytes = npt.NDArray[np.uint8]
 
 _MAGIC = b"GGUF"
 # Decoders whose tensors only need new names; "llama" also reorders query and key rows.
@@ -39,6 +46,122 @@ _KNOWN_SETTINGS = _REQUIRED_SETTINGS | {
     "vocab_size",
 }
 _HINT = "use the model's safetensors folder instead"
+_PART = re.compile(r"(.*-)(\d{5})(-of-(\d{5})\.gguf)", re.IGNORECASE)
+_FLOATS = {
+    gguf.GGMLQuantizationType.F32,
+    gguf.GGMLQuantizationType.F16,
+    gguf.GGMLQuantizationType.BF16,
+}
+
+
+def gguf_parts(path: Path) -> list[Path]:
+    """All files of a GGUF model in order: the file, or the parts of a split one.
+
+    Raises:
+        ModelError: A part is missing.
+    """
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    start, _, end, count = match.groups()
+    parts = [path.with_name(f"{start}{number:05d}{end}") for number in range(1, int(count) + 1)]
+    if missing := [part.name for part in parts if not part.is_file()]:
+        raise ModelError(
+            f"{path} is one of {count} parts, and {missing[0]} is not beside it; get all parts"
+        )
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """A tensor of a GGUF file.
+
+    Attributes:
+        file: The file, or the part, that has it.
+        name: GGUF's name.
+        kind: How its numbers are stored.
+        shape: In PyTorch's order.
+        offset: Where it begins in the file, in bytes.
+        num_bytes: Its size in the file.
+    """
+
+    file: Path
+    name: str
+    kind: gguf.GGMLQuantizationType
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+    @property
+    def elements(self) -> int:
+        """The number of elements."""
+        return int(np.prod(self.shape))
+
+    @property
+    def is_float(self) -> bool:
+        """Whether its numbers are not quantized."""
+        return self.kind in _FLOATS
+
+    def rows(self, first: int = 0, stop: int | None = None) -> Bytes:
+        """The bytes of some rows, or all, [rows, bytes of a row].
+
+        They are read, not mapped: pages of a mapped file would count as memory.
+
+        Raises:
+            ModelError: The file cannot be read any more.
+        """
+        count = self.shape[0]
+        width, stop = self.num_bytes // count, count if stop is None else stop
+        size = (stop - first) * width
+        try:
+            found = np.fromfile(self.file, np.uint8, size, offset=self.offset + first * width)
+        except OSError as error:
+            raise ModelError(f"cannot read {self.file}: {error.strerror or error}") from error
+        if len(found) != size:
+            raise ModelError(f"{self.file} is truncated; get the file again")
+        return found.reshape(stop - first, width)
+
+    def values(self, first: int = 0, stop: int | None = None) -> npt.NDArray[np.float32]:
+        """The dequantized values of some rows, or all, in GGUF's order.
+
+        Raises:
+            ModelError: The file cannot be read any more, or a value is not finite.
+        """
+        rows = self.rows(first, stop)
+        flat = gguf.dequantize(rows, self.kind).astype(np.float32, copy=False)
+        values = flat.reshape(len(rows), *self.shape[1:])
+        if not np.isfinite(values).all():
+            raise ModelError(
+                f"{self.file} is damaged: {self.name} has weights that are not finite; get the "
+                f"file again"
+            )
+        return values
+
+
+class _Reader(gguf.GGUFReader):
+    """The package's reader, which takes seconds for a vocabulary, with arrays read at once."""
+
+    def _get_field_parts(
+        self, orig_offs: int, raw_type: int
+    ) -> tuple[int, list[npt.NDArray[Any]], list[int], list[gguf.GGUFValueType]]:
+        if raw_type != gguf.GGUFValueType.ARRAY or self.byte_order != "I":
+            return super()._get_field_parts(orig_offs, raw_type)
+        data = self.data.view(np.ndarray)
+        kind, count = struct.unpack_from("<IQ", data.data, orig_offs)
+        parts: list[npt.NDArray[Any]] = [data[orig_offs : orig_offs + 4]]
+        at = orig_offs + 12
+        types = [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType(kind)]
+        if kind == gguf.GGUFValueType.STRING:
+            content = data.data
+            for _ in range(count):
+                (length,) = struct.unpack_from("<Q", content, at)
+                parts.append(data[at + 8 : at + 8 + length])
+                at += 8 + length
+            return at - orig_offs, parts, list(range(1, len(parts))), types
+        if kind not in self.gguf_scalar_to_np:
+            return super()._get_field_parts(orig_offs, raw_type)
+        numbers = self._get(at, self.gguf_scalar_to_np[types[1]], count)
+        return at - orig_offs + numbers.nbytes, [*parts, numbers], [1], types
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +169,22 @@ class GgufFile:
     """An open GGUF file.
 
     Attributes:
-        path: The file.
-        reader: Its metadata, and its tensors, which are memory-mapped.
+        path: The file; the first part of a split one.
+        reader: Its metadata.
+        tensors: The tensors of all parts.
     """
 
     path: Path
     reader: gguf.GGUFReader
+    tensors: tuple[GgufTensor, ...]
 
     @classmethod
     def open(cls, path: Path) -> GgufFile:
         """Open a file and check that all of it can be converted.
 
         Raises:
-            ModelError: If it is not a GGUF file, is truncated, is one of several parts, or has an
-                architecture or a setting that cannot be converted.
+            ModelError: If it is not a GGUF file, is truncated, lacks a part, or has an
+                architecture, a setting or a quantization that cannot be converted.
         """
         file = cls.read(path)
         file._check_content()
@@ -70,17 +195,13 @@ class GgufFile:
         """Open a file of any architecture, without the checks of `open`.
 
         Raises:
-            ModelError: If it is not a GGUF file, or is truncated.
+            ModelError: If it is not a GGUF file, is truncated, lacks a part, or has a quantization
+                that is not known.
         """
-        _check_magic(path)
-        try:
-            return cls(path, gguf.GGUFReader(path))
-        # The reader trusts its file: a damaged one can raise any exception.
-        except Exception as error:
-            size = path.stat().st_size
-            raise ModelError(
-                f"{path} is truncated or damaged ({size} bytes: {error}); get the file again"
-            ) from error
+        parts = gguf_parts(path)
+        readers = [_reader(part) for part in parts]
+        tensors = [each for part in zip(parts, readers, strict=True) for each in _tensors(*part)]
+        return cls(parts[0], readers[0], tuple(tensors))
 
     @property
     def architecture(self) -> str:
@@ -90,7 +211,7 @@ class GgufFile:
     @property
     def elements(self) -> int:
         """The number of elements of all tensors."""
-        return sum(int(tensor.n_elements) for tensor in self.reader.tensors)
+        return sum(tensor.elements for tensor in self.tensors)
 
     def get(self, key: str) -> Any:
         """The value of a metadata key, or None if the file does not have it."""
@@ -102,13 +223,23 @@ class GgufFile:
         return self.get(f"{self.architecture}.{name}")
 
     def _check_content(self) -> None:
+        count = self.get("split.count") or 1
+        if count != len(gguf_parts(self.path)):
+            raise ModelError(
+                f"{self.path} is one of {count} parts, but is not named like NAME-00001-of-"
+                f"{count:05d}.gguf, so the others cannot be found; give the parts their names back"
+            )
         if self.architecture not in _ARCHITECTURES:
             raise ModelError(
                 f"{self.path} has the GGUF architecture {self.architecture!r}, which cannot be "
                 f"converted (supported: {', '.join(_ARCHITECTURES)}); {_HINT}"
             )
-        if (self.get("split.count") or 1) > 1:
-            raise ModelError(f"{self.path} is one part of a split GGUF file; merge the parts first")
+        for tensor in self.tensors:
+            if not tensor.is_float and tensor.kind not in gguf.quants._type_traits:
+                raise ModelError(
+                    f"{self.path} has {tensor.name} in {tensor.kind.name}, a quantization that "
+                    f"cannot be read; get the model in another one"
+                )
         prefix = f"{self.architecture}."
         keys = self.reader.fields
         names = {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
@@ -118,6 +249,32 @@ class GgufFile:
             raise ModelError(
                 f"{self.path} has settings that cannot be converted: {', '.join(unknown)}; {_HINT}"
             )
+
+
+def _reader(path: Path) -> gguf.GGUFReader:
+    _check_magic(path)
+    try:
+        return _Reader(path)
+    # The reader trusts its file: a damaged one can raise any exception.
+    except Exception as error:
+        unknown = re.search(r"(\d+)\)? is not a valid GGMLQuantizationType", str(error))
+        if unknown is not None:
+            raise ModelError(
+                f"{path} has tensors of the unknown quantization {unknown[1]}; get the model in "
+                f"another one"
+            ) from error
+        size = path.stat().st_size
+        raise ModelError(
+            f"{path} is truncated or damaged ({size} bytes: {error}); get the file again"
+        ) from error
+
+
+def _tensors(path: Path, reader: gguf.GGUFReader) -> Iterator[GgufTensor]:
+    for each in reader.tensors:
+        shape = tuple(reversed(each.shape.tolist()))
+        yield GgufTensor(
+            path, each.name, each.tensor_type, shape, int(each.data_offset), int(each.n_bytes)
+        )
 
 
 def _check_magic(path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -16,7 +16,29 @@ from foretoken.core.memory import return_freed
 from foretoken.errors import ConfigError
 from foretoken.models.support import default_device, default_dtype
 
-__all__ = ["LoadedModel"]
+__all__ = ["LoadedModel", "OpenPacked", "Packed"]
+
+
+class Packed(Protocol):
+    """A model whose weights are not in its module (see `runtime/packed.py`)."""
+
+    @property
+    def module(self) -> PreTrainedModel:
+        """Its modules."""
+        ...
+
+    @property
+    def folder(self) -> Path:
+        """The folder of its configuration and its tokenizer."""
+        ...
+
+
+OpenPacked: TypeAlias = Callable[[str | Path, torch.dtype, torch.device], Packed | None]
+"""Opens a model's packed weights; None if the model must be loaded as a whole."""
+
+
+def _as_a_whole(_name: str | Path, _dtype: torch.dtype, _device: torch.device) -> None:
+    """Opens nothing."""
 
 
 @dataclass
@@ -26,14 +48,16 @@ class LoadedModel:
     Args:
         module: the model.
         tokenizer: None if it has none.
-        path: its folder; None if it was given as a module.
+        path: its folder, without the weights if they are packed; None if it was given as a module.
         name: what the user gave to load it by; None if it was given as a module.
+        packed: its packed weights, of which `module` has only a part; None if `module` has all.
     """
 
     module: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
     path: Path | None
     name: str | None = None
+    packed: Packed | None = None
 
     @staticmethod
     def of(
@@ -41,8 +65,11 @@ class LoadedModel:
         tokenizer: PreTrainedTokenizerBase | str | Path | None,
         dtype: str | torch.dtype,
         device: str | torch.device,
+        open_packed: OpenPacked = _as_a_whole,
     ) -> LoadedModel:
         """Load a model by name, or take a loaded module as it is. The same goes for the tokenizer.
+
+        `open_packed` is asked first.
 
         Raises:
             ModelError: the model cannot be found or read.
@@ -59,9 +86,12 @@ class LoadedModel:
                 f"{type(model).__name__}."
             )
         place = default_device(device)
-        path = models.resolve(model)
-        module = models.load_model(path, default_dtype(dtype, place), place)
-        return LoadedModel(module, tokenizer or models.load_tokenizer(path), path, str(model))
+        kind = default_dtype(dtype, place)
+        packed = open_packed(model, kind, place)
+        path = models.resolve(model) if packed is None else packed.folder
+        module = models.load_model(path, kind, place) if packed is None else packed.module
+        tokenizer = tokenizer or models.load_tokenizer(path)
+        return LoadedModel(module, tokenizer, path, str(model), packed)
 
     @property
     def title(self) -> str:
@@ -75,14 +105,20 @@ class LoadedModel:
         again gives back what was freed since.
         """
         vars(self).pop("module", None)
+        self.packed = None
         if self.path is not None:  # otherwise it is the user's, and stays
             return_freed()
 
     @property
     def reload(self) -> Callable[[], PreTrainedModel] | None:
         """Loads the module again; None if it was given as a module. It does not keep this one."""
-        path, dtype, device = self.path, self.module.dtype, self.module.device
-        return None if path is None else partial(models.load_model, path, dtype, device)
+        dtype, device = self.module.dtype, self.module.device
+        if self.path is None:
+            return None
+        if self.packed is not None:
+            assert self.name is not None
+            return partial(_load_again, self.name, dtype, device)
+        return partial(models.load_model, self.path, dtype, device)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -103,6 +139,11 @@ class LoadedModel:
         names = ("length_penalty", "early_stopping", "renormalize_logits")
         given = {name: getattr(settings, name, None) for name in names}
         return {name: value for name, value in given.items() if value is not None}
+
+
+def _load_again(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Load a model that was packed as a whole; a GGUF file is converted for it."""
+    return models.load_model(models.resolve(name), dtype, device)
 
 
 def _tokenizer_of(name: str | Path) -> PreTrainedTokenizerBase:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import re
 from pathlib import Path
 
@@ -12,8 +11,9 @@ from foretoken.models import store
 from foretoken.models.alias import Alias, aliases
 from foretoken.models.folder import check_folder
 from foretoken.models.hub import hub_folder, is_hub_id
+from foretoken.models.identity import identity_of
 
-__all__ = ["gguf_of", "resolve"]
+__all__ = ["gguf_file", "gguf_of", "gguf_title", "resolve"]
 
 
 def resolve(model: str | Path) -> Path:
@@ -57,11 +57,36 @@ def _cached_folder(name: str) -> Path | None:
     """The folder of a converted model, or of a model of the Hub."""
     if is_hub_id(name):
         return hub_folder(name)
-    if name not in {model.name for model in store.cached()}:
+    if name not in _cached_names():
         return None
     folder = store.find(name)
     gguf = None if folder is None else next(folder.glob("*.gguf"), None)
     return folder if gguf is None else _resolve_gguf(gguf)
+
+
+def gguf_file(model: str | Path) -> Path | None:
+    """The GGUF file that a name stands for; None if it is that of another model, or of none.
+
+    Aliases stand for converted models, whose weights are not those of a file any more.
+    """
+    path = Path(model)
+    if (isinstance(model, str) and model in aliases()) or path.suffix.lower() != ".gguf":
+        return None
+    try:
+        path = path.expanduser().resolve()
+        return path if path.is_file() else None
+    except (OSError, RuntimeError):
+        return None
+
+
+def gguf_title(path: Path) -> str:
+    """A GGUF file's name as a part of names in the cache."""
+    return (re.sub(r"[^a-z0-9.]+", "-", path.stem.lower()).strip("-.") or "model")[:60]
+
+
+def _cached_names() -> list[str]:
+    """The names of converted models; packed weights are no models by themselves."""
+    return [model.name for model in store.cached() if model.kind == store.MODEL.name]
 
 
 def gguf_of(name: str) -> Path:
@@ -103,12 +128,11 @@ def _build_alias(alias: Alias) -> Path:
 
 
 def _resolve_gguf(path: Path) -> Path:
-    status = path.stat()
-    # Size and modification time stand for the content: hashing gigabytes at each start is too slow.
-    key = f"{path}\0{status.st_size}\0{status.st_mtime_ns}"
-    stem = re.sub(r"[^a-z0-9.]+", "-", path.stem.lower()).strip("-.") or "model"
-    name = f"{stem[:60]}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
-    return store.find(name) or _build_gguf(path, name)
+    from foretoken.models.gguf_file import gguf_parts
+
+    parts = gguf_parts(path)
+    name = f"{gguf_title(parts[0])}-{identity_of(parts)[:12]}"
+    return store.find(name) or _build_gguf(parts[0], name)
 
 
 def _build_gguf(path: Path, name: str) -> Path:
@@ -127,7 +151,7 @@ def _build_gguf(path: Path, name: str) -> Path:
 def _not_found(model: str, is_file: bool) -> str:
     if is_file:
         return f"{model} is neither a Hugging Face folder nor a .gguf file"
-    names = list(dict.fromkeys([*aliases(), *(model.name for model in store.cached())]))
+    names = list(dict.fromkeys([*aliases(), *_cached_names()]))
     near = difflib.get_close_matches(model.lower(), names, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
     return f"no model {model!r}: there is no such folder, .gguf file, alias or cached model; {hint}"

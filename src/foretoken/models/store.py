@@ -1,16 +1,20 @@
-"""The cache of converted models. Each has a folder, built elsewhere and then renamed into place.
+"""The cache of models: converted ones, and packed weights.
 
-    <cache>/models/<name>/             a Hugging Face folder and its manifest, foretoken.json
+Each has a folder, which is built elsewhere and then renamed into place:
+
+    <cache>/models/<name>/             the files, and their manifest, foretoken.json
     <cache>/models/.building-<random>/ a folder that the process with the lock is building
     <cache>/.lock                      held while the cache is changed
 
 A folder without a leading dot is complete, because one rename puts it there. Reading therefore
 needs no lock. The process that holds the lock may delete every other building folder: only a dead
-process can have left it. `resolver` and `foretoken models` call this module.
+process can have left it. `resolver`, `runtime/packed.py` and
+`foretoken models` call this module.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -26,7 +30,17 @@ from foretoken.errors import ModelError
 from foretoken.models.disk import check_space, disk_errors
 from foretoken.models.progress import say
 
-__all__ = ["CachedModel", "build", "cache_dir", "cached", "find", "remove"]
+__all__ = [
+    "MODEL",
+    "CachedModel",
+    "Kind",
+    "build",
+    "cache_dir",
+    "cached",
+    "find",
+    "key_of",
+    "remove",
+]
 
 # Increased when conversion changes what it writes; older folders are then rebuilt.
 FORMAT_VERSION = 1
@@ -36,28 +50,53 @@ _BUILDING = ".building-"
 
 
 @dataclass(frozen=True, slots=True)
-class CachedModel:
-    """One converted model in the cache.
+class Kind:
+    """What a folder of the cache is, and what makes it out of date.
 
     Attributes:
-        name: An alias, or the name given to a converted GGUF file.
-        folder: The Hugging Face folder.
+        name: "model" for a Hugging Face folder, "packed" for packed weights.
+        version: Of the files' format.
+        identity: Of the files that it was made from; empty if the folder's name tells.
+    """
+
+    name: str = "model"
+    version: int = FORMAT_VERSION
+    identity: str = ""
+
+
+MODEL = Kind()
+
+
+@dataclass(frozen=True, slots=True)
+class CachedModel:
+    """One model in the cache.
+
+    Attributes:
+        name: An alias, or the name given to a converted GGUF file or to packed weights.
+        folder: Its files.
         size_bytes: Size of the folder's files in bytes.
-        source: Where the model came from: a package requirement or the path of a GGUF file.
+        source: Where the model came from: a package requirement, the path of a GGUF file, or the
+            folder whose weights were packed.
+        kind: See `Kind.name`.
+        runs: Of packed weights, how they are stored, for people.
     """
 
     name: str
     folder: Path
     size_bytes: int
     source: str
+    kind: str = MODEL.name
+    runs: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Manifest:
-    """The content of `foretoken.json`: source, format version, and files."""
+    """The content of `foretoken.json`: source, kind, and files."""
 
     source: str
     format_version: int = FORMAT_VERSION
+    kind: str = MODEL.name
+    identity: str = ""
     notes: dict[str, str] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)  # sizes in bytes by name
 
@@ -69,6 +108,11 @@ class _Manifest:
             return cls(**content)
         except (OSError, ValueError, TypeError):
             return None
+
+    @property
+    def made_as(self) -> Kind:
+        """What the folder is."""
+        return Kind(self.kind, self.format_version, self.identity)
 
     def describes(self, folder: Path) -> bool:
         """Whether a folder still has all its files, in their original sizes."""
@@ -84,31 +128,38 @@ def cache_dir() -> Path:
     return Path(configured).expanduser() if configured else Path.home() / ".cache" / "foretoken"
 
 
-def find(name: str) -> Path | None:
-    """The folder of a converted model, or None if it is not cached, damaged or of an old format.
+def key_of(text: str) -> str:
+    """A short name for a path, so that equal names in two folders do not meet in the cache."""
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def find(name: str, kind: Kind = MODEL) -> Path | None:
+    """A model's folder, or None if it is not cached, damaged or not of this kind.
 
     It compares the sizes of the files with the manifest. It hashes nothing.
     """
     folder = _models_dir() / name
     manifest = _Manifest.read(folder)
-    if manifest is None or manifest.format_version != FORMAT_VERSION:
+    if manifest is None or manifest.made_as != kind:
         return None
     return folder if manifest.describes(folder) else None
 
 
 def cached() -> list[CachedModel]:
-    """Every converted model in the cache, in alphabetical order of names."""
+    """Every model in the cache, in alphabetical order of names."""
     models = []
     for folder in sorted(_models_dir().glob("[!.]*")):
         manifest = _Manifest.read(folder)
         if manifest is not None:
             size = sum(manifest.files.values())
-            models.append(CachedModel(folder.name, folder, size, manifest.source))
+            runs = manifest.notes.get("runs")
+            found = CachedModel(folder.name, folder, size, manifest.source, manifest.kind, runs)
+            models.append(found)
     return models
 
 
 def remove(name: str) -> CachedModel:
-    """Delete one converted model from the cache.
+    """Delete one model from the cache. Processes that have mapped its files go on with them.
 
     Args:
         name: Its name, as listed by `cached`.
@@ -130,9 +181,13 @@ def remove(name: str) -> CachedModel:
 
 
 def build(
-    name: str, source: str, needed_bytes: int, fill: Callable[[Path, Path], dict[str, str]]
+    name: str,
+    source: str,
+    needed_bytes: int,
+    fill: Callable[[Path, Path], dict[str, str]],
+    kind: Kind = MODEL,
 ) -> Path:
-    """Build a converted model, unless another process does so in the meantime.
+    """Build a model's folder, unless another process does so in the meantime.
 
     Args:
         name: The folder's name in the cache.
@@ -140,16 +195,18 @@ def build(
         needed_bytes: Free space in bytes that building needs at its peak.
         fill: Called with a scratch folder, deleted afterwards, and the folder to fill. Returns
             notes for the manifest.
+        kind: What it is. A folder of this name that was made as something else is replaced.
 
     Returns:
         The finished folder.
 
     Raises:
-        ModelError: If the cache cannot be written, the disk is full, or `fill` raises it.
+        CacheError: If the cache cannot be written, or the disk is full.
+        ModelError: If `fill` raises it.
     """
     with _locked():
         # Another process may have finished it while this one waited for the lock.
-        if (folder := find(name)) is not None:
+        if (folder := find(name, kind)) is not None:
             return folder
         folder = _models_dir() / name
         with disk_errors(cache_dir(), needed_bytes), _building() as building:
@@ -158,7 +215,7 @@ def build(
             scratch.mkdir()
             product.mkdir()
             notes = fill(scratch, product)
-            _seal(product, source, notes)
+            _seal(product, source, notes, kind)
             if folder.exists():  # damaged, or written by another version
                 _discard(folder)
             product.rename(folder)
@@ -204,11 +261,12 @@ def _discard(folder: Path) -> None:
         folder.rename(doomed / folder.name)
 
 
-def _seal(folder: Path, source: str, notes: dict[str, str]) -> None:
+def _seal(folder: Path, source: str, notes: dict[str, str], kind: Kind) -> None:
     """Write the manifest, and flush all files of the folder to disk."""
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     manifest = folder / _MANIFEST
-    content = asdict(_Manifest(source=source, notes=notes, files=files))
+    made = _Manifest(source, kind.version, kind.name, kind.identity, notes, files)
+    content = asdict(made)
     manifest.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     for path in folder.iterdir():
         # safetensors makes its files readable by their owner only; use the manifest's permissions.

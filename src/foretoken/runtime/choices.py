@@ -5,7 +5,14 @@ This file does not import PyTorch, so that the command line's help pages appear 
 
 from __future__ import annotations
 
-__all__ = ["QUANTIZATIONS", "RUNTIMES"]
+__all__ = ["AUTO", "NONE", "OWN", "QUANTIZATIONS", "QUANTIZATION_OPTIONS", "RUNTIMES"]
 
 QUANTIZATIONS = ("int8", "int4")
+AUTO = "auto"
+"""A GGUF file in its own numbers, and other weights as they are."""
+NONE = "none"
+"""Weights as they are, those of a GGUF file dequantized."""
+QUANTIZATION_OPTIONS = (AUTO, NONE, *QUANTIZATIONS)
+OWN = "gguf"
+"""What `Target.quantization` says of a GGUF file in its own numbers."""
 RUNTIMES = ("auto", "native", "torch", "cuda", "compiled")

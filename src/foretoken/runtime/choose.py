@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from foretoken.errors import ConfigError
-from foretoken.runtime.choices import RUNTIMES
+from foretoken.runtime.choices import OWN, RUNTIMES
 from foretoken.runtime.cpu import check_quantization, linear_layer
 from foretoken.runtime.cuda import StaticSlab, cuda_network
 from foretoken.runtime.cuda.network import CudaNetwork
@@ -18,6 +18,7 @@ from foretoken.runtime.lean import DenseLinear, LeanDecoder
 from foretoken.runtime.llama import DecoderWeights, LlamaWeights, is_llama
 from foretoken.runtime.module import ModuleNetwork
 from foretoken.runtime.native.decoder import NativeDecoder
+from foretoken.runtime.native.packed import PackedDecoder
 from foretoken.runtime.native.support import why_no_library, why_not_native, wrong_sizes
 from foretoken.runtime.network import Network
 from foretoken.runtime.seq2seq.network import Seq2SeqNetwork
@@ -35,18 +36,22 @@ def network_for(
     quantization: str | None = None,
     runtime: str = "auto",
     beside: Network | None = None,
+    packed: PackedDecoder | None = None,
 ) -> Network:
     """The fastest network that can run a model. The model itself is not changed.
 
     Args:
         model: the Transformers module.
-        quantization: "int8" and "int4" quantize the weights of linear layers. None keeps them.
+        quantization: "int8" and "int4" quantize the weights of linear layers, and so does "gguf"
+            (to int8). None keeps them.
         runtime: "native" is this library's C++, compiled at its first use. "torch" uses PyTorch's
             operations, "cuda" captures these in CUDA graphs, and "compiled" also compiles them
             with `torch.compile`. "auto" takes "cuda" on a GPU, and runs without graphs if they
             cannot be captured. On a CPU it takes "native" if available, otherwise "torch".
         beside: a network that stays in memory. If both are native, weights with the same bits are
             in memory once.
+        packed: the model's weights as the native runtime reads them, if the module does not have
+            them.
 
     Raises:
         ConfigError: the quantization or runtime is unknown, or not available for this model on
@@ -55,6 +60,10 @@ def network_for(
     """
     if runtime not in RUNTIMES:
         raise ConfigError(f"runtime: must be one of {', '.join(RUNTIMES)}, got '{runtime}'.")
+    if packed is not None:
+        return NativeDecoder(packed, beside=_native(beside))
+    if quantization == OWN:  # weights that were learnt, which are no longer those of the file
+        quantization = "int8"
     check_quantization(quantization, model.device)
     if model.config.is_encoder_decoder:
         return _seq2seq_network(model, quantization, runtime)

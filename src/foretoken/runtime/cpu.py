@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from foretoken.errors import CompatibilityError, ConfigError
-from foretoken.runtime.choices import QUANTIZATIONS
+from foretoken.runtime.choices import QUANTIZATION_OPTIONS, QUANTIZATIONS
 from foretoken.runtime.share import share
 
 __all__ = [
@@ -123,7 +123,7 @@ def check_quantization(quantization: str | None, device: torch.device) -> None:
         return
     if quantization not in QUANTIZATIONS:
         raise ConfigError(
-            f"quantization: must be {' or '.join(QUANTIZATIONS)}, or None, got '{quantization}'."
+            f"quantization: must be one of {', '.join(QUANTIZATION_OPTIONS)}, got '{quantization}'."
         )
     if device.type != "cpu":
         raise ConfigError(f"quantization: {quantization} runs on CPUs only, not on {device.type}.")

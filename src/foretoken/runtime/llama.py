@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from foretoken.runtime.windows import Window, layer_windows
 
 __all__ = [
+    "ARCHITECTURES",
     "DecoderWeights",
     "JointInput",
     "LayerWeights",
@@ -26,7 +27,8 @@ __all__ = [
     "is_llama",
 ]
 
-_ARCHITECTURES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+ARCHITECTURES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+"""Their classes; `is_llama` looks at the configuration, too."""
 
 
 def is_llama(model: PreTrainedModel) -> bool:
@@ -38,7 +40,7 @@ def is_llama(model: PreTrainedModel) -> bool:
     config: Any = model.config
     rope = getattr(config, "rope_parameters", None) or {}
     fixed_angles = rope.get("rope_type") not in ("dynamic", "longrope")
-    return type(model).__name__ in _ARCHITECTURES and config.hidden_act == "silu" and fixed_angles
+    return type(model).__name__ in ARCHITECTURES and config.hidden_act == "silu" and fixed_angles
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ class LlamaWeights:
         self.head = LinearWeights.of(head)
         self.num_layers = len(body.layers)
         self._layers = body.layers
-        self._windows = layer_windows(config)
+        self.windows = layer_windows(config)
         self.rotary = Rotary(body.rotary_emb, self.embedding.device)
         self.joint: JointInput | MixedInput | None = None
 
@@ -202,7 +204,7 @@ class LlamaWeights:
             mlp_norm=layer.post_attention_layernorm.weight.detach(),
             gate_up=LinearWeights.of(mlp.gate_proj, mlp.up_proj),
             down=LinearWeights.of(mlp.down_proj),
-            window=self._windows[index],
+            window=self.windows[index],
         )
 
 

@@ -23,7 +23,7 @@ from foretoken.runtime.rows import INTERNAL_KEY
 from foretoken.runtime.share import share
 from foretoken.runtime.windows import Window, layer_windows, resize_windows
 
-__all__ = ["probe"]
+__all__ = ["probe", "probe_tokens"]
 
 TOLERANCE = {True: 1e-3, False: 0.25}
 """Largest mean error of the logits, in standard deviations of the logits: in float32 (True) and in
@@ -35,6 +35,15 @@ QUANTIZATION_TOLERANCE = 0.8
 NARROW = 3
 """Attention windows of so many tokens are checked: so few that the last nodes of the checked path
 do not see all of those whose slots and positions differ."""
+
+
+class Packed(Protocol):
+    """The part of `PackedModel` that the checks use."""
+
+    @property
+    def logits(self) -> Tensor | None:
+        """See `PackedModel`."""
+        ...
 
 
 class Probed(Protocol):
@@ -72,7 +81,9 @@ class Probed(Protocol):
 
 
 @torch.inference_mode()
-def probe(target: Probed, model: PreTrainedModel, *, quantized: bool) -> bool:
+def probe(
+    target: Probed, model: PreTrainedModel, *, quantized: bool, packed: Packed | None = None
+) -> bool:
     """Check a tree against the model's own forward pass, and whether invariant 7 holds here.
 
     Args:
@@ -80,6 +91,7 @@ def probe(target: Probed, model: PreTrainedModel, *, quantized: bool) -> bool:
         model: its Transformers module.
         quantized: whether the target's weights are quantized. The tree is then compared with a
             chain through the target itself.
+        packed: the model's packed weights, if its module does not have them.
 
     Returns:
         Whether logits had the same bits in all passes that were compared.
@@ -89,30 +101,36 @@ def probe(target: Probed, model: PreTrainedModel, *, quantized: bool) -> bool:
             not finite, a path of the tree does not get the logits of the same tokens as a chain, or
             quantization spoils the logits.
     """
-    exact = _check_tree(target, model, quantized=quantized)
+    exact = _check_tree(target, model, packed, quantized=quantized)
     windows = [w for w in _layer_windows(model) if w and w.size < target.max_model_len]
     if windows:
         assert isinstance(target.network, WindowedNetwork)
         narrow = target.with_network(target.network.narrowed(NARROW))
         limit = min(window.size for window in windows)
-        exact &= _check_tree(narrow, _narrowed(model), quantized=quantized, window=limit)
-    return exact and _same_bits(target, (_tokens(target, 5) * 4)[: target.max_model_len])
+        exact &= _check_tree(narrow, _narrowed(model), packed, quantized=quantized, window=limit)
+    return exact and _same_bits(target, (_tokens(target.vocab_size, 5) * 4)[: target.max_model_len])
 
 
-def _tokens(target: Probed, count: int) -> list[int]:
+def _tokens(vocab_size: int, count: int) -> list[int]:
     """Different tokens, as far as the vocabulary has so many."""
-    stride = max(1, target.vocab_size // 7)
-    return [i * stride % target.vocab_size for i in range(count)]
+    stride = max(1, vocab_size // 7)
+    return [i * stride % vocab_size for i in range(count)]
 
 
 def _check_tree(
-    target: Probed, model: PreTrainedModel, *, quantized: bool, window: int | None = None
+    target: Probed,
+    model: PreTrainedModel,
+    packed: Packed | None,
+    *,
+    quantized: bool,
+    window: int | None = None,
 ) -> bool:
     """Check a tree, as `probe` says.
 
     Args:
         target: the target.
         model: its Transformers module.
+        packed: see `probe`.
         quantized: see `probe`.
         window: the model's attention window, if both have a narrower one here.
 
@@ -123,14 +141,17 @@ def _check_tree(
         CompatibilityError: see `probe`.
     """
     name, reads_source = type(model).__name__, isinstance(target.network, SourceNetwork)
-    a, b, c, *path = _tokens(target, 5 if window is None else 7)
+    a, b, c, *path = _tokens(target.vocab_size, 5 if window is None else 7)
     parents = (-1, 0, 0, *range(2, len(path) + 1))
     tree = TokenTree((b, c, *path), parents)  # a b c  and  a b d e ...
     try:
         tree_logits = _logits(target, [a], tree)
         inputs = torch.tensor([[a, b, *path]], device=target.device)
-        own = _own_logits(target, model, inputs)[1:]
         as_chain = _logits(target, [a], chain([b, *path]))
+        if packed is None:
+            own = _own_logits(target, model, inputs)[1:]
+        else:  # which has no logits with a narrower window
+            own = as_chain if window or packed.logits is None else packed.logits
     except ForetokenError:  # our own reasons
         raise
     except (RuntimeError, TypeError, LookupError, AttributeError, ValueError) as error:
@@ -165,13 +186,23 @@ def _check_tree(
     return not target.network.exact_trees or torch.equal(on_path, as_chain)
 
 
+def probe_tokens(vocab_size: int) -> list[int]:
+    """The tokens whose logits are compared with those of the module's own forward pass."""
+    a, b, _, *path = _tokens(vocab_size, 5)
+    return [a, b, *path]
+
+
 def _refuse_weights(model: PreTrainedModel) -> NoReturn:
     """Say which weights make a model's logits NaN or infinite.
 
     Raises:
         CompatibilityError: always.
     """
-    found = (name for name, weight in model.named_parameters() if not weight.isfinite().all())
+    found = (
+        name
+        for name, weight in model.named_parameters()
+        if not weight.is_meta and not weight.isfinite().all()
+    )
     if (name := next(found, None)) is not None:
         raise CompatibilityError(
             f"the model's weights are damaged: {name} has values that are not finite; get them "

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from foretoken.models.support import check_supported, context_length
+from foretoken.runtime.choices import AUTO, NONE
 from foretoken.runtime.choose import network_for
+from foretoken.runtime.packed import PackedModel
 from foretoken.runtime.passes import Passes
 from foretoken.runtime.probing import probe
 from foretoken.runtime.seq2seq.structure import describe
@@ -30,17 +32,19 @@ class Target(Passes):
     """A model that verifies token trees.
 
     Args:
-        model: a loaded causal LM or encoder-decoder; it is not changed and may be used elsewhere.
+        model: a loaded causal LM or encoder-decoder, not changed here and used elsewhere; or a
+            model whose packed weights are mapped.
         max_model_len: most tokens of a row, prompt included; None means the model's own limit. Of
             an encoder-decoder, these are the decoder's.
-        quantization: see `network_for`.
+        quantization: see `LLM`.
         runtime: see `network_for`.
         reload: loads the model again; None if that is not possible.
         beside: a target whose network stays in memory as long as this one's (see `network_for`).
 
     Attributes:
         config: the model's, of its text part.
-        quantization, runtime: as they were given.
+        quantization: "int8", "int4", "gguf" for a GGUF file in its own numbers, or None.
+        runtime: as it was given.
         bit_exact: whether the checks at construction found the same bits for every number of nodes
             (invariant 7).
         exact_trees: whether this holds for nodes of trees, too.
@@ -55,13 +59,15 @@ class Target(Passes):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | PackedModel,
         max_model_len: int | None = None,
         quantization: str | None = None,
         runtime: str = "auto",
         reload: Callable[[], PreTrainedModel] | None = None,
         beside: Target | None = None,
     ) -> None:
+        packed = model if isinstance(model, PackedModel) else None
+        model = model.module if isinstance(model, PackedModel) else model
         length = context_length(model.config, max_model_len)
         check_supported(model, length)
         self.config = config = model.config.get_text_config()
@@ -73,10 +79,13 @@ class Target(Passes):
         self.reload = reload
         self.final_norm = final_norm(model)
         other = None if beside is None else beside.network
-        network = network_for(model, quantization, runtime, other)
+        quantization = None if quantization in (AUTO, NONE) else quantization
+        quantization = quantization if packed is None else packed.quantization
+        weights = None if packed is None else packed.weights
+        network = network_for(model, quantization, runtime, other, weights)
         super().__init__(network, length, model.dtype, model.device)
         self.quantization, self.runtime = quantization, runtime
-        self.bit_exact = probe(self, model, quantized=quantization is not None)
+        self.bit_exact = probe(self, model, quantized=quantization is not None, packed=packed)
         self.exact_trees = self.bit_exact and self.network.exact_trees
         self.num_passes = 0
 
@@ -148,6 +157,8 @@ def _kept_weights(model: Any) -> Callable[[], VocabularyWeights | None]:
     if found is None or found[0].data_ptr() == found[1].data_ptr():
         return lambda: found
     layers = _vocabulary_layers(model)
+    if any(layer.weight.is_meta for layer in layers):  # only a packed copy of it exists
+        return lambda: None
     references = [weakref.ref(layer.weight) for layer in layers]
 
     def alive() -> VocabularyWeights | None:

@@ -28,13 +28,7 @@ from torch import Tensor
 
 from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.kv_slab import KVSlab
-from foretoken.runtime.llama import (
-    DecoderWeights,
-    JointInput,
-    LayerWeights,
-    LinearWeights,
-    MixedInput,
-)
+from foretoken.runtime.llama import DecoderWeights, JointInput
 from foretoken.runtime.native.arguments import (
     CBuffers,
     CDecoder,
@@ -48,8 +42,9 @@ from foretoken.runtime.native.arguments import (
 )
 from foretoken.runtime.native.build import library
 from foretoken.runtime.native.kept_weights import KeptWeights
-from foretoken.runtime.native.pack import CLinear, Format, in_turns, pack
-from foretoken.runtime.native.support import FORMATS, MOST_HIDDEN_SIZE
+from foretoken.runtime.native.pack import CLinear, PackedWeights
+from foretoken.runtime.native.packed import PackedDecoder, PackedLayer, Packing
+from foretoken.runtime.native.support import MOST_HIDDEN_SIZE
 from foretoken.runtime.network import (
     GrowingNetwork,
     GrownTree,
@@ -63,8 +58,6 @@ __all__ = ["NativeDecoder", "checked"]
 
 _ANGLES = 256
 """Rotary angles are computed for this many positions at once."""
-
-_QUANTIZED = {"int8": Format.INT8, "int4": Format.INT4}
 
 
 @dataclass(frozen=True)
@@ -83,8 +76,8 @@ class NativeDecoder(GrowingNetwork):
 
     Args:
         weights: its weights, in float32 or bfloat16; those of a model for which `why_not_native`
-            returns None. Linear layers are packed copies.
-        quantization: "int8", "int4" (with the head in int8), or None.
+            returns None. Linear layers are packed copies, unless they are packed already.
+        quantization: "int8", "int4" (with the head in int8), or None; not for packed weights.
         *flags: further flags for the compiler (see `library`).
         beside: a network that stays in memory. What has the same bits in its embedding or linear
             layers is in memory once.
@@ -99,53 +92,53 @@ class NativeDecoder(GrowingNetwork):
 
     def __init__(
         self,
-        weights: DecoderWeights,
+        weights: DecoderWeights | PackedDecoder,
         quantization: str | None = None,
         *flags: str,
         beside: NativeDecoder | None = None,
     ) -> None:
         self._library = checked(library(*flags))
         self._lock = Lock()  # the workspace serves one thread at a time
-        dtype = weights.embedding.dtype
-        form = FORMATS[dtype] if quantization is None else _QUANTIZED[quantization]
+        packed = weights if isinstance(weights, PackedDecoder) else Packing(weights, quantization)
+        sizes = packed.sizes
+        dtype = sizes.embedding.dtype
         self._kept: KeptWeights = KeptWeights(None if beside is None else beside._kept)
-        layers = [
-            self._layer(index, weights.layer(index), form) for index in range(weights.num_layers)
-        ]
-        self._vocab_size = len(weights.head.weight)
-        self._rotary = weights.rotary
-        self._reads_states = weights.joint is not None
-        self._cos, self._sin = _empty(0, weights.width // 2), _empty(0, weights.width // 2)
+        layers = [self._layer(index, packed.layer(index)) for index in range(sizes.num_layers)]
+        head = packed.head()
+        self._vocab_size = head.outputs
+        self._rotary = sizes.rotary
+        self._reads_states = sizes.joint is not None
+        self._cos, self._sin = _empty(0, sizes.width // 2), _empty(0, sizes.width // 2)
         self._workspace = _empty(0, dtype=torch.uint8)
         self._seen_addresses: list[tuple[int, int, int, int]] = []
         self._buffers = (CBuffers * 0)()
-        self._more = _empty(0, weights.hidden_size, dtype=dtype)
-        self._like = _empty(1, weights.key_heads, 1, weights.width, dtype=dtype)
+        self._more = _empty(0, sizes.hidden_size, dtype=dtype)
+        self._like = _empty(1, sizes.key_heads, 1, sizes.width, dtype=dtype)
         self._decoder = CDecoder(
-            # In int4 the head, which ranks all tokens, would lose more accuracy than the layers.
-            head=self._linear(weights.head, Format.INT8 if form is Format.INT4 else form),
-            norm=self._float(weights.norm),
-            embedding=self._kept.share(weights.embedding.contiguous()).data_ptr(),
-            vocabulary=len(weights.embedding),
-            hidden_size=weights.hidden_size,
-            heads=weights.heads,
-            key_heads=weights.key_heads,
-            width=weights.width,
-            intermediate=weights.inner_size,
+            head=self._linear(head),
+            norm=self._float(sizes.norm),
+            embedding=self._kept.share(sizes.embedding.contiguous()).data_ptr(),
+            vocabulary=len(sizes.embedding),
+            hidden_size=sizes.hidden_size,
+            heads=sizes.heads,
+            key_heads=sizes.key_heads,
+            width=sizes.width,
+            intermediate=sizes.inner_size,
             is_bf16=dtype == torch.bfloat16,
-            epsilon=weights.epsilon,
-            scaling=weights.scaling,
-            **self._joint(weights.joint, form),
+            epsilon=sizes.epsilon,
+            scaling=sizes.scaling,
+            **self._joint(packed),
         )
         self._kept.close()
         self._use(layers)
 
-    def _joint(self, joint: JointInput | MixedInput | None, form: Format) -> dict[str, Any]:
+    def _joint(self, packed: PackedDecoder) -> dict[str, Any]:
         """The fields of `CDecoder` for a drafting head's input."""
-        if joint is None:
+        if (mix := packed.mix()) is not None:
+            return {"mix": self._linear(mix)}
+        joint = packed.sizes.joint
+        if not isinstance(joint, JointInput):
             return {}
-        if isinstance(joint, MixedInput):
-            return {"mix": self._linear(joint.linear, form)}
         return {
             "embedding_norm": self._float(joint.embedding_norm),
             "state_norm": self._float(joint.state_norm),
@@ -158,14 +151,14 @@ class NativeDecoder(GrowingNetwork):
         self._decoder.layers = self._layers
         self._decoder.num_layers = len(layers)
 
-    def _layer(self, index: int, weights: LayerWeights, form: Format) -> CLayer:
+    def _layer(self, index: int, weights: PackedLayer) -> CLayer:
         window = weights.window
         assert window is None or not window.chunked, "no model of the Llama family has chunks"
         return CLayer(
-            qkv=self._linear(weights.qkv, form),
-            output=self._linear(weights.output, form),
-            gate_up=self._linear(in_turns(weights.gate_up), form),
-            down=self._linear(weights.down, form),
+            qkv=self._linear(weights.qkv),
+            output=self._linear(weights.output),
+            gate_up=self._linear(weights.gate_up),
+            down=self._linear(weights.down),
             attention_norm=self._float(weights.attention_norm),
             query_norm=self._float(weights.query_norm),
             key_norm=self._float(weights.key_norm),
@@ -176,8 +169,7 @@ class NativeDecoder(GrowingNetwork):
             window=0 if window is None else window.size,
         )
 
-    def _linear(self, weights: LinearWeights, form: Format) -> CLinear:
-        packed = pack(weights, form)
+    def _linear(self, packed: PackedWeights) -> CLinear:
         if packed.bias is not None:
             self._kept.keep(packed.bias)
         return replace(packed, weight=self._kept.share(packed.weight)).c

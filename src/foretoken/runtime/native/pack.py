@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import Structure, c_int32, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
@@ -12,7 +13,18 @@ from torch import Tensor
 
 from foretoken.runtime.llama import LinearWeights
 
-__all__ = ["GROUP", "PANEL", "CLinear", "Format", "PackedWeights", "in_turns", "pack"]
+__all__ = [
+    "GROUP",
+    "PANEL",
+    "CLinear",
+    "Format",
+    "PackedWeights",
+    "in_turns",
+    "joined",
+    "pack",
+    "pack_steps",
+    "packed_in_turns",
+]
 
 PANEL = 32
 """Outputs of a panel; `PANEL` in linear.h."""
@@ -90,9 +102,25 @@ def pack(layer: LinearWeights, form: Format) -> PackedWeights:
     bias = None if layer.bias is None else F.pad(layer.bias.float(), (0, missing)).contiguous()
     # Piece by piece, because packing a whole output layer takes several times its memory.
     panels = weight.reshape(-1, PANEL, inputs)
-    starts = range(0, len(panels), _PIECE)
-    packed = torch.cat([_pack(panels[start : start + _PIECE], form) for start in starts])
+    first = _pack(panels[:_PIECE], form)
+    packed = first.new_empty(len(panels), *first.shape[1:])
+    packed[:_PIECE] = first
+    for start in range(_PIECE, len(panels), _PIECE):
+        packed[start : start + _PIECE] = _pack(panels[start : start + _PIECE], form)
     return PackedWeights(packed, bias, form, inputs, outputs)
+
+
+def joined(parts: Sequence[PackedWeights]) -> PackedWeights:
+    """One layer of several that have the same input, one below the other.
+
+    All but the last have whole panels.
+    """
+    assert all(part.outputs % PANEL == 0 for part in parts[:-1])
+    biases = [part.bias for part in parts if part.bias is not None]
+    assert len(biases) in (0, len(parts))
+    bias = torch.cat(biases) if biases else None
+    weight, outputs = torch.cat([part.weight for part in parts]), sum(x.outputs for x in parts)
+    return replace(parts[0], weight=weight, bias=bias, outputs=outputs)
 
 
 def _pack(panels: Tensor, form: Format) -> Tensor:
@@ -110,6 +138,13 @@ def _pack(panels: Tensor, form: Format) -> Tensor:
     return packed.contiguous()
 
 
+def packed_in_turns(gate: PackedWeights, up: PackedWeights) -> PackedWeights:
+    """`in_turns` of layers that are packed already, without biases."""
+    assert gate.outputs % PANEL == 0
+    both = torch.stack([gate.weight, up.weight], dim=1).flatten(0, 1)
+    return replace(gate, weight=both, outputs=2 * gate.outputs)
+
+
 def in_turns(gate_up: LinearWeights) -> LinearWeights:
     """Interleave the panels of gate and up, so that one thread computes both factors."""
 
@@ -121,12 +156,36 @@ def in_turns(gate_up: LinearWeights) -> LinearWeights:
     return LinearWeights(turns(gate_up.weight), bias)
 
 
+def pack_steps(steps: Tensor, scales: Tensor, least: Tensor | None = None) -> PackedWeights:
+    """Pack a layer that is quantized already, without a bias.
+
+    Args:
+        steps: [N, K] uint8: for int8, what is multiplied with the scale, plus 128; for int4, 0 to
+            15. N is a multiple of `PANEL` except for an output layer.
+        scales: [N, G] float16, those of the groups.
+        least: [N, G] float16, what is added to the products, for int4; None for int8.
+    """
+    outputs, inputs = steps.shape
+    missing = (0, 0, 0, -outputs % PANEL)
+    groups = F.pad(steps, missing).view(-1, PANEL, inputs // GROUP, GROUP)
+    padded = F.pad(scales, missing).view(-1, PANEL, inputs // GROUP)
+    if least is None:
+        return PackedWeights(_int8_bytes(groups, padded), None, Format.INT8, inputs, outputs)
+    added = F.pad(least, missing).view(-1, PANEL, inputs // GROUP)
+    return PackedWeights(_int4_bytes(groups, padded, added), None, Format.INT4, inputs, outputs)
+
+
 def _int8(groups: Tensor) -> Tensor:
     """[P, 32, G, 32] -> [P, G, bytes]."""
     groups = groups.float()
     scales = _as_float16(groups.abs().amax(dim=-1) / 127)  # [P, 32, G]
     steps = (groups / scales.float()[..., None]).round_().clamp_(-127, 127)
-    return torch.cat([_quads((steps + 128).to(torch.uint8)), _bytes(scales)], dim=-1)
+    return _int8_bytes((steps + 128).to(torch.uint8), scales)
+
+
+def _int8_bytes(steps: Tensor, scales: Tensor) -> Tensor:
+    """[P, 32, G, 32] uint8 and [P, 32, G] float16 -> [P, G, bytes]."""
+    return torch.cat([_quads(steps), _bytes(scales)], dim=-1)
 
 
 def _int4(groups: Tensor) -> Tensor:
@@ -135,8 +194,12 @@ def _int4(groups: Tensor) -> Tensor:
     least = groups.amin(dim=-1).half()
     scales = _as_float16((groups.amax(dim=-1) - least.float()) / 15)
     steps = (groups - least.float()[..., None]) / scales.float()[..., None]
-    quads = _quads(steps.round_().clamp_(0, 15).to(torch.uint8))  # [P, G, 32 * 32]
-    low, high = quads.chunk(2, dim=-1)
+    return _int4_bytes(steps.round_().clamp_(0, 15).to(torch.uint8), scales, least)
+
+
+def _int4_bytes(steps: Tensor, scales: Tensor, least: Tensor) -> Tensor:
+    """[P, 32, G, 32] uint8 and [P, 32, G] float16 -> [P, G, bytes]."""
+    low, high = _quads(steps).chunk(2, dim=-1)  # of [P, G, 32 * 32]
     return torch.cat([low | (high << 4), _bytes(scales), _bytes(least)], dim=-1)
 
 
@@ -147,8 +210,8 @@ def _as_float16(scales: Tensor) -> Tensor:
 
 def _quads(steps: Tensor) -> Tensor:
     """[P, 32, G, 32] -> [P, G, 8 * 32 * 4]: four inputs of each output in turn."""
-    quads = steps.view(*steps.shape[:-1], GROUP // 4, 4)
-    return quads.permute(0, 2, 3, 1, 4).flatten(2)
+    quads = steps.contiguous().view(torch.int32)  # four bytes are moved at once
+    return quads.permute(0, 2, 3, 1).contiguous().view(torch.uint8).flatten(2)
 
 
 def _bytes(scales: Tensor) -> Tensor:

@@ -6,6 +6,8 @@
 
 #pragma once
 
+#include <algorithm>
+
 #include "attention.h"
 #include "pass.h"
 #include "ranking.h"
@@ -27,6 +29,8 @@ public:
         barrier_.expect(threads);
     }
 
+    static size_t bytes_of(const Linear& layer) { return row_bytes(layer.format, layer.inputs); }
+
     // Lay out the buffers one behind the other from `base` on; returns their size in bytes.
     size_t layout(uint8_t* base) {
         size_t used = 0, nodes = p_.nodes;
@@ -35,13 +39,20 @@ public:
             used += aligned(bytes);
             return at;
         };
-        Format format = d_.layers[0].qkv.format;
+        // Layers may have different formats.
+        size_t normed = bytes_of(d_.head), mixed = 0, inner = 0;
+        if (d_.mix.weight) normed = std::max(normed, bytes_of(d_.mix));
+        for (int i = 0; i < d_.num_layers; i++) {
+            const Layer& layer = d_.layers[i];
+            normed = std::max({normed, bytes_of(layer.qkv), bytes_of(layer.gate_up)});
+            mixed = std::max(mixed, bytes_of(layer.output));
+            inner = std::max(inner, bytes_of(layer.down));
+        }
         stream_ = (float*)take(nodes * d_.hidden_size * sizeof(float));
         qkv_ = (float*)take(nodes * heads() * d_.width * sizeof(float));
-        int widest = d_.mix.weight ? d_.mix.inputs : d_.layers[0].qkv.inputs;
-        normed_ = take(nodes * row_bytes(format, widest));
-        mixed_ = take(nodes * row_bytes(format, d_.heads * d_.width));
-        inner_ = take(nodes * row_bytes(format, d_.intermediate));
+        normed_ = take(nodes * normed);
+        mixed_ = take(nodes * mixed);
+        inner_ = take(nodes * inner);
         stride_ = (p_.most_seen + LANES - 1) / LANES * LANES;
         scores_ = (float*)take((size_t)p_.threads * QUERIES * stride_ * sizeof(float));
         best_ = (Best*)take((size_t)p_.threads * nodes * sizeof(Best));

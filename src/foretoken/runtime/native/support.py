@@ -11,6 +11,7 @@ from foretoken.runtime.native.pack import GROUP, Format
 
 __all__ = ["FORMATS", "MOST_HIDDEN_SIZE", "why_no_library", "why_not_native", "wrong_sizes"]
 
+_PLACES = ("cpu", "meta")
 _WIDTHS = (32, 64, 96, 128)
 MOST_HIDDEN_SIZE = 16384
 """`MOST_HIDDEN_SIZE` in rows.h: functions of `Run` have room for this many numbers."""
@@ -19,10 +20,13 @@ FORMATS = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16}
 
 
 def why_not_native(model: PreTrainedModel) -> str | None:
-    """Why the C++ code cannot run the model, on any machine; None if it can."""
+    """Why the C++ code cannot run the model, on any machine; None if it can.
+
+    The weights may be on the meta device: those of a `skeleton` are packed files.
+    """
     if not is_llama(model):
         return "it supports only Llama, Mistral, Qwen2 and Qwen3"
-    if model.device.type != "cpu" or model.dtype not in FORMATS:
+    if model.device.type not in _PLACES or model.dtype not in FORMATS:
         return (
             "it supports only float32 and bfloat16 on CPUs, "
             f"not {model.dtype} on {model.device.type}"
@@ -30,7 +34,7 @@ def why_not_native(model: PreTrainedModel) -> str | None:
     weights = LlamaWeights(model)
     if (reason := wrong_sizes(weights)) is not None:
         return reason
-    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+    if any(parameter.device.type not in _PLACES for parameter in model.parameters()):
         return "some of the model's weights are not in CPU memory"
     embeddings, outputs = len(weights.embedding), len(weights.head.weight)
     if embeddings < outputs:

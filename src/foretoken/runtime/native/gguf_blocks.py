@@ -1,0 +1,113 @@
+"""Packs blocks of a GGUF file in their own numbers, where a kernel's format has them.
+
+    Q4_0, Q4_1 -> int4    exactly: a scale, and a least number (-8 scales for Q4_0), per 32 weights
+    Q8_0, Q5_0 -> int8    exactly: a scale per 32 weights
+    Q4_K       -> int4    its steps exactly; scales and least numbers, which are products of two
+                          numbers there, are rounded to float16
+
+Everything else is dequantized and rounded to int8, which is finer (`packing_gguf.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
+
+from foretoken.runtime.native.pack import GROUP, Format, PackedWeights, pack_steps
+
+__all__ = ["EXACT", "FORMAT_OF", "pack_blocks"]
+
+_Steps: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
+"""Steps [B, 32] uint8, scales [B] and least numbers [B] float16, of B groups."""
+
+EXACT = {Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q8_0}
+"""Kinds whose numbers a format has."""
+
+FORMAT_OF = {
+    Kind.Q4_0: Format.INT4,
+    Kind.Q4_1: Format.INT4,
+    Kind.Q4_K: Format.INT4,
+    Kind.Q5_0: Format.INT8,
+    Kind.Q8_0: Format.INT8,
+}
+"""The format of kinds whose numbers it has, or those of Q4_K but for rounded scales."""
+
+
+def pack_blocks(kind: Kind, rows: Tensor, inputs: int) -> PackedWeights | None:
+    """Pack a layer's blocks.
+
+    Args:
+        kind: of `FORMAT_OF`.
+        rows: [N, bytes of a row] uint8, contiguous.
+        inputs: K.
+
+    Returns:
+        None if a scale is not finite: the file is damaged, or has numbers beyond float16.
+    """
+    size, steps_of = _KINDS[kind]
+    steps, scales, least = steps_of(rows.view(-1, size))
+    if not scales.isfinite().all() or not (least is None or least.isfinite().all()):
+        return None
+    count, groups = len(rows), inputs // GROUP
+    return pack_steps(
+        steps.view(count, inputs),
+        scales.view(count, groups),
+        None if least is None else least.view(count, groups),
+    )
+
+
+def _q4_0(blocks: Tensor) -> _Steps:
+    scales = _half(blocks, 0)
+    return _nibbles(blocks[:, 2:]), scales, (-8 * scales.float()).half()
+
+
+def _q4_1(blocks: Tensor) -> _Steps:
+    return _nibbles(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2)
+
+
+def _q5_0(blocks: Tensor) -> _Steps:
+    bits = torch.arange(8, dtype=torch.uint8)
+    fifth = (blocks[:, 2:6, None] >> bits & 1).flatten(1)
+    return (_nibbles(blocks[:, 6:]) | fifth << 4) + (128 - 16), _half(blocks, 0), None
+
+
+def _q8_0(blocks: Tensor) -> _Steps:
+    return blocks[:, 2:] ^ 128, _half(blocks, 0), None
+
+
+def _q4_k(blocks: Tensor) -> _Steps:
+    """256 weights: two halves, eight scales and eight least numbers of 6 bits, and the nibbles."""
+    first, second, both = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = torch.cat([first & 63, (both & 15) | (first >> 2 & 48)], dim=1)
+    least = torch.cat([second & 63, (both >> 4) | (second >> 2 & 48)], dim=1)
+    chunks = blocks[:, 16:].reshape(-1, 4, 1, 32)  # low nibbles are a group, high ones the next
+    steps = torch.cat([chunks & 15, chunks >> 4], dim=2)
+    return (
+        steps.view(-1, GROUP),
+        (_half(blocks, 0).float()[:, None] * scales).half().flatten(),
+        (-_half(blocks, 2).float()[:, None] * least).half().flatten(),
+    )
+
+
+_KINDS: dict[Kind, tuple[int, Callable[[Tensor], _Steps]]] = {
+    Kind.Q4_0: (18, _q4_0),
+    Kind.Q4_1: (20, _q4_1),
+    Kind.Q5_0: (22, _q5_0),
+    Kind.Q8_0: (34, _q8_0),
+    Kind.Q4_K: (144, _q4_k),
+}
+"""Bytes of a block, and what reads blocks."""
+
+
+def _half(blocks: Tensor, at: int) -> Tensor:
+    """[B] the float16 numbers at a place of every block."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16)[:, 0]
+
+
+def _nibbles(halves: Tensor) -> Tensor:
+    """[B, 16] -> [B, 32]: the low nibbles, then the high ones."""
+    return torch.cat([halves & 15, halves >> 4], dim=1)

@@ -1,0 +1,237 @@
+"""Models whose packed weights are files in the cache, mapped into memory.
+
+A quantized model is packed once. `packing.py` rounds the weights of a folder or a GGUF file to int8
+or int4, and `packing_gguf.py` packs a GGUF file in its own numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from foretoken import models
+from foretoken.errors import ModelError
+from foretoken.models import store
+from foretoken.models.disk import CacheError
+from foretoken.models.folder import read_config
+from foretoken.models.gguf_file import GgufFile, gguf_parts
+from foretoken.models.gguf_weights import GgufWeights
+from foretoken.models.identity import identity_of
+from foretoken.models.resolver import gguf_file, gguf_title
+from foretoken.models.skeleton import skeleton
+from foretoken.models.weights import FolderWeights, WeightSource
+from foretoken.runtime.choices import AUTO, OWN
+from foretoken.runtime.llama import ARCHITECTURES, LlamaWeights
+from foretoken.runtime.native.packed import QUANTIZED
+from foretoken.runtime.native.packed_files import (
+    LAYOUT_VERSION,
+    MappedDecoder,
+    MappedFile,
+    rest_file,
+)
+from foretoken.runtime.native.support import FORMATS, why_no_library, why_not_native
+from foretoken.runtime.packing import NotFiniteError, RoundingPacker, fill_ends
+from foretoken.runtime.packing_gguf import GgufPacker
+
+__all__ = ["PackedModel", "open_packed"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PackedModel:
+    """A model whose linear layers are packed and mapped.
+
+    Args:
+        folder: a folder with its configuration and its tokenizer.
+        module: its modules, with the weights of the embedding and of the final norm only.
+        weights: the packed weights.
+        quantization: "int8", "int4", or `OWN`.
+        logits: [3, V] of the unpacked model's modules for the last three of `probe_tokens`; None if
+            nothing was rounded that could spoil it.
+    """
+
+    folder: Path
+    module: PreTrainedModel
+    weights: MappedDecoder
+    quantization: str
+    logits: Tensor | None
+
+
+class _NotNativeError(ModelError):
+    """The native runtime does not run this model; loading it as a whole says what else is wrong."""
+
+
+def open_packed(
+    name: str | Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    quantization: str | None,
+    runtime: str,
+) -> PackedModel | None:
+    """A model with mapped weights, which are packed now if they are not in the cache.
+
+    Args:
+        name: as `LLM` takes it.
+        dtype: of the embedding and the KV, and of the weights before they are rounded.
+        device: where the model is to run.
+        quantization: as `LLM` takes it.
+        runtime: as `LLM` takes it.
+
+    Returns:
+        None if the native runtime does not run this model with these options, or if something is
+        wrong with it: loading it as a whole then says what.
+
+    Raises:
+        ModelError: there is no such model, it changes while it is read, or it is a GGUF file that
+            cannot be read or for which the cache has no room.
+    """
+    if runtime not in ("auto", "native") or device.type != "cpu" or dtype not in FORMATS:
+        return None
+    if quantization != AUTO and quantization not in QUANTIZED:
+        return None
+    gguf = gguf_file(name)
+    if gguf is None and quantization == AUTO:
+        return None
+    if why_no_library() is not None:
+        return None
+    try:
+        if gguf is not None:
+            form = OWN if quantization == AUTO else str(quantization)
+            return _opened(*_packed_gguf(gguf, dtype, form), dtype, form)
+        folder = models.resolve(name)
+        files = _packed_folder(folder, dtype, str(quantization))
+        return _opened(folder, files, dtype, str(quantization))
+    except (_NotNativeError, NotFiniteError):
+        return None
+    except CacheError as error:
+        if gguf is not None:  # there is nothing else to load it from
+            raise
+        _log.warning("The weights are packed in memory, at every start again: %s.", error)
+        return None
+
+
+def _opened(folder: Path, files: Path, dtype: torch.dtype, form: str) -> PackedModel:
+    """A packed model.
+
+    Args:
+        folder: its configuration and tokenizer.
+        files: its packed files.
+        dtype: see `open_packed`.
+        form: how it is packed.
+    """
+    module, rest = skeleton(folder, dtype), MappedFile(rest_file(files))
+    fill_ends(module, rest.tensors["embedding"], rest.tensors["norm"].to(dtype))
+    sizes = LlamaWeights(module)
+    sizes.norm = rest.tensors["norm"]  # as precise as it is stored
+    weights = MappedDecoder(files, rest, sizes)
+    return PackedModel(folder, module, weights, form, rest.tensors.get("logits"))
+
+
+def _packed_folder(folder: Path, dtype: torch.dtype, form: str) -> Path:
+    """The packed files of a Hugging Face folder."""
+    if not set(read_config(folder).get("architectures") or [""]) <= ARCHITECTURES:
+        raise _NotNativeError
+    try:
+        source, module = FolderWeights(folder), skeleton(folder, dtype)
+    except ModelError as error:
+        raise _NotNativeError from error
+    if not _fits(module, source) or why_not_native(module):
+        raise _NotNativeError
+
+    def fill(_scratch: Path, product: Path) -> dict[str, str]:
+        RoundingPacker(source, module, form, product).run()
+        return {"runs": f"rounded to {form}"}
+
+    needed = _num_bytes(module, form)
+    return _kept(folder, source.title, source.identity, dtype, form, needed, fill)
+
+
+def _packed_gguf(path: Path, dtype: torch.dtype, form: str) -> tuple[Path, Path]:
+    """The packed files of a GGUF file, which have its configuration and tokenizer beside them."""
+    parts = gguf_parts(path)
+
+    def fill(scratch: Path, product: Path) -> dict[str, str]:
+        from foretoken.models.convert import convert_settings
+
+        file = GgufFile.open(parts[0])
+        convert_settings(file, scratch, product)
+        module = skeleton(product, dtype)
+        source = GgufWeights(file, module, product)
+        if why_not_native(module) is not None:
+            raise _NotNativeError
+        if form != OWN:
+            RoundingPacker(source, module, form, product).run()
+            return {"runs": f"rounded to {form}"}
+        if all(source.is_float(name) for name in source.shapes):
+            raise _NotNativeError
+        return {"runs": GgufPacker(source, module, product).run()}
+
+    # A number of the file takes at most twice its room, and the embedding 16 or 32 bits.
+    needed = 3 * sum(part.stat().st_size for part in parts)
+    title = gguf_title(parts[0])
+    files = _kept(parts[0], title, lambda: identity_of(parts), dtype, form, needed, fill)
+    return files, files
+
+
+def _kept(
+    origin: Path,
+    title: str,
+    identity: Callable[[], str],
+    dtype: torch.dtype,
+    form: str,
+    needed: int,
+    fill: Callable[[Path, Path], dict[str, str]],
+) -> Path:
+    """A folder of packed files in the cache, made now if it is not there or out of date.
+
+    Args:
+        origin: the model.
+        title: a short name of it.
+        identity: text that differs when the model's files have changed.
+        dtype: see `open_packed`.
+        form: how it is packed.
+        needed: bytes that making it needs.
+        fill: makes it (see `store.build`).
+
+    Raises:
+        ModelError: the model changes meanwhile, or `fill` raises it.
+        CacheError: it cannot be written.
+    """
+    before = identity()
+    dtype_name = str(dtype).removeprefix("torch.")
+    name = f"{title}.{form}-{dtype_name}-{store.key_of(str(origin.resolve()))}"
+    kind = store.Kind("packed", LAYOUT_VERSION, before)
+
+    def build(scratch: Path, product: Path) -> dict[str, str]:
+        notes = fill(scratch, product)
+        if identity() != before:
+            raise ModelError(f"{origin} has changed while it was read; load it again")
+        return notes
+
+    return store.find(name, kind) or store.build(name, str(origin), needed, build, kind)
+
+
+def _fits(module: PreTrainedModel, source: WeightSource) -> bool:
+    """Whether the source has every weight of the modules, in the right shape."""
+    expected = {name: tuple(each.shape) for name, each in module.named_parameters()}
+    if module.config.tie_word_embeddings:
+        expected.pop("lm_head.weight", None)
+    shapes = source.shapes
+    return all(shapes.get(name) == shape for name, shape in expected.items())
+
+
+def _num_bytes(module: PreTrainedModel, form: str) -> int:
+    """About how large the packed files of a rounded model are, rounded up."""
+    embedding = module.config.vocab_size * module.config.hidden_size
+    layers = sum(each.numel() for name, each in module.named_parameters() if "layers." in name)
+    per_weight = {"int8": 34 / 32, "int4": 20 / 32}[form]
+    ends = embedding * (34 / 32 + module.dtype.itemsize)
+    return int(1.01 * (layers * per_weight + ends)) + 1_000_000

@@ -1,0 +1,154 @@
+"""Packs a GGUF file in its own numbers (`native/gguf_blocks.py`), layer by layer.
+
+A layer whose numbers no format has is dequantized and rounded to int8. So are layers that are one
+in the native runtime (query, key and value; gate and up) if their kinds differ. `packed.py` keeps
+the files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from foretoken.models.gguf_weights import GgufWeights
+from foretoken.runtime.llama import LinearWeights
+from foretoken.runtime.native.gguf_blocks import EXACT, FORMAT_OF, pack_blocks
+from foretoken.runtime.native.pack import (
+    PANEL,
+    Format,
+    PackedWeights,
+    joined,
+    pack,
+    packed_in_turns,
+)
+from foretoken.runtime.native.packed import PackedLayer
+from foretoken.runtime.native.packed_files import rest_file, write, write_layer
+from foretoken.runtime.native.support import FORMATS
+from foretoken.runtime.packing import HEAD_ROWS, packing_progress
+
+__all__ = ["GgufPacker"]
+
+
+class GgufPacker:
+    """Writes the packed files of a GGUF file.
+
+    Args:
+        source: its weights.
+        module: its modules, on the meta device.
+        folder: a folder to write to.
+    """
+
+    def __init__(self, source: GgufWeights, module: PreTrainedModel, folder: Path) -> None:
+        self._source, self._module, self._folder = source, module, folder
+        self._tied = bool(module.config.tie_word_embeddings)
+        self._runs: dict[str, set[str]] = {}
+        self._elements = sum(torch.Size(shape).numel() for shape in source.shapes.values())
+
+    def run(self) -> str:
+        """Write the files.
+
+        Returns:
+            What runs, for people: how each kind of numbers in the file is stored.
+
+        Raises:
+            ModelError: the file cannot be read, or is damaged.
+            OSError: a file cannot be written.
+        """
+        done = 0.0
+        with packing_progress(self._source, "its own numbers") as report:
+            for index in range(self._module.config.num_hidden_layers):
+                prefix = f"model.layers.{index}."
+                write_layer(self._folder, index, self._layer(prefix))
+                shapes = self._source.shapes
+                names = [name for name in shapes if name.startswith(prefix)]
+                done += sum(torch.Size(shapes[name]).numel() for name in names)
+                report(int(done / self._elements * self._source.num_bytes))
+            self._write_rest()
+        return "; ".join(f"{kind} {' and '.join(sorted(how))}" for kind, how in self._runs.items())
+
+    def _layer(self, prefix: str) -> PackedLayer:
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        qkv = self._merged(*(f"{attention}{name}_proj" for name in "qkv"))
+        gate, up = self._alike(f"{mlp}gate_proj", f"{mlp}up_proj")
+        return PackedLayer(
+            attention_norm=self._read(f"{prefix}input_layernorm.weight"),
+            qkv=qkv,
+            query_norm=self._found(f"{attention}q_norm.weight"),
+            key_norm=self._found(f"{attention}k_norm.weight"),
+            output=self._merged(f"{attention}o_proj"),
+            mlp_norm=self._read(f"{prefix}post_attention_layernorm.weight"),
+            gate_up=packed_in_turns(gate, up),
+            down=self._merged(f"{mlp}down_proj"),
+        )
+
+    def _write_rest(self) -> None:
+        dtype = self._module.dtype
+        embedding = "model.embed_tokens.weight"
+        head = embedding if self._tied else "lm_head.weight"
+        tensors = {
+            "embedding": self._source.read(embedding, dtype),
+            "norm": self._read("model.norm.weight"),
+        }
+        write(rest_file(self._folder), tensors, {"head": self._linear(head, self._form(head))})
+
+    def _merged(self, *names: str) -> PackedWeights:
+        """Linear layers with the same input, one below the other, with their biases."""
+        parts = self._alike(*names)
+        biases = [self._found(f"{name}.bias") for name in names]
+        if all(bias is None for bias in biases):
+            return joined(parts)
+        sizes = [part.outputs for part in parts]
+        both = zip(biases, sizes, strict=True)
+        bias = torch.cat([torch.zeros(size) if each is None else each for each, size in both])
+        whole = joined(parts)
+        return replace(whole, bias=F.pad(bias, (0, -len(bias) % PANEL)))
+
+    def _alike(self, *names: str) -> list[PackedWeights]:
+        """Linear layers, without biases, in one format: the finest of theirs."""
+        weights = [f"{name}.weight" for name in names]
+        form = min(self._form(name) for name in weights)
+        return [self._linear(name, form) for name in weights]
+
+    def _form(self, name: str) -> Format:
+        """The format that holds a weight best. The finest has the smallest number."""
+        if self._source.is_float(name):
+            return FORMATS[self._module.dtype]
+        kind = self._source.kind(name)
+        return FORMAT_OF.get(kind, Format.INT8)
+
+    def _linear(self, name: str, form: Format) -> PackedWeights:
+        kind = self._source.kind(name)
+        if FORMAT_OF.get(kind) is form:
+            rows = torch.from_numpy(self._source.blocks(name))
+            packed = pack_blocks(kind, rows, self._source.shapes[name][1])
+            if packed is not None:
+                self._say(kind.name, form, "" if kind in EXACT else ", scales rounded to float16")
+                return packed
+        self._say(kind.name, form, ", rounded")
+        return self._rounded(name, form)
+
+    def _rounded(self, name: str, form: Format) -> PackedWeights:
+        """A weight that is dequantized, a piece at a time if that is possible, and packed."""
+        outputs = self._source.shapes[name][0]
+        whole = name.startswith("model.layers.")  # rows may be in another order in the file
+        size = outputs if whole else HEAD_ROWS
+        dtype = torch.float32 if form is Format.INT8 else self._module.dtype
+        parts = []
+        for start in range(0, outputs, size):
+            rows = None if whole else (start, min(start + size, outputs))
+            parts.append(pack(LinearWeights(self._source.read(name, dtype, rows), None), form))
+        return joined(parts)
+
+    def _say(self, kind: str, form: Format, how: str) -> None:
+        self._runs.setdefault(kind, set()).add(f"as {form.name.lower()}{how}")
+
+    def _read(self, name: str) -> Tensor:
+        return self._source.read(name, torch.float32)
+
+    def _found(self, name: str) -> Tensor | None:
+        return self._read(name) if name in self._source.shapes else None

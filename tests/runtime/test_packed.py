@@ -1,0 +1,246 @@
+"""Packed weights are written once and mapped afterwards; the numbers are those packed in memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from foretoken import LLM, SamplingParams
+from foretoken.errors import CompatibilityError, ModelError
+from foretoken.models import cached, load_model, remove, resolve, store
+from foretoken.models.weights import FolderWeights
+from foretoken.runtime import packed, packing
+from foretoken.runtime.native import build
+from foretoken.runtime.native.packed_files import LAYOUT_VERSION
+from tests.tiny import tiny_model
+
+PROMPT = [1, 2, 3, 4]
+GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=2)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    try:
+        library = build.library()
+    except build.NativeLibraryError as error:
+        pytest.skip(f"no native library here: {error}")
+    monkeypatch.setattr(build, "_library", lambda *_flags: library)
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def made(architecture: str = "llama", **fields: Any) -> PreTrainedModel:
+    return tiny_model(architecture, head_dim=32, vocab_size=100, **fields)
+
+
+def saved(folder: Path, *arguments: str, **fields: Any) -> Path:
+    made(*arguments, **fields).save_pretrained(folder)
+    return folder
+
+
+def output(llm: LLM) -> tuple[Any, Any]:
+    (found,) = llm.generate([PROMPT], GREEDY)
+    return found.token_ids, found.logprobs
+
+
+def whole(folder: Path, quantization: str, dtype: torch.dtype = torch.float32) -> LLM:
+    """The model packed in memory."""
+    return LLM(load_model(folder, dtype, torch.device("cpu")), quantization=quantization)
+
+
+def opened(folder: Path, quantization: str = "int8", **fields: Any) -> LLM:
+    return LLM(folder, quantization=quantization, dtype="float32", **fields)
+
+
+def never(*_arguments: object) -> None:
+    raise AssertionError("packed again")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tied", "quantization", "dtype"),
+    [
+        ("llama", True, "int8", torch.float32),
+        ("qwen2", False, "int4", torch.bfloat16),
+        ("qwen3", True, "int4", torch.float32),
+    ],
+)
+def test_mapped_weights_are_those_packed_in_memory(
+    architecture: str,
+    tied: bool,
+    quantization: str,
+    dtype: torch.dtype,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = saved(tmp_path / "model", architecture, tie_word_embeddings=tied)
+    monkeypatch.setattr(packing, "HEAD_ROWS", 64)  # two pieces
+    LLM(folder, quantization=quantization, dtype=dtype)
+    monkeypatch.setattr(packing.RoundingPacker, "run", never)
+    mapped = LLM(folder, quantization=quantization, dtype=dtype)
+    expected = whole(folder, quantization, dtype)
+    assert output(mapped) == output(expected)
+    assert mapped.bit_exact
+    vocabulary = mapped.engine.target.vocabulary_weights
+    assert vocabulary is not None
+    again = load_model(folder, dtype, torch.device("cpu"))
+    assert torch.equal(vocabulary[0], again.get_parameter("model.embed_tokens.weight"))
+    assert torch.equal(vocabulary[1], again.get_output_embeddings().weight)  # type: ignore[no-untyped-call]
+
+
+def test_the_files_are_mapped(tmp_path: Path) -> None:
+    llm = opened(saved(tmp_path / "model"))
+    (entry,) = cached()
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("this system does not tell what is mapped")
+    assert str(entry.folder / "layer-00000.safetensors") in maps.read_text()
+    before = output(llm)
+    remove(entry.name)  # the system keeps what is mapped
+    assert output(llm) == before
+
+
+def test_a_draft_model_is_mapped_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = saved(tmp_path / "target"), saved(tmp_path / "draft", seed=1)
+    config = {"model": str(draft), "num_speculative_tokens": 2}
+    first = output(opened(target, speculative_config=config))
+    assert {entry.source for entry in cached()} == {str(target), str(draft)}
+    monkeypatch.setattr(packing.RoundingPacker, "run", never)
+    assert output(opened(target, speculative_config=config)) == first
+    assert output(opened(target)) == first
+
+
+def test_a_changed_model_is_packed_anew(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    first = output(opened(folder))
+    saved(folder, seed=1)
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+    assert output(opened(folder)) == output(whole(folder, "int8")) != first
+    assert len(cached()) == 1
+
+
+def test_an_older_layout_is_packed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved(tmp_path / "model")
+    monkeypatch.setattr(packed, "LAYOUT_VERSION", LAYOUT_VERSION - 1)
+    opened(folder)
+    (old,) = cached()
+    (old.folder / "layer-00000.safetensors").write_bytes(b"of another layout")
+    monkeypatch.undo()
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
+    assert output(opened(folder)) == output(whole(folder, "int8"))
+    assert len(cached()) == 1
+
+
+def test_a_damaged_file_is_made_again(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    first = output(opened(folder))
+    (entry,) = cached()
+    os.truncate(entry.folder / "layer-00001.safetensors", 1000)
+    assert output(opened(folder)) == first
+
+
+def test_a_full_disk_leaves_nothing_and_the_model_runs(
+    tmp_path: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = saved(tmp_path / "model")
+
+    def full(*_arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(packing, "write", full)  # the last file
+    with caplog.at_level("WARNING", logger="foretoken"):
+        assert output(opened(folder)) == output(whole(folder, "int8"))
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "packed in memory" in message
+    assert "the disk is full" in message
+    assert not list((cache / "models").iterdir())
+
+
+def test_a_model_that_changes_while_it_is_packed(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(tmp_path / "model")
+    read = FolderWeights.read
+
+    def touching(self: FolderWeights, name: str, *arguments: Any) -> torch.Tensor:
+        if name == "model.norm.weight":
+            os.utime(folder / "model.safetensors", ns=(1, 1))
+        return read(self, name, *arguments)
+
+    monkeypatch.setattr(FolderWeights, "read", touching)
+    with pytest.raises(ModelError, match="has changed while it was read"):
+        opened(folder)
+    assert not list((cache / "models").iterdir())
+
+
+def test_packed_once_by_two_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved(tmp_path / "model")
+    runs: list[int] = []
+    run = packing.RoundingPacker.run
+
+    def counted(self: Any) -> None:
+        runs.append(1)
+        run(self)
+
+    monkeypatch.setattr(packing.RoundingPacker, "run", counted)
+    found: list[object] = []
+
+    def work() -> None:
+        found.append(output(opened(folder)))
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert runs == [1]
+    assert found[0] == found[1]
+
+
+def test_damaged_weights_are_named(tmp_path: Path, cache: Path) -> None:
+    model = made()
+    with torch.no_grad():
+        model.get_parameter("model.layers.1.mlp.down_proj.weight")[0, 0] = torch.nan
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(CompatibilityError, match=r"damaged: model\.layers\.1\.mlp\.down_proj"):
+        opened(tmp_path / "model")
+    assert not list((cache / "models").iterdir())
+
+
+def test_missing_weights_are_named(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    saved(tmp_path / "other", num_hidden_layers=1)
+    (tmp_path / "other/model.safetensors").replace(folder / "model.safetensors")
+    with pytest.raises(ModelError, match="lacks 9 weights of its model"):
+        opened(folder)
+
+
+def test_packed_weights_are_no_model(tmp_path: Path) -> None:
+    opened(saved(tmp_path / "model"))
+    (entry,) = cached()
+    assert entry.kind == "packed"
+    assert entry.name.startswith("model.int8-float32-")
+    assert entry.size_bytes == sum(
+        path.stat().st_size for path in entry.folder.glob("*.safetensors")
+    )
+    with pytest.raises(ModelError, match=f"no model '{entry.name}'"):
+        resolve(entry.name)
+    assert store.find(entry.name) is None  # it is of another kind
+
+
+def test_what_the_native_runtime_cannot_run_is_loaded_as_a_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    tiny_model(head_dim=16).save_pretrained(folder)
+    assert opened(folder).runtime == "lean"
+    opened(saved(tmp_path / "other"), runtime="torch")
+    LLM(tmp_path / "other", dtype="float32")
+    assert not cached()
