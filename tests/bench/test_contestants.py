@@ -97,3 +97,13 @@ def test_a_peer_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, family: s
     )
     with pytest.raises(ConfigError, match=r"is not installed: pip install 'foretoken\[peers\]'"):
         peers(family, WHOLE)
+
+
+@pytest.mark.parametrize("text", ["none", " none ", "", ","])
+def test_no_peers(text: str) -> None:
+    assert peers(text, Setting("tiny")) == []
+
+
+def test_none_stands_alone_among_peers() -> None:
+    with pytest.raises(ConfigError, match="'none' means no peers"):
+        peers("none,transformers", Setting("tiny"))

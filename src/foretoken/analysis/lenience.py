@@ -7,7 +7,7 @@ leniences are computed from the same p and q, so they differ by lenience alone. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -45,6 +45,7 @@ def alpha_by_lenience(
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     leniences: Sequence[float] = LENIENCES,
+    report: Callable[[int], object] = lambda _: None,
 ) -> LenienceRow:
     """Measure one drafter.
 
@@ -55,13 +56,14 @@ def alpha_by_lenience(
         prompts: token ids; at least one prompt.
         params: how to sample; p and q are the distributions under these parameters.
         leniences: each above 0 and at most 1.
+        report: called with the number of prompts that are done, after each.
 
     Raises:
         ConfigError: a lenience is out of range, or nothing was drafted.
     """
     rules = [Lenient(Lenient.Options(lenience=lenience)) for lenience in leniences]
     judges: list[Judge] = [rejection_sampling, *(rule.beta for rule in rules)]
-    found = laboratory.betas(prompts, params, judges)
+    found = laboratory.betas(prompts, params, judges, report)
     if not found[0]:
         raise ConfigError(
             f"method '{laboratory.llm.speculative_config.method_name}' drafted nothing on these "

@@ -183,7 +183,11 @@ class Laboratory:
         )
 
     def betas(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, judges: Sequence[Judge]
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        judges: Sequence[Judge],
+        report: Callable[[int], object] = lambda _: None,
     ) -> list[list[float]]:
         """What every judge says of the first drafted token at every position with a draft.
 
@@ -191,14 +195,16 @@ class Laboratory:
             prompts: token ids.
             params: how to sample.
             judges: see `Watch`.
+            report: called with the number of prompts that are done, after each.
 
         Returns:
             A list per judge, over the positions of all prompts.
         """
         watch = Watch(self._rule, judges)
-        for prompt in prompts:
+        for done, prompt in enumerate(prompts, 1):
             recorder = Recorder(1, self.llm.max_model_len)
             self._generate(prompt, params, Strategy(self._fresh_drafter(), recorder, watch))
+            report(done)
         return watch.betas
 
     def run(self, prompt: Sequence[int], params: SamplingParams, gamma: int) -> list[StepSample]:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["fitted", "show_results"]
 
-_LABEL_CELLS = 24
-"""Longest line of a contestant's label; longer ones wrap."""
+_WRAPPED = ((60, 60), (40, 20), (30, 14), (24, 10), (24, 0))
+"""How wide the labels of contestants and the names of columns may be, from wide to narrow."""
 
 _GAP = 2
 
@@ -49,8 +49,8 @@ def show_results(results: Results, settings: Mapping[str, Any]) -> None:
 def fitted(header: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[Table]:
     """A table as one that fits, or as several with the same first column.
 
-    Where it would be too wide, the header's words go to several lines, then intervals to a second
-    line of their cells. If that is not enough, the table is cut between columns.
+    Where it would be too wide, labels and names of columns wrap, then intervals go to a second line
+    of their cells. If that is not enough, the table is cut between columns.
 
     Args:
         header: names of the columns.
@@ -58,18 +58,29 @@ def fitted(header: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> 
         width: cells of the terminal.
     """
     whole = [list(column) for column in zip(header, *rows, strict=True)]
-    label = [_wrapped(cell, _LABEL_CELLS) for cell in whole[0]]
-    wrapped = [label, *map(_with_wrapped_name, whole[1:])]
-    stacked = [label, *(_with_wrapped_name(list(map(_below, column))) for column in whole[1:])]
-    for columns in (whole, wrapped):
-        widths = [max(map(_widest_line, column)) for column in columns]
-        if sum(widths) + _GAP * (len(columns) - 1) <= width:
-            return [_table(columns, widths)]
-    widths = [max(map(_widest_line, column)) for column in stacked]
+    stacked = [whole[0], *([name, *map(_below, cells)] for name, *cells in whole[1:])]
+    for given in (whole, stacked):
+        for label_cells, name_cells in _WRAPPED:
+            columns = _wrapped_columns(given, label_cells, name_cells)
+            widths = [max(map(_widest_line, column)) for column in columns]
+            if sum(widths) + _GAP * (len(columns) - 1) <= width:
+                return [_table(columns, widths)]
     return [
-        _table([label, *stacked[start:end]], [widths[0], *widths[start:end]])
+        _table([columns[0], *columns[start:end]], [widths[0], *widths[start:end]])
         for start, end in pairwise(_cuts(widths, width))
     ]
+
+
+def _wrapped_columns(
+    columns: Sequence[Sequence[str]], label_cells: int, name_cells: int
+) -> list[list[str]]:
+    """The columns with lines of at most so many cells, unless a word or another cell is longer."""
+    labels = [_wrapped(cell, label_cells) for cell in columns[0]]
+    wrapped = [labels]
+    for name, *cells in columns[1:]:
+        longest = max(map(_widest_line, cells), default=0)
+        wrapped.append([_wrapped(name, max(longest, name_cells)), *cells])
+    return wrapped
 
 
 def _cuts(widths: Sequence[int], width: int) -> list[int]:
@@ -97,12 +108,6 @@ def _wrapped(text: str, width: int) -> str:
     """Text in lines of at most so many cells, if its words allow that; they break at hyphens."""
     longest = max((len(part) for part in text.replace("-", "- ").split()), default=1)
     return "\n".join(textwrap.wrap(text, max(width, longest), break_long_words=False))
-
-
-def _with_wrapped_name(column: Sequence[str]) -> list[str]:
-    """A column whose name is not wider than its cells, unless a word of it is."""
-    name, *cells = column
-    return [_wrapped(name, max(map(_widest_line, cells), default=0)), *cells]
 
 
 def _below(cell: str) -> str:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from foretoken.cli.console import counting, say
+from foretoken.cli.console import counting, errors, plain, say
 from foretoken.cli.line_results import LineResults
 from foretoken.cli.report import as_json_line
 from foretoken.errors import ForetokenError, PromptError
@@ -66,6 +66,8 @@ def generate_lines(
         raise
     finally:
         llm.engine.end(list(jobs))
+    if results is not None and errors().is_terminal and not quiet:
+        errors().print(plain(f"{results.count} lines are in {results.path}.", "note"))
     if failed:
         raise ForetokenError(
             f"{failed} of {len(lines)} lines ended with an error: see their 'error'"

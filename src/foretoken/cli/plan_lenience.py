@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from foretoken.cli.console import display, plain, working
+from foretoken.cli.console import counting, display, plain
 from foretoken.cli.plan_drafters import DrafterOptions
 from foretoken.cli.plan_trials import open_laboratory
 from foretoken.cli.root import UsageError
@@ -82,13 +83,19 @@ def measure_lenience(
     rows = {}
     for label, config in configs.items():
         laboratory = open_laboratory(target, config, quiet=quiet)
-        with working(f"Measuring alpha of {label}", quiet=quiet):
-            from foretoken.analysis.lenience import alpha_by_lenience
+        from foretoken.analysis.lenience import alpha_by_lenience
 
-            prompts = [laboratory.llm.encode(shaped(laboratory.llm, text)) for text in texts]
-            seeded = params.model_copy(update={"seed": params.seed or 0})
-            rows[label] = alpha_by_lenience(laboratory, prompts, seeded, leniences)
+        prompts = [laboratory.llm.encode(shaped(laboratory.llm, text)) for text in texts]
+        seeded = params.model_copy(update={"seed": params.seed or 0})
+        with counting(quiet=quiet) as show:
+            report = partial(_report, show, f"alpha of {label}", len(prompts))
+            report(0)
+            rows[label] = alpha_by_lenience(laboratory, prompts, seeded, leniences, report)
     return Leniences(target.model, params.temperature, len(texts), tuple(leniences), rows)
+
+
+def _report(show: Callable[[str, int, int], object], doing: str, total: int, done: int) -> None:
+    show(doing, done, total)
 
 
 def show_lenience(found: Leniences) -> None:

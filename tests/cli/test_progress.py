@@ -1,0 +1,106 @@
+"""What counts the work says how much there is, never more, and reaches the end; --threads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from rich.console import Console
+
+from foretoken.cli import app
+from foretoken.cli.console import THEME, counting
+from foretoken.errors import ForetokenError
+from tests.cli.conftest import Run, error_of
+
+SHORT = ("--max-tokens", 8)
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """All that was shown: what is being done, how much of it is done, how much there is."""
+    calls: list[tuple[str, int, int]] = []
+
+    @contextmanager
+    def counting(*, quiet: bool = False) -> Iterator[Callable[[str, int, int], object]]:
+        yield lambda *call: calls.append(call)
+
+    for name in ("plan_trials", "plan_lenience", "lines", "bench"):
+        monkeypatch.setattr(f"foretoken.cli.{name}.counting", counting)
+    return calls
+
+
+def counts(shown: list[tuple[str, int, int]], total: int) -> list[int]:
+    assert {each[2] for each in shown} == {total}
+    return [done for _, done, _ in shown]
+
+
+def test_plan_counts_prompts_and_runs(
+    run: Run, tiny: Path, tmp_path: Path, shown: list[tuple[str, int, int]]
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("abc abc abc abc\nx y x y x y x y\n")
+    given = ("plan", "-m", tiny, "--measure", "--prompts", prompts, *SHORT)
+    result = run(*given, "--gammas", "1,2", "--rounds", 2)
+    assert result.exit_code == 0, result.stderr
+    assert counts(shown, 14) == list(range(15))  # 2 prompts, then 2 rounds of 3 lengths
+    assert shown[-1][0] == "speed, round 2 of 2"
+    shown.clear()
+    result = run(*given, "--lenience", "1,0.5")
+    assert result.exit_code == 0, result.stderr
+    assert counts(shown, 2) == [0, 1, 2]
+
+
+def test_lines_are_counted(run: Run, tiny: Path, shown: list[tuple[str, int, int]]) -> None:
+    result = run("generate", "-m", tiny, *SHORT, "--jsonl", stdin="hello\nhi")
+    assert result.exit_code == 0, result.stderr
+    assert counts(shown, 2) == [0, 1]
+
+
+def test_a_terminal_gets_a_bar_with_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    for terminal in (True, False):
+        text = StringIO()
+        stderr = Console(
+            file=text, width=80, force_terminal=terminal, theme=THEME, color_system=None
+        )
+        monkeypatch.setattr("foretoken.cli.console.errors", lambda console=stderr: console)
+        with counting() as show:
+            show("lines", 1, 2)
+        found = re.search(r"1/2 .*(-:--:--|0:00:\d\d).* lines", text.getvalue())
+        assert bool(found) == terminal
+        assert terminal or not text.getvalue().strip()
+
+
+def test_every_command_that_runs_a_model_takes_threads() -> None:
+    commands = typer.main.get_group(app).commands
+    taking = {
+        name
+        for name, command in commands.items()
+        if "threads" in {parameter.name for parameter in command.params}
+    }
+    models = {
+        name
+        for name, command in commands.items()
+        if "runtime" in {parameter.name for parameter in command.params}
+    }
+    assert taking == models
+    assert taking >= {"generate", "chat", "demo", "bench", "plan", "tree", "train", "check"}
+
+
+@pytest.mark.parametrize("command", [("generate", "hello", *SHORT), ("demo", *SHORT)])
+def test_threads(
+    run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[object, ...]
+) -> None:
+    def asked(threads: int) -> None:
+        assert threads == 3
+        raise ForetokenError("these threads")
+
+    monkeypatch.setattr(torch, "set_num_threads", asked)
+    result = run(*command, "-m", tiny, "--threads", 3)
+    assert error_of(result) == "error: these threads"
+    assert run(*command, "-m", tiny, "--threads", 0).exit_code == 2
