@@ -79,7 +79,7 @@ def show_trials(found: Trials, model: str) -> None:
     )
     console.print(
         plain(
-            f"\n{found.rounds} rounds, in turn with none; range: slowest and fastest round. The "
+            f"\n{_rounds(found.rounds)}. The "
             "first step of an output does not count: it reads the prompt. const.: theorem 3.8. "
             "curve: the same with measured costs of passes and lengths of drafts. ok: within 15 %.",
             "note",
@@ -115,13 +115,19 @@ def _trial_table(found: Trials) -> Table:
             f"{trial.predicted:.2f}x",
             f"{trial.predicted_on_curve:.2f}x",
             plain(f"{trial.measured:.2f}x", "head"),
-            f"{trial.low:.2f}-{trial.high:.2f}",
+            f"{trial.low:.2f}-{trial.high:.2f}" if found.rounds > 1 else "-",
             _yes(trial.agrees),
             _yes(trial.agrees_on_curve),
             f"{trial.expected_tokens:.2f}",
             f"{trial.measured_tokens:.2f}",
         )
     return table
+
+
+def _rounds(rounds: int) -> str:
+    if rounds == 1:
+        return "1 round, in turn with none"
+    return f"{rounds} rounds, in turn with none; range: slowest and fastest round"
 
 
 def _yes(holds: bool) -> str:
