@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from foretoken.request import Request
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from foretoken.request import Request
 
 __all__ = ["DraftingCosts", "levels_of_one", "reading", "smoothed"]
 
