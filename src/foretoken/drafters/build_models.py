@@ -64,7 +64,7 @@ def build_eagle(parts: DrafterParts) -> Drafter:
     from foretoken.drafters.learnable import LearnableEagle
 
     checkpoint = read_checkpoint(parts.model)
-    quantization = parts.options.quantization
+    quantization = parts.options.draft_quantization
     head, rows = load_head(checkpoint, parts.target, parts.tokenizer, quantization)
     parts.share_memory(rows)
     layers = head.layers
@@ -80,7 +80,7 @@ def build_parallel(parts: DrafterParts) -> Drafter:
     from foretoken.drafters.heads.parallel import ParallelDrafter, load_parallel_head
 
     checkpoint = read_checkpoint(parts.model, ["peagle"])
-    quantization = parts.options.quantization
+    quantization = parts.options.draft_quantization
     head, rows = load_parallel_head(checkpoint, parts.target, parts.tokenizer, quantization)
     parts.share_memory(rows)
     layers = checkpoint.description.config.aux_layers

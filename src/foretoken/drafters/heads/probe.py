@@ -48,6 +48,10 @@ LOW, GAIN = 0.25, 0.2
 """Without a record: below this share of predicted tokens, other layers are tried. Those that
 predict this much more are better; by chance, random heads stay below it."""
 
+MOST = 0.9
+"""With a record: layers that predict this part of what was recorded are the right ones, or as
+good."""
+
 _TRIED = 16
 """About as many layers are tried in each place."""
 
@@ -240,7 +244,7 @@ def check_head(
     share, least = accepted(net, seen, layers), _least(probe)
     if share >= least:
         return
-    reason = _other_layers(net, target, tokens, share)
+    reason = _other_layers(net, target, tokens, _enough(share, probe))
     if reason is None and probe is None:
         return  # it may be a bad head
     warnings.warn(
@@ -251,8 +255,14 @@ def check_head(
     )
 
 
-def _other_layers(net: EagleNet, target: Target, tokens: Sequence[int], share: float) -> str | None:
-    """What to do if a head predicts much more with other layers; None if it does not.
+def _enough(share: float, probe: Probe | None) -> float:
+    """The share of predicted tokens from which other layers are better than those that it has."""
+    recorded = 1.0 if probe is None or probe.accepted is None else probe.accepted
+    return min(share + GAIN, MOST * recorded)
+
+
+def _other_layers(net: EagleNet, target: Target, tokens: Sequence[int], least: float) -> str | None:
+    """What to do if a head predicts at least so much with other layers; None if it does not.
 
     Of EAGLE-1, nobody chooses the layers.
     """
@@ -262,7 +272,7 @@ def _other_layers(net: EagleNet, target: Target, tokens: Sequence[int], share: f
     everything = _seen(target, tokens, range(last + 1))
     assert everything is not None
     best, found = _better(net, everything, net.config.aux_layers, last)
-    if found - share < GAIN:
+    if found < least:
         return None
     return (
         f"with the layers {list(best)} it would predict {found:.0%}: set "

@@ -75,12 +75,12 @@ class EagleOptions(TreeOptions):
     """Options of `eagle` and `parallel`, besides those of trees.
 
     Args:
-        quantization: of the head's weights. None chooses: int8 on the native runtime, unless the
-            model runs in float32; elsewhere `none`. Drafts are a little less exact in int8, and
-            cheaper. The output does not depend on it.
+        draft_quantization: of the head's weights. None chooses: int8 on the native runtime,
+            unless the model runs in float32; elsewhere `none`. Drafts are a little less exact in
+            int8, and cheaper. The output does not depend on it.
     """
 
-    quantization: Literal["none", "int8"] | None = None
+    draft_quantization: Literal["none", "int8"] | None = None
 
 
 class StateHeadOptions(TreeOptions):
