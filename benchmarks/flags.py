@@ -42,5 +42,5 @@ TinyModel: TypeAlias = Annotated[
 ]
 Dtype: TypeAlias = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device: TypeAlias = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Quantization: TypeAlias = Annotated[str | None, typer.Option(help="int8 or int4.")]
+Quantization: TypeAlias = Annotated[str | None, typer.Option(help="auto, int8 or int4.")]
 Runtime: TypeAlias = Annotated[str, typer.Option(help="auto, native or torch.")]

@@ -121,7 +121,7 @@ def test_results_of_other_prompts_or_options_are_not_continued(
 ) -> None:
     output = tmp_path / "out.jsonl"
     assert generated(run, tiny, prompts, "--output", output).exit_code == 0
-    for more in (["--dtype", "bfloat16"], ["--temperature", 1, "--seed", 1]):
+    for more in (["--dtype", "bfloat16"], ["--temperature", 1, "--seed", 1], ["--no-chat"]):
         result = generated(run, tiny, prompts, "--output", output, "--resume", *more)
         assert result.exit_code == 1
         assert "line 1 is the result of another prompt, or of other options" in error_of(result)

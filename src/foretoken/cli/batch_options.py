@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from foretoken.cli.flat import in_panel
 from foretoken.cli.line_results import LineResults
@@ -74,11 +75,15 @@ class BatchOptions:
         if self.resume and self.output is None:
             raise UsageError("--resume continues a file: add --output")
 
-    def results(self, model: str) -> LineResults | None:
-        """The file of the results; None without --output."""
+    def results(self, asked: Mapping[str, Any]) -> LineResults | None:
+        """The file of the results; None without --output.
+
+        Args:
+            asked: options that all results depend on; see `LineResults`.
+        """
         if self.output is None:
             return None
-        return LineResults(self.output, model, resume=self.resume)
+        return LineResults(self.output, asked, resume=self.resume)
 
     def lines(
         self,

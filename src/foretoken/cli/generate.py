@@ -127,7 +127,7 @@ def generate(
     ] = None,
     logprobs: Annotated[
         int | None,
-        in_panel("Output", "With --json: log-probabilities of the k most likely tokens."),
+        in_panel("Output", "In JSON: log-probabilities of the k most likely tokens."),
     ] = None,
     json_output: Annotated[
         bool,
@@ -159,7 +159,7 @@ def generate(
         beams = {"beam_width": beam_width, "length_penalty": length_penalty}
         params = sampling.params(n=n, logprobs=logprobs, **beams)
     lines = batch.lines(prompt, file, params, references) if batch.wanted else []
-    results = batch.results(target.model)
+    results = batch.results({"model": target.model, "chat": chat, **asdict(languages)})
     llm = open_llm(target, config, quiet=quiet, **engine.arguments())
     if batch.wanted:
 

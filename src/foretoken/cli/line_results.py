@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,8 @@ class LineResults:
 
     Args:
         path: the file.
-        model: what the user calls the model.
+        asked: options that all results depend on, such as the model's name; those that the `LLM`
+            has resolved are added.
         resume: whether the file has the results of an earlier run.
 
     Raises:
@@ -40,7 +41,7 @@ class LineResults:
             written.
     """
 
-    def __init__(self, path: Path, model: str, *, resume: bool) -> None:
+    def __init__(self, path: Path, asked: Mapping[str, Any], *, resume: bool) -> None:
         check_writable(path)
         if path.exists() and not resume:
             raise UsageError(f"{path} exists already: add --resume, or choose another --output")
@@ -48,7 +49,7 @@ class LineResults:
             raise UsageError(f"--resume: there is no {path}")
         self.path = path
         self.failed = 0
-        self._model = model
+        self._asked = asked
         self._digests: list[str] = []  # of all lines
         self.count = 0
 
@@ -62,7 +63,7 @@ class LineResults:
             ForetokenError: a result is damaged, or of another prompt or other options.
             OSError: the file cannot be read or written.
         """
-        settings = _settings(llm, self._model)
+        settings = {**self._asked, **_settings(llm)}
         self._digests = [_digest(settings, line) for line in lines]
         records = self._read() if self.path.exists() else []
         for number, record in enumerate(records, 1):
@@ -101,10 +102,10 @@ class LineResults:
         return records
 
 
-def _settings(llm: LLM, model: str) -> dict[str, Any]:
-    """What all results depend on."""
+def _settings(llm: LLM) -> dict[str, Any]:
+    """What all results depend on, as the model runs."""
     return {
-        "model": model,
+        "max_model_len": llm.max_model_len,
         "dtype": str(llm.dtype),
         "device": str(llm.device),
         "runtime": llm.runtime,

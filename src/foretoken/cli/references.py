@@ -31,7 +31,7 @@ class ReferenceOptions:
         Path | None,
         in_panel(
             "Speculation",
-            "With --jsonl: a JSON list of such texts per line, for that line's prompt.",
+            "With --jsonl or --prompts-file: a JSON list of such texts per line, for its prompt.",
             metavar="FILE",
         ),
     ] = None
@@ -49,7 +49,7 @@ class ReferenceOptions:
             OSError: a file cannot be read.
         """
         if self.line_references is not None and not lines:
-            raise UsageError("--line-references: it is for --jsonl; give --reference instead")
+            raise UsageError("--line-references is for several prompts: give --reference")
         if not self.reference and self.line_references is None:
             return None
         shared = [decoded(path.read_bytes(), str(path)) for path in self.reference or ()]
