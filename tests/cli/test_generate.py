@@ -347,7 +347,7 @@ def test_answers_may_quote_files(run: Run, tiny: Path, llm: LLM, tmp_path: Path)
     [
         (["--reference", "FILE", "--method", "none"], "method 'none' does not quote them"),
         (["--reference", "missing.txt"], "missing.txt: No such file"),
-        (["--line-references", "FILE"], "--line-references: it is for --jsonl"),
+        (["--line-references", "FILE"], "--line-references is for several prompts"),
         (["--line-references", "FILE", "--jsonl"], "line 1 is not a JSON list of texts"),
         (["--line-references", "LISTS", "--jsonl"], "--line-references: 2 lines for 1 prompts"),
     ],
