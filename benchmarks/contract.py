@@ -41,7 +41,7 @@ from benchmarks.report import (
     one_line_errors,
 )
 from foretoken import LLM
-from foretoken.bench.contestants import BASELINE
+from foretoken.bench.contestants import BASELINE, methods
 from foretoken.bench.encode import prompt_limit
 from foretoken.bench.journal import Journal
 from foretoken.bench.prompts_file import Prompt, read_prompts, stratified
@@ -53,7 +53,7 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 
 def main(
     prompts: flags.Prompts,
-    method: Annotated[str, typer.Option(help="The drafter.")] = "ngram",
+    method: Annotated[str, typer.Option(help="A drafter, or JSON of its config.")] = "ngram",
     model: flags.Model = "smollm2-135m",
     batch_size: Annotated[
         list[int] | None, typer.Option(min=1, help="(Repeatable.) Default: 1, 2, 4, 8, 16, 32.")
@@ -119,10 +119,11 @@ def _cells(
 
 def _llms(model: str, method: str, most: int, dtype: str, device: str) -> dict[str, LLM]:
     loaded = load(model, dtype, device)
+    _, drafter = methods([method], None, None)
     configs = {
         BASELINE.label: BASELINE.config,
-        DEFAULT: {"method": method},
-        FIXED: {"method": method, "controller": "fixed", "num_speculative_tokens": 5},
+        DEFAULT: drafter.config,
+        FIXED: {**drafter.config, "controller": "fixed", "num_speculative_tokens": 5},
     }
     return {label: llm_for(loaded, each, max_num_seqs=most) for label, each in configs.items()}
 
