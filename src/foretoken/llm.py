@@ -86,7 +86,8 @@ class LLM:
 
     Attributes:
         tokenizer: the tokenizer, or None.
-        model_path: the (converted) Hugging Face folder, or None for a loaded model.
+        model_path: the Hugging Face folder, or None for a loaded model. That of a GGUF file is in
+            the cache, and has no weights if they are packed.
         speculative_config: the default way to speculate.
         eos_token_ids: end-of-sequence tokens.
         engine: the `LLMEngine`, for adding, stepping and aborting requests one by one.
@@ -124,6 +125,7 @@ class LLM:
         loaded = LoadedModel.of(model, tokenizer, dtype, device, packed)
         self.model_path, self.tokenizer = loaded.path, loaded.tokenizer
         self._name = loaded.title
+        self._source = loaded.name if loaded.packed else loaded.path
         self.eos_token_ids = loaded.eos_token_ids
         options = EngineOptions(
             max_model_len=max_model_len,
@@ -206,7 +208,7 @@ class LLM:
         `LLM(other, speculative_config={"model": this})` calls it. The draft model has KV rows of
         its own, and this model's dtype, quantization and runtime.
         """
-        return DraftModel(self.engine.lend(), self.tokenizer, self.model_path)
+        return DraftModel(self.engine.lend(), self.tokenizer, self._source)
 
     @property
     def online_report(self) -> OnlineReport | None:

@@ -136,3 +136,12 @@ def test_how_long_outputs_become() -> None:
     assert lengths.left(20, 50) == 10
     assert lengths.left(20, 5) == 5
     assert lengths.left(40, 50) == 40
+
+
+def test_a_reading_that_seemed_free_does_not_stay_so() -> None:
+    costs = DraftingCosts()
+    costs.add(0.5, 1.0, caught_up=True)
+    costs.add(0.4, 1.0, caught_up=False, read=100)  # less than a level: nothing is left for it
+    assert costs.token == 0
+    costs.add(2.5, 1.0, caught_up=False, read=100)
+    assert costs.token == pytest.approx(2.0 / 100, rel=0.2)

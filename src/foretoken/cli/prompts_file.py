@@ -93,6 +93,10 @@ def _fields(line: str) -> dict[str, Any]:
 
 def _line(number: int, fields: dict[str, Any], params: SamplingParams) -> Line:
     forms = [form for form in FORMS if form in fields]
+    try:
+        json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise PromptError("a text has a surrogate code point, which is no character") from None
     if len(forms) != 1:
         given = " and ".join(forms) or "none of them"
         raise PromptError(f"give one of {', '.join(FORMS)}, got {given}")

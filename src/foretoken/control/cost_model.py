@@ -218,8 +218,8 @@ class CostModel(Controller):
         """How many steps follow without any draft or probe; only valid after one."""
         if not self.idle:
             return 0
-        waited = max((self._history(request).plain_steps for request in batch), default=0.0)
-        return max(0, int(self._probe_every - waited) - 1)
+        left = (self._steps_to_probe(request, len(batch), len(batch)) for request in batch)
+        return max(0, int(min(left, default=float(self._probe_every))) - 1)
 
     def rest(self, batch: Sequence[Request], steps: int) -> None:
         """Record steps in which these requests had no drafts and it was not asked."""
@@ -334,25 +334,30 @@ class CostModel(Controller):
         ]
 
     def _probes(self, request: Request, rows: int, num_requests: int) -> bool:
-        """Whether a request without drafts tries one.
+        """Whether a request without drafts tries one in this step."""
+        if self._steps_to_probe(request, rows, num_requests) > 1:
+            return False
+        if not self._history(request).tried and self._drafting_costs.known:
+            if not within(request, 1).depth:
+                return False  # the trial is left to another request
+            self._steps_without_trial = 0.0
+        return True
+
+    def _steps_to_probe(self, request: Request, rows: int, num_requests: int) -> float:
+        """In how many steps a request without drafts tries one; up to 1, in this one.
 
         One that has never drafted tries as soon as a first draft costs at most one percent of all
         steps since the last such trial, in whichever requests they were. Many short requests
         thus pay for one trial together.
         """
         history = self._history(request)
-        steps = history.plain_steps + 1
         if history.tried or not self._drafting_costs.known:
-            return steps >= self._probe_every
-        if steps < _SOONEST:
-            return False
+            return self._probe_every - history.plain_steps
         nodes, plain = num_requests * self._nodes[0], self.costs(rows, rows)
         drafting = self._level_seconds + (self._reading_seconds(request) or 0.0)
         price = (drafting + self.costs(rows + nodes, rows)) / plain - 1
-        if self._steps_without_trial < price / _PRICE:
-            return False
-        self._steps_without_trial = 0.0
-        return True
+        unpaid = price / _PRICE - self._steps_without_trial
+        return max(_SOONEST - history.plain_steps, unpaid + 1 if unpaid > 0 else 0.0)
 
     # After a step
 
@@ -385,5 +390,8 @@ class CostModel(Controller):
 
     def release(self, request: Request) -> None:
         """Forget the request; the estimates over all requests stay."""
+        if request.key in self._rest.keys:
+            rest, self._rest = self._rest, Rest()
+            self.rest(rest.waiting, rest.taken)
         if self._histories.pop(request.key, None) is not None:
             self._lengths.add(len(request.token_ids) - len(request.prompt_ids))

@@ -93,5 +93,5 @@ class DraftingCosts:
             return
         for cost, levels, read in self._readings:
             per_token = max(0.0, cost - levels * self.level) / read
-            self.token = per_token if self.token is None else smoothed(self.token, per_token)
+            self.token = smoothed(self.token or per_token, per_token)
         self._readings.clear()

@@ -114,4 +114,6 @@ def _somebody_looks() -> bool:
     """Whether stderr is a terminal, or Python runs in a notebook."""
     interactive = sys.modules.get("IPython")
     shell = None if interactive is None else interactive.get_ipython()
-    return sys.stderr.isatty() or type(shell).__name__ == "ZMQInteractiveShell"
+    if type(shell).__name__ == "ZMQInteractiveShell":
+        return True
+    return sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()

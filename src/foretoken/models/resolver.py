@@ -13,7 +13,7 @@ from foretoken.models.folder import check_folder
 from foretoken.models.hub import hub_folder, is_hub_id
 from foretoken.models.identity import identity_of
 
-__all__ = ["gguf_file", "gguf_of", "gguf_title", "resolve"]
+__all__ = ["cache_title", "gguf_file", "gguf_of", "gguf_title", "resolve"]
 
 
 def resolve(model: str | Path) -> Path:
@@ -81,7 +81,12 @@ def gguf_file(model: str | Path) -> Path | None:
 
 def gguf_title(path: Path) -> str:
     """A GGUF file's name as a part of names in the cache."""
-    return (re.sub(r"[^a-z0-9.]+", "-", path.stem.lower()).strip("-.") or "model")[:60]
+    return cache_title(path.stem)
+
+
+def cache_title(name: str) -> str:
+    """The name of a file or folder as a part of names in the cache."""
+    return (re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-.") or "model")[:60]
 
 
 def _cached_names() -> list[str]:

@@ -23,7 +23,7 @@ from foretoken.models.folder import read_config
 from foretoken.models.gguf_file import GgufFile, gguf_parts
 from foretoken.models.gguf_weights import GgufWeights
 from foretoken.models.identity import identity_of
-from foretoken.models.resolver import gguf_file, gguf_title
+from foretoken.models.resolver import cache_title, gguf_file, gguf_title
 from foretoken.models.skeleton import skeleton
 from foretoken.models.weights import FolderWeights, WeightSource
 from foretoken.runtime.choices import AUTO, OWN
@@ -151,12 +151,15 @@ def _packed_folder(folder: Path, dtype: torch.dtype, form: str) -> Path:
         return {"runs": f"rounded to {form}"}
 
     needed = _num_bytes(module, form)
-    return _kept(folder, source.title, source.identity, dtype, form, needed, fill)
+    title = cache_title(source.title)
+    return _kept(folder, title, source.identity, dtype, form, needed, fill)
 
 
 def _packed_gguf(path: Path, dtype: torch.dtype, form: str) -> tuple[Path, Path]:
     """The packed files of a GGUF file, which have its configuration and tokenizer beside them."""
     parts = gguf_parts(path)
+    if form == OWN and all(tensor.is_float for tensor in GgufFile.read(parts[0]).tensors):
+        raise _NotNativeError  # there is nothing to keep in its own numbers
 
     def fill(scratch: Path, product: Path) -> dict[str, str]:
         from foretoken.models.convert import convert_settings
@@ -170,8 +173,6 @@ def _packed_gguf(path: Path, dtype: torch.dtype, form: str) -> tuple[Path, Path]
         if form != OWN:
             RoundingPacker(source, module, form, product).run()
             return {"runs": f"rounded to {form}"}
-        if all(source.is_float(name) for name in source.shapes):
-            raise _NotNativeError
         return {"runs": GgufPacker(source, module, product).run()}
 
     # A number of the file takes at most twice its room, and the embedding 16 or 32 bits.

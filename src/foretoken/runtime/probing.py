@@ -91,7 +91,8 @@ def probe(
         model: its Transformers module.
         quantized: whether the target's weights are quantized. The tree is then compared with a
             chain through the target itself.
-        packed: the model's packed weights, if its module does not have them.
+        packed: the model's packed weights, if its module does not have them. What lies beyond an
+            attention window is then compared with the target's own chains only.
 
     Returns:
         Whether logits had the same bits in all passes that were compared.
@@ -107,7 +108,8 @@ def probe(
         assert isinstance(target.network, WindowedNetwork)
         narrow = target.with_network(target.network.narrowed(NARROW))
         limit = min(window.size for window in windows)
-        exact &= _check_tree(narrow, _narrowed(model), packed, quantized=quantized, window=limit)
+        own = model if packed else _narrowed(model)
+        exact &= _check_tree(narrow, own, packed, quantized=quantized, window=limit)
     return exact and _same_bits(target, (_tokens(target.vocab_size, 5) * 4)[: target.max_model_len])
 
 
