@@ -182,8 +182,9 @@ class ModelDrafter(Drafter):
     def _grow_at_once(self, growths: Sequence[_Growth]) -> None:
         """Draft trees of most probable tokens in one call, if the scorer can.
 
-        `_expand` would grow the same trees level by level. Only where the model's own rules forbid
-        tokens, it drafts others in their place.
+        `_expand` would grow the same trees level by level. Only where tokens are forbidden, by the
+        model's own rules or as bad words, it drafts others in their place; here they are cut off
+        with what is below them.
         """
         growths = [growth for growth in growths if self._can_grow_at_once(growth.request)]
         if not growths or not isinstance(self._scorer, GrowingScorer):
@@ -223,7 +224,7 @@ class ModelDrafter(Drafter):
     def _can_grow_at_once(self, request: Request) -> bool:
         """Whether the children of a node are the most probable tokens of the raw logits.
 
-        The model's own rules may forbid some of them, which are then not drafted.
+        The model's own rules and bad words may forbid some of them, which are then not drafted.
         """
         probable = self._options.takes_most_probable(self._temperature(request))
         return probable and not request.sampler.params_change_logits
