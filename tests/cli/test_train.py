@@ -8,12 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate.state import AcceleratorState
 
 from foretoken import LLM, SamplingParams
 from foretoken.training import curves, serving
@@ -32,12 +30,6 @@ from tests.training.world import short_talks
 
 QUICK = ["--tokens", 200, "--held-out-tokens", 60, "--set", "batch_tokens=128"]
 SHORT = ["--set", "epochs=2", "--set", "evaluate_every=2"]
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerator() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -311,6 +312,12 @@ def test_it_stops_when_nothing_gets_better_and_keeps_the_best(
     assert [each.best for each in run.made.history] == [True, False, True, False, False, False]
     assert [found.score for found, _ in run.saved] == [1.5, 1.6]
     assert run.whole() == []
+
+
+def test_the_precision_may_change_within_a_process(world: World, tmp_path: Path) -> None:
+    for precision in ("bf16", "no"):
+        run = Run(world, tmp_path / precision, replace(SHORT, epochs=1, mixed_precision=precision))
+        assert run.whole()
 
 
 def test_without_patience_it_never_stops_early(

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, set_seed
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -66,6 +67,9 @@ class Trainer:
         on_cpu = next(trainee.parameters()).device.type == "cpu"
         if on_cpu and settings.mixed_precision == "fp16":
             raise ConfigError("mixed_precision: fp16 needs a GPU: choose 'bf16' or 'no'.")
+        # Accelerate keeps the first choice of precision of a process. A later training in the
+        # same process may choose another.
+        AcceleratorState._reset_state()
         self._accelerator = Accelerator(
             mixed_precision=settings.mixed_precision,
             cpu=on_cpu,
