@@ -8,7 +8,6 @@ import shutil
 import signal
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -316,7 +315,8 @@ def test_it_stops_when_nothing_gets_better_and_keeps_the_best(
 
 def test_the_precision_may_change_within_a_process(world: World, tmp_path: Path) -> None:
     for precision in ("bf16", "no"):
-        run = Run(world, tmp_path / precision, replace(SHORT, epochs=1, mixed_precision=precision))
+        settings = SHORT.model_copy(update={"epochs": 1, "mixed_precision": precision})
+        run = Run(world, tmp_path / precision, settings)
         assert run.whole()
 
 
