@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["ARCHITECTURES", "Architecture", "REQUIRED_SETTINGS", "SHARED_SETTINGS", "named"]
+__all__ = ["ARCHITECTURES", "REQUIRED_SETTINGS", "SHARED_SETTINGS", "Architecture", "named"]
 
 REQUIRED_SETTINGS = {
     "context_length": "max_position_embeddings",

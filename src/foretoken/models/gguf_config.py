@@ -35,9 +35,9 @@ def config_of(file: GgufFile) -> PretrainedConfig:
     names = {**REQUIRED_SETTINGS, **about.required, **about.optional}
     given = {to: _number(file, name) for name, to in names.items() if file.has(name)}
     given["head_dim"] = _head_dim(file, given)
-    given["num_key_value_heads"] = _number(file, "attention.head_count_kv") or given[
-        "num_attention_heads"
-    ]
+    given["num_key_value_heads"] = (
+        _number(file, "attention.head_count_kv") or given["num_attention_heads"]
+    )
     given["vocab_size"] = next(x.shape[0] for x in file.tensors if x.name == "token_embd.weight")
     given["tie_word_embeddings"] = all(tensor.name != "output.weight" for tensor in file.tensors)
     given["rope_parameters"] = _rope(file)

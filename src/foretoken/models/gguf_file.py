@@ -187,7 +187,14 @@ class GgufFile:
         parts = gguf_parts(path)
         readers = [_reader(part) for part in parts]
         tensors = [each for part in zip(parts, readers, strict=True) for each in _tensors(*part)]
-        return cls(parts[0], readers[0], tuple(tensors))
+        file = cls(parts[0], readers[0], tuple(tensors))
+        count = file.get("split.count") or 1
+        if count != len(parts):
+            raise ModelError(
+                f"{path} is one of {count} parts, but is not named like NAME-00001-of-"
+                f"{count:05d}.gguf, so the others cannot be found; give the parts their names back"
+            )
+        return file
 
     @property
     def architecture(self) -> str:
@@ -235,12 +242,6 @@ class GgufFile:
         return found
 
     def _check_content(self) -> None:
-        count = self.get("split.count") or 1
-        if count != len(gguf_parts(self.path)):
-            raise ModelError(
-                f"{self.path} is one of {count} parts, but is not named like NAME-00001-of-"
-                f"{count:05d}.gguf, so the others cannot be found; give the parts their names back"
-            )
         about = self.about
         for tensor in self.tensors:
             if not tensor.is_float and tensor.kind not in gguf.quants._type_traits:

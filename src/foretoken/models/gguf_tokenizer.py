@@ -75,6 +75,8 @@ def convert_tokenizer(file: GgufFile, folder: Path) -> None:
         _keep_leading_spaces(backend, file.get("tokenizer.ggml.add_space_prefix") is not False)
     tokens = file.get("tokenizer.ggml.tokens")
     special = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
+    # Files of SentencePiece vocabularies need not say that a text begins with a token of its own.
+    begins = file.get("tokenizer.ggml.add_bos_token")
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend,
         model_max_length=file.setting("context_length"),
@@ -82,17 +84,15 @@ def convert_tokenizer(file: GgufFile, folder: Path) -> None:
         clean_up_tokenization_spaces=False,
         **{name: tokens[number] for name, number in special.items() if number is not None},
     )
-    # Files of SentencePiece vocabularies need not say it.
-    begins = file.get("tokenizer.ggml.add_bos_token")
-    tokenizer.add_bos_token = kind == "llama" if begins is None else begins
-    tokenizer.add_eos_token = bool(file.get("tokenizer.ggml.add_eos_token"))
+    tokenizer.add_bos_token = kind == "llama" if begins is None else begins  # type: ignore[misc]
+    tokenizer.add_eos_token = bool(file.get("tokenizer.ggml.add_eos_token"))  # type: ignore[misc]
     tokenizer.save_pretrained(folder)
     _check_saved(file, tokenizer, folder)
 
 
 def _backend(file: GgufFile) -> Any:
     """The tokenizer that Transformers makes of the file's vocabulary."""
-    from transformers.integrations.gguf import convert_gguf_tokenizer
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 
     given = {name: file.get(f"tokenizer.ggml.{key}") for name, key in _VOCABULARY.items()}
     present = {name: value for name, value in given.items() if value is not None}

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from foretoken.errors import ModelError
-from foretoken.models import store
+from foretoken.models import aside, store
 from foretoken.models.alias import Alias, aliases
 from foretoken.models.folder import check_folder
 from foretoken.models.hub import hub_folder, is_hub_id
@@ -150,7 +150,7 @@ def _build_gguf(path: Path, name: str) -> Path:
         convert_gguf(file, product)
         return {}
 
-    return store.build(name, str(path), converted_bytes(file), fill)
+    return aside.build(name, str(path), converted_bytes(file), fill)
 
 
 def _not_found(model: str, is_file: bool) -> str:

@@ -17,6 +17,7 @@ from foretoken.runtime.windows import Window, layer_windows
 
 __all__ = [
     "ARCHITECTURES",
+    "MODEL_TYPES",
     "DecoderWeights",
     "JointInput",
     "LayerWeights",
@@ -29,6 +30,9 @@ __all__ = [
 
 ARCHITECTURES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 """Their classes; `is_llama` looks at the configuration, too."""
+
+MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
+"""What configurations call them."""
 
 
 def is_llama(model: PreTrainedModel) -> bool:
