@@ -6,7 +6,7 @@ A setting that is not listed here could change what a model computes. A file tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,10 @@ SHARED_SETTINGS = {
 }
 """Settings of every architecture that `gguf_config.py` converts, or that tensors' shapes repeat."""
 
+WINDOW_PATTERN = "attention.sliding_window_pattern"
+THETA_OF_WINDOWS = "rope.freq_base_swa"
+
+_WINDOW = {"attention.sliding_window": "sliding_window"}
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 
 
@@ -46,9 +50,11 @@ class Architecture:
         model_type: Transformers'.
         required: Further settings that every file has, and their fields in the configuration.
         optional: Settings that a file may have, and their fields.
+        converted: Further settings that `gguf_config.py` converts.
         fields: Fields that llama.cpp has in its code, by the fields that the file gives.
         pairs: Whether query and key rows that rotate together lie side by side in the file.
             Transformers has them half a head apart.
+        native: Whether the native runtime runs it, in the file's own numbers if the sizes fit.
         norms_from_one: Whether the file stores the weights of norms plus one.
     """
 
@@ -56,14 +62,22 @@ class Architecture:
     model_type: str
     required: Mapping[str, str] = field(default_factory=dict)
     optional: Mapping[str, str] = field(default_factory=dict)
+    converted: Collection[str] = ()
     fields: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _given: {}
     pairs: bool = False
+    native: bool = False
     norms_from_one: bool = False
 
     @property
     def known(self) -> set[str]:
         """All settings that a file may have."""
-        return {*REQUIRED_SETTINGS, *SHARED_SETTINGS, *self.required, *self.optional}
+        return {
+            *REQUIRED_SETTINGS,
+            *SHARED_SETTINGS,
+            *self.required,
+            *self.optional,
+            *self.converted,
+        }
 
 
 def _gemma_scalar(layers_of_27b: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
@@ -78,7 +92,7 @@ def _gemma_scalar(layers_of_27b: int) -> Callable[[Mapping[str, Any]], dict[str,
 
 
 ARCHITECTURES = (
-    Architecture("llama", "llama", pairs=True),
+    Architecture("llama", "llama", pairs=True, native=True),
     Architecture(
         "llama",
         "mixtral",
@@ -86,8 +100,8 @@ ARCHITECTURES = (
         fields=lambda _given: {"sliding_window": None},
         pairs=True,
     ),
-    Architecture("qwen2", "qwen2"),
-    Architecture("qwen3", "qwen3"),
+    Architecture("qwen2", "qwen2", native=True),
+    Architecture("qwen3", "qwen3", native=True),
     Architecture(
         "qwen2moe",
         "qwen2_moe",
@@ -108,18 +122,20 @@ ARCHITECTURES = (
         "gemma2",
         "gemma2",
         required={
-            "attention.sliding_window": "sliding_window",
+            **_WINDOW,
             "attn_logit_softcapping": "attn_logit_softcapping",
             "final_logit_softcapping": "final_logit_softcapping",
         },
+        converted={WINDOW_PATTERN},
         fields=_gemma_scalar(46),
         norms_from_one=True,
     ),
     Architecture(
         "gemma3",
         "gemma3_text",
-        required={"attention.sliding_window": "sliding_window"},
+        required=_WINDOW,
         optional={"final_logit_softcapping": "final_logit_softcapping"},
+        converted={WINDOW_PATTERN, THETA_OF_WINDOWS},
         fields=_gemma_scalar(62),
         norms_from_one=True,
     ),
@@ -127,7 +143,7 @@ ARCHITECTURES = (
         "phi3",
         "phi3",
         optional={
-            "attention.sliding_window": "sliding_window",
+            **_WINDOW,
             "rope.scaling.original_context_length": "original_max_position_embeddings",
         },
     ),

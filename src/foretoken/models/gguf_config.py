@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from foretoken.errors import ModelError
-from foretoken.models.gguf_architectures import REQUIRED_SETTINGS
+from foretoken.models.gguf_architectures import (
+    REQUIRED_SETTINGS,
+    THETA_OF_WINDOWS,
+    WINDOW_PATTERN,
+)
 from foretoken.models.gguf_file import GgufFile
 
 if TYPE_CHECKING:
@@ -44,6 +48,8 @@ def config_of(file: GgufFile) -> PretrainedConfig:
     for end in ("bos", "eos", "pad"):
         kind = {"pad": "padding"}.get(end, end)
         given[f"{end}_token_id"] = file.get(f"tokenizer.ggml.{kind}_token_id")
+    if (pattern := file.setting(WINDOW_PATTERN)) is not None:
+        given["layer_types"] = _layer_types(pattern, given["num_hidden_layers"])
     if about.model_type == "phi3":
         _check_phi(file, given)
     config: PretrainedConfig = AutoConfig.for_model(
@@ -98,9 +104,19 @@ def _rope(file: GgufFile) -> dict[str, Any]:
         )
     if file.about.model_type != "gemma3_text":
         return rope
-    # Layers with a window have angles of their own, which no file says.
-    windowed = {"rope_type": "default", "rope_theta": _THETA}
+    # Layers with a window have angles of their own, which older files do not say.
+    windowed = {"rope_type": "default", "rope_theta": _number(file, THETA_OF_WINDOWS) or _THETA}
     return {"full_attention": rope, "sliding_attention": windowed}
+
+
+def _layer_types(pattern: int | list[bool], layers: int) -> list[str]:
+    """Which layers have a window: a list says it, or the last of so many layers has none."""
+    windowed = (
+        pattern
+        if isinstance(pattern, list)
+        else [bool((index + 1) % pattern) for index in range(layers)]
+    )
+    return ["sliding_attention" if each else "full_attention" for each in windowed[:layers]]
 
 
 def _check_phi(file: GgufFile, given: dict[str, Any]) -> None:

@@ -75,8 +75,9 @@ def convert_tokenizer(file: GgufFile, folder: Path) -> None:
         _keep_leading_spaces(backend, file.get("tokenizer.ggml.add_space_prefix") is not False)
     tokens = file.get("tokenizer.ggml.tokens")
     special = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
-    # Files of SentencePiece vocabularies need not say that a text begins with a token of its own.
+    # Files of these vocabularies need not say that a text begins with a token of its own.
     begins = file.get("tokenizer.ggml.add_bos_token")
+    usual = kind == "llama" or split in _WHOLE_WORDS
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend,
         model_max_length=file.setting("context_length"),
@@ -84,7 +85,7 @@ def convert_tokenizer(file: GgufFile, folder: Path) -> None:
         clean_up_tokenization_spaces=False,
         **{name: tokens[number] for name, number in special.items() if number is not None},
     )
-    tokenizer.add_bos_token = kind == "llama" if begins is None else begins  # type: ignore[misc]
+    tokenizer.add_bos_token = usual if begins is None else begins  # type: ignore[misc]
     tokenizer.add_eos_token = bool(file.get("tokenizer.ggml.add_eos_token"))  # type: ignore[misc]
     tokenizer.save_pretrained(folder)
     _check_saved(file, tokenizer, folder)
@@ -149,9 +150,12 @@ def _check_saved(file: GgufFile, tokenizer: PreTrainedTokenizerBase, folder: Pat
         )
     tokens = file.get("tokenizer.ggml.tokens")
     types = file.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    spaces = file.get("tokenizer.ggml.model") == "llama"
     loaded_tokens = loaded.convert_ids_to_tokens(list(range(len(tokens))))
     for number, (old, new, kind) in enumerate(zip(tokens, loaded_tokens, types, strict=True)):
-        if old != new and kind in _CHECKED_TYPES:
+        # llama.cpp stores spaces of user-defined tokens as they are.
+        same = new == old or (spaces and new == old.replace(" ", "▁"))
+        if not same and kind in _CHECKED_TYPES:
             raise ModelError(
                 f"{file.path} has token {number} {old!r}, which Transformers turns into {new!r}; "
                 f"{_HINT}"

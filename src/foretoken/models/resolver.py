@@ -148,7 +148,8 @@ def _build_gguf(path: Path, name: str) -> Path:
 
     def fill(_scratch: Path, product: Path) -> dict[str, str]:
         convert_gguf(file, product)
-        return {}
+        native = "" if file.about.native else f"; {file.about.model_type} has no native runtime"
+        return {"runs": f"dequantized{native}"}
 
     return aside.build(name, str(path), converted_bytes(file), fill)
 

@@ -17,7 +17,6 @@ from foretoken.runtime.windows import Window, layer_windows
 
 __all__ = [
     "ARCHITECTURES",
-    "MODEL_TYPES",
     "DecoderWeights",
     "JointInput",
     "LayerWeights",
@@ -30,9 +29,6 @@ __all__ = [
 
 ARCHITECTURES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 """Their classes; `is_llama` looks at the configuration, too."""
-
-MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
-"""What configurations call them."""
 
 
 def is_llama(model: PreTrainedModel) -> bool:

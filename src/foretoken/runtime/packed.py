@@ -28,7 +28,7 @@ from foretoken.models.resolver import cache_title, gguf_file, gguf_title
 from foretoken.models.skeleton import skeleton
 from foretoken.models.weights import FolderWeights, WeightSource
 from foretoken.runtime.choices import AUTO, OWN
-from foretoken.runtime.llama import ARCHITECTURES, MODEL_TYPES, LlamaWeights
+from foretoken.runtime.llama import ARCHITECTURES, LlamaWeights
 from foretoken.runtime.native.packed import QUANTIZED
 from foretoken.runtime.native.packed_files import (
     LAYOUT_VERSION,
@@ -169,7 +169,7 @@ def _packed_gguf(path: Path, dtype: torch.dtype, form: str) -> tuple[Path, Path]
     """The packed files of a GGUF file, which have its configuration and tokenizer beside them."""
     parts = gguf_parts(path)
     read = GgufFile.read(parts[0])
-    if read.about.model_type not in MODEL_TYPES:
+    if not read.about.native:
         raise _NotNativeError
     if form == OWN and all(tensor.is_float for tensor in read.tensors):
         raise _NotNativeError  # there is nothing to keep in its own numbers
