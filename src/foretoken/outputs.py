@@ -61,6 +61,10 @@ class Metrics:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_rejected_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    """Drafted tokens of the request's prediction that became part of the output."""
+    rejected_prediction_tokens: int = 0
+    """Drafted tokens of it that were verified and did not."""
     accepted_per_position: list[int] = field(default_factory=list)
     """How often the drafted token at each depth was accepted."""
     prefill_seconds: float = 0.0

@@ -48,6 +48,7 @@ EXAMPLES = examples(
     "foretoken generate --model DIR --file sentences.txt --jsonl",
     "foretoken generate --prompts-file in.jsonl --output out.jsonl",
     'foretoken generate "What does the manual say?" --reference manual.txt',
+    'foretoken generate "Rename f to g. $(cat a.py)" --prediction-file a.py',
     'foretoken generate "Translate to French: good morning." --beam-width 4',
 )
 
@@ -67,6 +68,19 @@ class LanguageOptions:
         """A prompt with the languages that were given."""
         languages = {name: code for name, code in asdict(self).items() if code is not None}
         return {"encoder_prompt": given, **languages} if languages else given
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Texts beside the prompt: what drafts may quote, and what the answer is expected to repeat."""
+
+    references: Sequence[str] | None
+    prediction: str | None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of `LLM.generate`."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -154,6 +168,7 @@ def generate(
         engine.refuse_what_is_for_several()
     text = "" if batch.wanted else read_prompt(prompt, file)
     quoted = None if batch.wanted else references.read(1, lines=False)
+    expected = None if batch.wanted else references.prediction()
     with working("Starting", quiet=quiet):
         config = speculation.config_for(target.model, beams=beam_width > 1)
         beams = {"beam_width": beam_width, "length_penalty": length_penalty}
@@ -170,13 +185,13 @@ def generate(
         generate_lines(llm, lines, as_prompt, results, quiet=quiet)
         return
     conversation = languages.prompt(shaped(llm, text, chat))
-    texts = None if quoted is None else quoted[0]
+    beside = Beside(None if quoted is None else quoted[0], expected)
     if json_output:
         with working("Generating", quiet=quiet):
             (result,) = llm.generate(
                 [conversation],
                 params,
-                references=texts,
+                **beside.arguments,
                 trace=trace is not None,
                 use_tqdm=False,
             )
@@ -185,10 +200,10 @@ def generate(
         )
         outputs = list(result.outputs)
     elif n > 1:
-        outputs = _several(llm, conversation, params, texts, quiet=quiet)
+        outputs = _several(llm, conversation, params, beside, quiet=quiet)
     else:
         traced = trace is not None
-        outputs = [_stream(llm, conversation, params, texts, trace=traced, quiet=quiet)]
+        outputs = [_stream(llm, conversation, params, beside, trace=traced, quiet=quiet)]
     if not (quiet or json_output):
         show_what_ran(llm)
     if trace is not None:
@@ -227,7 +242,7 @@ def _stream(
     llm: LLM,
     prompt: Prompt,
     params: SamplingParams,
-    references: Sequence[str] | None,
+    beside: Beside,
     *,
     trace: bool,
     quiet: bool,
@@ -235,7 +250,7 @@ def _stream(
     writer = TokenWriter()
     output = None
     with closing(writer):
-        for chunk in llm.stream(prompt, params, references=references, trace=trace):
+        for chunk in llm.stream(prompt, params, **beside.arguments, trace=trace):
             writer.write(chunk.tokens)
             output = chunk.output
     assert output is not None, "the last chunk has the output"
@@ -248,13 +263,13 @@ def _several(
     llm: LLM,
     prompt: Prompt,
     params: SamplingParams,
-    references: Sequence[str] | None,
+    beside: Beside,
     *,
     quiet: bool,
 ) -> list[CompletionOutput]:
     """Generate all answers in one batch and show them one after the other."""
     with working(f"Generating {params.n} answers", quiet=quiet):
-        (result,) = llm.generate([prompt], params, references=references, use_tqdm=False)
+        (result,) = llm.generate([prompt], params, **beside.arguments, use_tqdm=False)
     outputs = list(result.outputs)
     console = display()
     for output in outputs:

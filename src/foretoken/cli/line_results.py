@@ -116,5 +116,7 @@ def _settings(llm: LLM) -> dict[str, Any]:
 
 def _digest(settings: dict[str, Any], line: Line) -> str:
     fields = [settings, line.shown, line.params.model_dump(), line.references]
+    if line.prediction is not None:
+        fields.append(line.prediction)
     text = json.dumps(fields, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -76,7 +76,8 @@ def generate_lines(
 
 def _job(llm: LLM, line: Line, prompt: Prompt, references: Any) -> Job:
     try:
-        return llm.engine.job(prompt, line.params, references=references)
+        expected = llm.engine.references.prediction(line.prediction)
+        return llm.engine.job(prompt, line.params, references=references, prediction=expected)
     except PromptError as error:
         raise PromptError(f"line {line.number}: {error}") from None
 
