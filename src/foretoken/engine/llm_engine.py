@@ -14,7 +14,7 @@ and a step advances the requests of all threads.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from itertools import count
 from threading import Lock
 from typing import Any
@@ -34,7 +34,7 @@ from foretoken.engine.outbox import Outbox
 from foretoken.engine.prefix_cache import PrefixCache
 from foretoken.engine.prompts import Prompt
 from foretoken.engine.references import GivenPrediction, GivenReferences, ReferenceReader
-from foretoken.engine.runs import Runs
+from foretoken.engine.runs import AfterStep, Runs
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.strategies import Speculative, StrategyFactory
 from foretoken.engine.turns import Turns, Uninterrupted
@@ -333,9 +333,7 @@ class LLMEngine:
         """Abort those of these jobs that have not ended."""
         self._runs.end(jobs)
 
-    def run(
-        self, jobs: Sequence[Job], after_step: Callable[[], object] | None = None
-    ) -> list[RequestOutput]:
+    def run(self, jobs: Sequence[Job], after_step: AfterStep | None = None) -> list[RequestOutput]:
         """See `Runs.run`."""
         return self._runs.run(jobs, after_step)
 
