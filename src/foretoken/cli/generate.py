@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foretoken.cli.advice import flag
 from foretoken.cli.batch_options import BatchOptions
 from foretoken.cli.console import display, plain, working
 from foretoken.cli.files import check_writable, write_whole
@@ -143,6 +144,10 @@ def generate(
         int | None,
         in_panel("Output", "In JSON: log-probabilities of the k most likely tokens."),
     ] = None,
+    prompt_logprobs: Annotated[
+        int | None,
+        in_panel("Output", "In JSON: the same for each token of the prompt; -1 is all tokens."),
+    ] = None,
     json_output: Annotated[
         bool,
         in_panel("Output", "Print one JSON object; with --n, `outputs` has all answers.", "--json"),
@@ -163,7 +168,8 @@ def generate(
     nothing else.
     """
     batch.check(prompt, file)
-    _check(n, logprobs, json_output, trace, lines=batch.wanted, beams=beam_width > 1)
+    scores = {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+    _check(n, scores, json_output, trace, lines=batch.wanted, beams=beam_width > 1)
     if n == 1 and not batch.wanted:
         engine.refuse_what_is_for_several()
     text = "" if batch.wanted else read_prompt(prompt, file)
@@ -172,7 +178,7 @@ def generate(
     with working("Starting", quiet=quiet):
         config = speculation.config_for(target.model, beams=beam_width > 1)
         beams = {"beam_width": beam_width, "length_penalty": length_penalty}
-        params = sampling.params(n=n, logprobs=logprobs, **beams)
+        params = sampling.params(n=n, **scores, **beams)
     lines = batch.lines(prompt, file, params, references) if batch.wanted else []
     results = batch.results({"model": target.model, "chat": chat, **asdict(languages)})
     llm = open_llm(target, config, quiet=quiet, **engine.arguments())
@@ -212,7 +218,7 @@ def generate(
 
 def _check(
     n: int,
-    logprobs: int | None,
+    scores: Mapping[str, int | None],
     json_output: bool,
     trace: Path | None,
     *,
@@ -224,10 +230,11 @@ def _check(
         raise UsageError(
             "--json prints one object, and several prompts have one per line: leave out --json"
         )
-    if logprobs is not None and not (json_output or lines):
-        raise UsageError(
-            "--logprobs are shown in JSON only: add --json, or --jsonl or --prompts-file"
-        )
+    for name, top in scores.items():
+        if top is not None and not (json_output or lines):
+            raise UsageError(
+                f"{flag(name)} are shown in JSON only: add --json, or --jsonl or --prompts-file"
+            )
     if trace is not None:
         if lines:
             raise UsageError("--trace describes one answer: leave out --jsonl, or --prompts-file")
@@ -295,7 +302,7 @@ def _fields(llm: LLM, text: str, result: RequestOutput, *, traced: bool) -> dict
     return {
         **what_ran(llm),
         "prompt": text,
-        **result.ids_as_dict(),
+        **result.prompt_as_dict(),
         **first,
         **({"outputs": outputs} if len(outputs) > 1 else {}),
     }

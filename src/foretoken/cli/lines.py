@@ -96,7 +96,7 @@ def _fields(job: Job) -> dict[str, Any]:
     outputs = [output.as_dict() for output in result.outputs]
     first = {name: field for name, field in outputs[0].items() if name != "index"}
     return {
-        **result.ids_as_dict(),
+        **result.prompt_as_dict(),
         **first,
         **({"outputs": outputs} if len(outputs) > 1 else {}),
     }
