@@ -48,6 +48,8 @@ class Request:
         source: what the encoder reads; None for a decoder-only model.
         rules: what an encoder-decoder's generation config does to its logits.
         references: texts that drafters may quote, besides what the request reads and writes.
+        prediction: the text that its output is expected to repeat, as the only one of these
+            references; none if nothing is expected.
         bad_words: the tokens of `params.bad_words`; None if there are none.
 
     Attributes:
@@ -73,6 +75,7 @@ class Request:
         source: Source | None = None,
         rules: DecodingRules | None = None,
         references: References = NO_REFERENCES,
+        prediction: References = NO_REFERENCES,
         bad_words: BadWords | None = None,
     ) -> None:
         assert prompt_ids, "the caller refuses empty prompts"
@@ -82,6 +85,7 @@ class Request:
         self.prompt_ids = tuple(prompt_ids)
         self.source = source
         self.references = references
+        self.prediction = prediction
         self.token_ids = list(prompt_ids)
         self.trace_all = trace_all
         room = max_model_len - len(prompt_ids)
@@ -127,6 +131,13 @@ class Request:
     def input_ids(self) -> Sequence[int]:
         """What the output answers: the text that the encoder reads, or else the prompt."""
         return self.prompt_ids if self.source is None else self.source.tokens
+
+    @property
+    def given_ids(self) -> tuple[int, ...]:
+        """The prompt, and the token that must come first by an encoder-decoder's rules."""
+        rules = self.sampler.rules
+        forced = () if rules is None or rules.first is None else (rules.first,)
+        return (*self.prompt_ids, *forced)
 
     @property
     def output_ids(self) -> list[int]:

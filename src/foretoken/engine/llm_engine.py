@@ -14,7 +14,7 @@ and a step advances the requests of all threads.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from itertools import count
 from threading import Lock
 from typing import Any
@@ -33,8 +33,8 @@ from foretoken.engine.kv_budget import KVBudget
 from foretoken.engine.outbox import Outbox
 from foretoken.engine.prefix_cache import PrefixCache
 from foretoken.engine.prompts import Prompt
-from foretoken.engine.references import GivenReferences, ReferenceReader
-from foretoken.engine.runs import Runs
+from foretoken.engine.references import GivenPrediction, GivenReferences, ReferenceReader
+from foretoken.engine.runs import AfterStep, Runs
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.strategies import Speculative, StrategyFactory
 from foretoken.engine.turns import Turns, Uninterrupted
@@ -161,6 +161,7 @@ class LLMEngine:
         speculative_config: Speculative = None,
         *,
         references: GivenReferences = None,
+        prediction: GivenPrediction = None,
         trace: bool = False,
         request_id: str | None = None,
     ) -> str:
@@ -172,6 +173,7 @@ class LLMEngine:
             speculative_config: how this request speculates; None takes the `LLM`'s configuration.
                 If it has no `acceptance`, the `LLM`'s rule is used.
             references: texts that drafts may quote, or lists of token ids; see `LLM.generate`.
+            prediction: what the output is expected to repeat; see `LLM.generate`.
             trace: see `LLM.generate`.
             request_id: an id that no other request has; None generates one.
 
@@ -185,7 +187,8 @@ class LLMEngine:
                 references.
         """
         texts = self.references.read(references)
-        job = self.job(prompt, params, speculative_config, texts, trace=trace)
+        expected = self.references.prediction(prediction)
+        job = self.job(prompt, params, speculative_config, texts, expected, trace=trace)
         names: list[str] = []
 
         def add() -> None:
@@ -258,10 +261,18 @@ class LLMEngine:
     # Jobs, for `LLM`
 
     def jobs(
-        self, prompts: Any, params: Any, configs: Any, references: Any, *, trace: bool
+        self,
+        prompts: Any,
+        params: Any,
+        configs: Any,
+        references: Any,
+        prediction: Any,
+        *,
+        trace: bool,
     ) -> list[Job]:
         """See `JobMaker.jobs`."""
-        return self._job_maker.jobs(prompts, params, configs, references, trace=trace)
+        make = self._job_maker.jobs
+        return make(prompts, params, configs, references, prediction, trace=trace)
 
     def job(
         self,
@@ -269,11 +280,13 @@ class LLMEngine:
         params: Sampling = None,
         speculative_config: Speculative = None,
         references: References = NO_REFERENCES,
+        prediction: References = NO_REFERENCES,
         *,
         trace: bool = False,
     ) -> Job:
         """See `JobMaker.job`."""
-        return self._job_maker.job(prompt, params, speculative_config, references, trace=trace)
+        make = self._job_maker.job
+        return make(prompt, params, speculative_config, references, prediction, trace=trace)
 
     def lend(self) -> Target:
         """The model over rows of its own, for another engine.
@@ -290,11 +303,19 @@ class LLMEngine:
         prompt: Prompt,
         params: SamplingParams,
         references: References = NO_REFERENCES,
+        prediction: References = NO_REFERENCES,
         *,
         trace: bool = False,
     ) -> list[Request]:
         """Check a prompt and make one request per output, without queueing them."""
-        return self._maker.make(prompt, self.tokenizer, params, trace=trace, references=references)
+        return self._maker.make(
+            prompt,
+            self.tokenizer,
+            params,
+            trace=trace,
+            references=references,
+            prediction=prediction,
+        )
 
     def read(self, prompt: Prompt) -> tuple[Source | None, Sequence[int]]:
         """See `RequestMaker.read`."""
@@ -312,9 +333,7 @@ class LLMEngine:
         """Abort those of these jobs that have not ended."""
         self._runs.end(jobs)
 
-    def run(
-        self, jobs: Sequence[Job], after_step: Callable[[], object] | None = None
-    ) -> list[RequestOutput]:
+    def run(self, jobs: Sequence[Job], after_step: AfterStep | None = None) -> list[RequestOutput]:
         """See `Runs.run`."""
         return self._runs.run(jobs, after_step)
 

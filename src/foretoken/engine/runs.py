@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
+from typing import TypeAlias
 
 from foretoken.engine.jobs import Job
 from foretoken.engine.outbox import Outbox
@@ -13,7 +14,10 @@ from foretoken.errors import RequestError
 from foretoken.outputs import RequestOutput, StreamChunk
 from foretoken.speculation import Speculation
 
-__all__ = ["Runs"]
+__all__ = ["AfterStep", "Runs"]
+
+AfterStep: TypeAlias = Callable[[Sequence[Job]], object]
+"""What is called between two steps, with the jobs that have changed."""
 
 
 class Runs:
@@ -54,19 +58,18 @@ class Runs:
         with Uninterrupted():  # even while it waits for its turn
             self._turns.take(lambda: self._scheduler.abort(r for job in jobs for r in job.requests))
 
-    def run(
-        self, jobs: Sequence[Job], after_step: Callable[[], object] | None = None
-    ) -> list[RequestOutput]:
+    def run(self, jobs: Sequence[Job], after_step: AfterStep | None = None) -> list[RequestOutput]:
         """Queue the jobs, step until they have ended, and collect their results.
 
         Args:
             jobs: the jobs.
-            after_step: called between two steps, if it is given.
+            after_step: called between two steps with the jobs that have changed since the last
+                call, if it is given.
 
         Raises:
             RequestError: a request ended with an error; `outputs` has the results of all jobs.
         """
-        new = list(jobs)
+        new, open_jobs = list(jobs), _OpenJobs(jobs)
 
         def advance() -> None:
             self.queue(new)
@@ -76,14 +79,12 @@ class Runs:
         # A SIGINT is delivered only between two steps, where `end` is sure to run.
         with Uninterrupted() as uninterrupted:
             try:
-                while not all(job.finished for job in jobs):
+                while open_jobs:
                     uninterrupted.deliver()
-                    self._turns.take(
-                        advance,
-                        unless=lambda: uninterrupted.pending or all(job.finished for job in jobs),
-                    )
+                    self._turns.take(advance, unless=lambda: uninterrupted.pending or not open_jobs)
+                    changed = open_jobs.changed()
                     if after_step is not None:
-                        after_step()
+                        after_step(changed)
             finally:
                 if not new:
                     self.end(jobs)
@@ -110,6 +111,37 @@ class Runs:
         finally:
             self.end(jobs)
         _results(jobs)
+
+
+class _OpenJobs:
+    """Which of some jobs have changed and which have ended, without looking at those that wait.
+
+    Args:
+        jobs: jobs that are not queued yet.
+    """
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._outbox = Outbox()
+        self._outbox.watch(jobs)
+        self._open = {id(job) for job in jobs}
+        self._changed: dict[int, Job] = {}
+
+    def __bool__(self) -> bool:
+        """Whether any job has not ended; steps of other threads end jobs, too."""
+        self._look()
+        return bool(self._open)
+
+    def changed(self) -> list[Job]:
+        """The jobs that have changed since the last call."""
+        self._look()
+        changed, self._changed = list(self._changed.values()), {}
+        return changed
+
+    def _look(self) -> None:
+        for job in self._outbox.take():
+            self._changed[id(job)] = job
+            if job.finished:
+                self._open.discard(id(job))
 
 
 def _results(jobs: Sequence[Job]) -> list[RequestOutput]:

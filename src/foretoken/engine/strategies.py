@@ -20,7 +20,9 @@ from foretoken.core.grammar import Grammars
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.beams import BeamDrafter, beam_drafter
 from foretoken.drafters.hybrid import Hybrid
+from foretoken.drafters.options.lookups import LONGEST_PREDICTED
 from foretoken.drafters.overlap import VocabularyOverlap
+from foretoken.drafters.prediction import with_prediction
 from foretoken.drafters.spec import DrafterParts
 from foretoken.drafters.vocabulary import DraftModel
 from foretoken.engine.kv_budget import KVBudget
@@ -95,6 +97,7 @@ class StrategyFactory:
         self._costs = CostCurve()  # of the target, so all controllers share it
         self._built: list[tuple[SpeculativeConfig, Strategy]] = []
         self._for_beams: list[tuple[Strategy | None, Strategy]] = []
+        self._for_predictions: list[tuple[Strategy, Strategy]] = []
         self._load: Callable[[Any], DraftModel] = self._load_draft_model
 
     def strategy(self, given: Speculative) -> Strategy | None:
@@ -130,6 +133,32 @@ class StrategyFactory:
         del self._for_beams[:-MAX_STRATEGIES]
         return self._for_beams[-1][1]
 
+    def for_prediction(self, given: Speculative, strategy: Strategy) -> Strategy:
+        """The strategy of requests with a prediction, which drafts from it first.
+
+        Where the prediction is of no use, it drafts with the same drafter as `strategy`.
+
+        Args:
+            given: the configuration of `strategy`; None is the `LLM`'s.
+            strategy: how the requests would speculate without a prediction.
+        """
+        if strategy.drafter.follows_prediction:
+            return strategy
+        for known, predicting in self._for_predictions:
+            if known is strategy:
+                return predicting
+        config = self.config if given is None else SpeculativeConfig.parse(given)
+        drafter = with_prediction(strategy.drafter, config.gamma)
+        gamma = max(config.gamma, LONGEST_PREDICTED)
+        if not config.gamma:  # nothing was drafted, so there was no choice of how much
+            config = SpeculativeConfig(method="prediction")
+        controller = self._controller(config, drafter, strategy.rule, gamma)
+        made = Strategy(drafter, controller, strategy.rule, strategy.learner)
+        self._measure_costs(controller)
+        self._for_predictions.append((strategy, made))
+        del self._for_predictions[:-MAX_STRATEGIES]
+        return made
+
     def kept(self) -> list[Strategy]:
         """The requests' strategies that are kept."""
         return [strategy for _, strategy in self._built]
@@ -146,7 +175,8 @@ class StrategyFactory:
             learner = learner_for(
                 config.method_name, drafter, config.online, self._target, same_bits=same_bits
             )
-        strategy = Strategy(drafter, self._controller(config, drafter, rule), rule, learner)
+        controller = self._controller(config, drafter, rule, config.gamma)
+        strategy = Strategy(drafter, controller, rule, learner)
         self._kv_budget.share()
         self._measure_costs(strategy.controller)
         return strategy
@@ -170,7 +200,8 @@ class StrategyFactory:
                 loaded[key] = self._load(model)
             return loaded[key]
 
-        other._built, other._for_beams, other._load = [], [], load
+        other._built, other._for_beams, other._for_predictions = [], [], []
+        other._load = load
         return other
 
     # Inside
@@ -204,7 +235,7 @@ class StrategyFactory:
         return drafter
 
     def _controller(
-        self, config: SpeculativeConfig, drafter: Drafter, rule: AcceptanceRule
+        self, config: SpeculativeConfig, drafter: Drafter, rule: AcceptanceRule, gamma: int
     ) -> Controller:
         name = config.controller_under(rule)
         if config.controller is None and not self._is_exact(drafter):
@@ -212,9 +243,9 @@ class StrategyFactory:
         hybrid = isinstance(drafter, Hybrid)
         kind = controller_class(name, looks_up=drafter.looks_up, hybrid=hybrid)
         options = None if config.controller is None else config.controller_options
-        levels = drafter.level_sizes(config.gamma)
+        levels = drafter.level_sizes(gamma)
         at_once = drafter.drafts_at_once
-        controller = kind(config.gamma, options, self._costs, levels, at_once=at_once)
+        controller = kind(gamma, options, self._costs, levels, at_once=at_once)
         if isinstance(drafter, Hybrid) and isinstance(controller, HybridModel):
             drafter.chooser = controller
         return controller
