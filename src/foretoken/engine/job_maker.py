@@ -93,8 +93,10 @@ class JobMaker:
                 "prediction: a beam search follows none: give the text as `references`."
             )
 
+        lent = self._strategies.lent_to(speculative_config)
+
         def build() -> None:
-            strategy = self._strategies.strategy(speculative_config)
+            strategy = self._strategies.strategy(speculative_config, lent)
             if prediction:
                 own = strategy or self._speculation.default
                 strategy = self._strategies.for_prediction(speculative_config, own)

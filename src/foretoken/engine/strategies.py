@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -55,6 +56,10 @@ class LendsModel(Protocol):
         ...
 
 
+Lent: TypeAlias = tuple[LendsModel, DraftModel]
+"""An `LLM`, and its model as a draft model."""
+
+
 class StrategyFactory:
     """Builds the strategies of one target, one for each configuration.
 
@@ -98,21 +103,46 @@ class StrategyFactory:
         self._built: list[tuple[SpeculativeConfig, Strategy]] = []
         self._for_beams: list[tuple[Strategy | None, Strategy]] = []
         self._for_predictions: list[tuple[Strategy, Strategy]] = []
+        self._lent: list[Lent] = []  # for the strategy that is being built
         self._load: Callable[[Any], DraftModel] = self._load_draft_model
 
-    def strategy(self, given: Speculative) -> Strategy | None:
-        """The strategy of a configuration, built at its first use; None for the `LLM`'s default."""
+    def strategy(self, given: Speculative, lent: Sequence[Lent] = ()) -> Strategy | None:
+        """The strategy of a configuration, built at its first use; None for the `LLM`'s default.
+
+        Args:
+            given: the configuration.
+            lent: what `lent_to` has returned for it.
+        """
         if given is None:
             return None
         config = SpeculativeConfig.parse(given)
         if config == self.config:
             return None
-        for known, strategy in self._built:
-            if known == config:
-                return strategy
-        self._built.append((config, self.build(config)))
+        if (strategy := self._known(config)) is not None:
+            return strategy
+        self._lent = list(lent)
+        try:
+            self._built.append((config, self.build(config)))
+        finally:
+            self._lent = []
         del self._built[:-MAX_STRATEGIES]
         return self._built[-1][1]
+
+    def lent_to(self, given: Speculative) -> list[Lent]:
+        """Models of other `LLM`s that building a strategy will need.
+
+        It waits for their turns, so call it outside the own one: else two `LLM`s that lend to each
+        other would wait for each other.
+        """
+        if given is None:
+            return []
+        config = SpeculativeConfig.parse(given)
+        if config == self.config or self._known(config) is not None:
+            return []
+        return [(llm, llm.as_draft_model()) for llm in _lenders(dict(config))]
+
+    def _known(self, config: SpeculativeConfig) -> Strategy | None:
+        return next((strategy for known, strategy in self._built if known == config), None)
 
     def for_beams(self, given: Strategy | None) -> Strategy:
         """The strategy of beam searches that take their proposals from this one's drafter.
@@ -271,13 +301,20 @@ class StrategyFactory:
 
     def _load_draft_model(self, model: Any) -> DraftModel:
         if isinstance(model, LendsModel):
-            draft, name = model.as_draft_model(), type(model).__name__
+            draft, name = self._borrowed(model), type(model).__name__
         else:
             draft, name = self._loaded(model)
         _check_sources(name, draft.model, self._target)
         _check_device(draft.model, self._target)
         self._kv_budget.add(draft.model)
         return draft
+
+    def _borrowed(self, llm: LendsModel) -> DraftModel:
+        """The model of another `LLM`; each drafter has KV rows of its own."""
+        for index, (lender, _) in enumerate(self._lent):
+            if lender is llm:
+                return self._lent.pop(index)[1]
+        return llm.as_draft_model()
 
     def _loaded(self, given: str | Path | PreTrainedModel) -> tuple[DraftModel, str]:
         """A draft model by its name, or a loaded one; and the name of its class."""
@@ -298,6 +335,16 @@ class StrategyFactory:
             weights, quantization=self._quantization, runtime=self._runtime, beside=self._target
         )
         return DraftModel(model, tokenizer, given), type(module).__name__
+
+
+def _lenders(value: Any) -> Iterator[LendsModel]:
+    """The `LLM`s in a configuration, at any depth."""
+    if isinstance(value, LendsModel):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from chain.from_iterable(map(_lenders, value.values()))
+    elif isinstance(value, list | tuple):
+        yield from chain.from_iterable(map(_lenders, value))
 
 
 def _check_device(model: Target, target: Target) -> None:
