@@ -157,15 +157,91 @@ def test_budgets_end_the_growth(
         assert [draft.tree for draft in some] == [draft.tree for draft in others]
 
 
-def test_sampled_and_masked_requests_are_drafted_level_by_level(grown: list[int]) -> None:
-    """And the greedy ones beside them in one call."""
+def test_masked_requests_are_drafted_level_by_level(grown: list[int]) -> None:
+    """And the greedy and the sampled ones beside them in one call of each kind."""
     llm = made("draft_model", num_speculative_tokens=4)
     batch = requests(GREEDY, SamplingParams(seed=1), SamplingParams(temperature=0, min_tokens=3))
     together = proposed(llm, batch, [Budget(4, 4)] * 3)
-    assert grown == [1]
-    alone = [proposed(llm, [request], [Budget(4, 4)])[0] for request in batch]
     assert grown == [1, 1]
+    alone = [proposed(llm, [request], [Budget(4, 4)])[0] for request in batch]
+    assert grown == [1, 1, 1, 1]
     assert [draft.tree for draft in together] == [draft.tree for draft in alone]
+
+
+# Drawn tokens
+
+SAMPLED = [
+    SamplingParams(temperature=1.0, seed=1, max_tokens=30, ignore_eos=True),
+    SamplingParams(temperature=0.6, seed=2**63 - 1, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=1.3, seed=3, top_k=7, max_tokens=30, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=4, top_p=0.7, min_p=0.02, max_tokens=30, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=5, min_p=0.2, top_k=20, max_tokens=7, ignore_eos=True),
+]
+DRAWN: dict[str, dict[str, Any]] = {
+    **SHAPES,
+    "rejection": {"num_speculative_tokens": 5, "acceptance": "rejection"},
+    "rejected widths": {"tree": [3, 2, 1], "acceptance": "rejection"},
+    "own q": {
+        "num_speculative_tokens": 5,
+        "draft_temperature": 0.9,
+        "draft_top_p": 0.8,
+        "acceptance": "rejection",
+    },
+}
+
+
+@pytest.fixture
+def all_drafts(monkeypatch: pytest.MonkeyPatch) -> list[Draft]:
+    """Every draft of a `ModelDrafter`."""
+    found: list[Draft] = []
+    propose = ModelDrafter.propose
+
+    def kept(self: ModelDrafter, *args: Any) -> list[Draft]:
+        drafts = propose(self, *args)
+        found.extend(drafts)
+        return drafts
+
+    monkeypatch.setattr(ModelDrafter, "propose", kept)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("method", "shape", "dtype"),
+    [
+        *(("eagle of few tokens", shape, torch.float32) for shape in DRAWN),
+        ("draft_model", "chain", torch.float32),
+        ("draft_model", "rejected widths", torch.bfloat16),
+        ("early_exit", "dynamic", torch.float32),
+    ],
+)
+def test_drawn_trees_are_those_of_the_levels(
+    method: str,
+    shape: str,
+    dtype: torch.dtype,
+    grown: list[int],
+    all_drafts: list[Draft],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same tokens, and the same q to the last bit."""
+    llm = made(method, dtype, **DRAWN[shape])
+    at_once = llm.generate(PROMPTS, SAMPLED)
+    assert max(grown) == len(PROMPTS)
+    calls, first = len(grown), all_drafts[:]
+    level_by_level(monkeypatch)
+    all_drafts.clear()
+    by_levels = llm.generate(PROMPTS, SAMPLED)
+    assert len(grown) == calls
+    for one, other in zip(at_once, by_levels, strict=True):
+        assert one.metrics.drafter_failure is None
+        assert one.token_ids == other.token_ids
+    assert sum(draft.tree.num_drafted for draft in first) > 100
+    for draft, same in zip(first, all_drafts, strict=True):
+        assert draft.tree == same.tree
+        for q, others in zip(draft.q, same.q, strict=True):
+            assert q.tokens.tolist() == others.tokens.tolist()
+            assert q.probs.tolist() == others.probs.tolist()
+
+
 
 
 def test_nan_is_refused(grown: list[int]) -> None:

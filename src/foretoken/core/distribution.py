@@ -8,7 +8,7 @@ drafters and noise work on distributions and never see logits.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import overload
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foretoken.errors import RequestError
 
-__all__ = ["Distribution", "OneHots"]
+__all__ = ["Distribution", "LazyDistribution", "OneHots"]
 
 
 @dataclass(frozen=True)
@@ -189,6 +189,32 @@ class _OneHot(Distribution):
     def support(self) -> Tensor:
         """See `Distribution`."""
         return torch.tensor([self.__dict__["certain"]])
+
+
+class LazyDistribution(Distribution):
+    """A distribution that is computed when it is first read.
+
+    Args:
+        make: computes it.
+    """
+
+    def __init__(self, make: Callable[[], Distribution]) -> None:
+        self.__dict__["_make"] = make
+
+    @cached_property
+    def _made(self) -> Distribution:
+        made: Distribution = self.__dict__.pop("_make")()
+        return made
+
+    @cached_property
+    def probs(self) -> Tensor:
+        """See `Distribution`."""
+        return self._made.probs
+
+    @cached_property
+    def support(self) -> Tensor | None:
+        """See `Distribution`."""
+        return self._made.support
 
 
 class OneHots(Sequence[Distribution]):
