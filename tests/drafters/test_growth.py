@@ -242,8 +242,6 @@ def test_drawn_trees_are_those_of_the_levels(
             assert q.probs.tolist() == others.probs.tolist()
 
 
-
-
 def test_nan_is_refused(grown: list[int]) -> None:
     llm = made("draft_model", num_speculative_tokens=4)
     drafter: Any = drafter_of(llm)

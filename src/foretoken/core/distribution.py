@@ -75,6 +75,10 @@ class Distribution:
             return float(self.probs[token]) if token < len(self.probs) else 0.0
         return float(self.at(torch.tensor([token]))[0])
 
+    def shown_prob(self, token: int) -> float:
+        """`prob` for people to see: it may have rounding errors where it was not computed yet."""
+        return self.prob(token)
+
     def at(self, tokens: Tensor) -> Tensor:
         """Probabilities [K] of `tokens` [K], on the device of `probs`; 0 outside the support."""
         tokens = tokens.to(self.probs.device)
@@ -196,15 +200,24 @@ class LazyDistribution(Distribution):
 
     Args:
         make: computes it.
+        shown: a token and its `shown_prob`; None if it is not known beforehand.
     """
 
-    def __init__(self, make: Callable[[], Distribution]) -> None:
+    def __init__(
+        self, make: Callable[[], Distribution], shown: tuple[int, float] | None = None
+    ) -> None:
         self.__dict__["_make"] = make
+        self.__dict__["_shown"] = shown
 
     @cached_property
     def _made(self) -> Distribution:
         made: Distribution = self.__dict__.pop("_make")()
         return made
+
+    def shown_prob(self, token: int) -> float:
+        """See `Distribution`."""
+        shown: tuple[int, float] | None = self.__dict__["_shown"]
+        return self.prob(token) if shown is None or shown[0] != token else shown[1]
 
     @cached_property
     def probs(self) -> Tensor:

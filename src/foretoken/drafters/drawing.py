@@ -130,8 +130,9 @@ def _without_replacement(
     truncated: bool,
 ) -> list[Drawn]:
     assert tree.logits is not None
-    row = tree.logits[tree.rows[siblings[0]]]
-    whole: Distribution = LazyDistribution(lambda: q_of(row))
+    row, first = tree.logits[tree.rows[siblings[0]]], siblings[0]
+    shown = None if truncated else (tree.tokens[first], tree.probabilities[first])
+    whole: Distribution = LazyDistribution(lambda: q_of(row), shown)
     drawn, left = list[Drawn](), whole
     for node in siblings:
         token = tree.tokens[node]

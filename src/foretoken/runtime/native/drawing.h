@@ -29,15 +29,23 @@ inline void philox(uint64_t block, const Draw& draw, uint64_t position, uint64_t
 
 // Standard Gumbel noise of sixteen tokens, to about 1e-6: -log(-log u) with u as in `Noise._uniform`.
 inline f32x16 gumbel(const Draw& draw, uint64_t position, const int64_t* ids, long first, long vocabulary) {
-    f32x16 u = splat(0.5f), rest = splat(0.5f);  // rest: 1 - u, exact where u is near 1
-    uint64_t numbers[4], block = 0;
-    for (int lane = 0; lane < LANES && first + lane < vocabulary; lane++) {
-        uint64_t id = ids ? ids[first + lane] : first + lane;
-        if (id / 4 + 1 != block) philox(block = id / 4 + 1, draw, position, numbers);
-        int64_t bits = numbers[id % 4] >> 12;
-        u[lane] = (float)((bits + 0.5) * 0x1p-52);
-        rest[lane] = (float)((0xfffffffffffff - bits + 0.5) * 0x1p-52);
+    // Of each block of four numbers only one copy; without branches, which would be mispredicted.
+    uint64_t blocks[LANES], numbers[4 * LANES], last = 0;
+    int count = 0, places[LANES];
+    for (int lane = 0; lane < LANES; lane++) {
+        long token = first + lane < vocabulary ? first + lane : vocabulary - 1;
+        uint64_t id = ids ? ids[token] : token, block = id / 4 + 1;  // NumPy counts before it draws
+        count += block != last;
+        blocks[count - 1] = last = block;
+        places[lane] = 4 * (count - 1) + id % 4;
     }
+    for (int i = 0; i < count; i++) philox(blocks[i], draw, position, numbers + 4 * i);
+    float us[LANES], rests[LANES];
+    for (int lane = 0; lane < LANES; lane++) {
+        double u = ((double)(int64_t)(numbers[places[lane]] >> 12) + 0.5) * 0x1p-52;
+        us[lane] = (float)u, rests[lane] = (float)(1 - u);  // 1 - u is exact
+    }
+    f32x16 u = load<f32x16>(us), rest = load<f32x16>(rests);
     f32x16 exponent, fraction;
     split(u, exponent, fraction);
     i32x16 near = rest < 0.25f;
