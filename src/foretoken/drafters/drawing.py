@@ -15,11 +15,12 @@ from torch import Tensor
 from foretoken.core.distribution import Distribution, LazyDistribution
 from foretoken.core.noise import Noise
 from foretoken.core.truncation import Limits
-from foretoken.runtime.network import GrownTree
+from foretoken.runtime.network import GrownTree, GrowthDraw
 
 __all__ = [
     "Drawn",
     "clearest",
+    "coupled",
     "distinct",
     "grown_draws",
     "independent",
@@ -33,6 +34,9 @@ Drawn: TypeAlias = tuple[int, Distribution, float]
 
 _CLARITY = 0.7
 """Of 0.7, 1 and 2, this had the most accepted tokens. `CLARITY` in drawing.h."""
+
+_RIVALS = 4
+"""`RIVALS` in drawing.h."""
 
 
 def most_probable(distribution: Distribution, width: int) -> list[Drawn]:
@@ -61,26 +65,43 @@ def independent(distribution: Distribution, noise: Noise, depth: int, width: int
     return [(token, distribution, distribution.prob(token)) for token in tokens]
 
 
-def clearest(distribution: Distribution, noise: Noise, depth: int, width: int) -> list[Drawn]:
-    """The `width` tokens that the target probably draws with this noise, which is its own.
+def coupled(distribution: Distribution, noise: Noise, depth: int, width: int) -> list[Drawn]:
+    """The same draws as `distinct` with the target's own noise; their probability is `clarity`."""
+    tokens, shares = _with_clarity(distribution, noise, depth, width)
+    drawn, left = list[Drawn](), distribution
+    for token, share in zip(tokens, shares, strict=True):
+        drawn.append((token, left, share))
+        if len(drawn) < len(tokens):
+            left = left.without(token)
+    return drawn
 
-    They are those with the largest `log q + noise`, like the first `width` of `distinct`. For the
-    rule `coupled` alone, which compares tokens and reads no q: there, nodes may be dropped because
-    of their tokens. So q is one-hot, and the probability says how clearly the noise decides for a
-    token: the share that it has, among these tokens, of the exponentials of `_CLARITY` times the
-    scores. Where it is clear, the target draws the same token although its p is another one.
+
+def clearest(distribution: Distribution, noise: Noise, depth: int, width: int) -> list[Drawn]:
+    """The same for trees whose nodes are dropped because of their tokens.
+
+    The rule `coupled` alone allows that: it compares tokens and reads no q. So q is one-hot here.
+    """
+    drawn = zip(*_with_clarity(distribution, noise, depth, width), strict=True)
+    return [(token, Distribution.one_hot(token), share) for token, share in drawn if share > 0]
+
+
+def _with_clarity(
+    distribution: Distribution, noise: Noise, depth: int, width: int
+) -> tuple[list[int], list[float]]:
+    """The tokens of `distinct`, and how clearly the noise decides for each if it is the target's.
+
+    The target draws the token with the largest `log p + noise`, and log p is near log q. So the
+    token with the largest `log q + noise` is probably drawn if the others are far behind, however
+    small its q is. The measure, `clarity`, is a share: that of the exponential of `_CLARITY` times
+    its score in the sum over the best `width` tokens, or the best `_RIVALS`.
     """
     if distribution.certain is not None:
-        return [(distribution.certain, distribution, 1.0)]
+        return [distribution.certain], [1.0]
     scores = torch.from_numpy(noise.scores(distribution, depth))
-    best = scores.topk(min(width, len(scores)))
-    tokens = distribution.tokens[best.indices].tolist()
-    shares = (best.values * _CLARITY).softmax(-1).tolist()
-    return [
-        (token, Distribution.one_hot(token), share)
-        for token, share in zip(tokens, shares, strict=True)
-        if share > 0
-    ]
+    best = scores.topk(min(max(width, _RIVALS), len(scores)))
+    places = best.indices[:width].to(distribution.probs.device)
+    shares: list[float] = (best.values * _CLARITY).softmax(-1).tolist()
+    return distribution.tokens[places].tolist(), shares[:width]
 
 
 def named(distribution: Distribution, token_ids: Tensor | None) -> Distribution:
@@ -94,7 +115,7 @@ def truncates(limits: Limits) -> bool:
 
 
 def grown_draws(
-    tree: GrownTree, q_of: Callable[[Tensor], Distribution] | None, *, truncated: bool
+    tree: GrownTree, draw: GrowthDraw | None, q_of: Callable[[Tensor], Distribution]
 ) -> Iterator[tuple[int, list[Drawn]]]:
     """The siblings of a tree that was grown in one call, parents first.
 
@@ -102,8 +123,8 @@ def grown_draws(
 
     Args:
         tree: the tree.
-        q_of: makes q of a row of logits; None if no node was drawn from it.
-        truncated: whether q is truncated.
+        draw: how its tokens were drawn; None if they are the most probable ones.
+        q_of: makes q of a row of logits.
 
     Yields:
         The parent, -1 for the root, and its children.
@@ -111,7 +132,7 @@ def grown_draws(
     nodes = range(len(tree.tokens))
     for parent, siblings in groupby(nodes, tree.parents.__getitem__):
         children = list(siblings)
-        if tree.logits is None or q_of is None:
+        if draw is None or tree.logits is None:
             yield (
                 parent,
                 [
@@ -120,23 +141,25 @@ def grown_draws(
                 ],
             )
         else:
-            yield parent, _without_replacement(tree, children, q_of, truncated)
+            yield parent, _without_replacement(tree, children, draw, q_of)
 
 
 def _without_replacement(
     tree: GrownTree,
     siblings: Sequence[int],
+    draw: GrowthDraw,
     q_of: Callable[[Tensor], Distribution],
-    truncated: bool,
 ) -> list[Drawn]:
     assert tree.logits is not None
+    truncated = truncates(draw.limits)
+    reads_q = truncated and not draw.coupled
     row, first = tree.logits[tree.rows[siblings[0]]], siblings[0]
-    shown = None if truncated else (tree.tokens[first], tree.probabilities[first])
+    shown = None if truncated else (tree.tokens[first], tree.shown[first])
     whole: Distribution = LazyDistribution(lambda: q_of(row), shown)
     drawn, left = list[Drawn](), whole
     for node in siblings:
         token = tree.tokens[node]
-        probability = whole.prob(token) if truncated else tree.probabilities[node]
+        probability = whole.prob(token) if reads_q else tree.probabilities[node]
         drawn.append((token, left, probability))
         left = _without(left, token)
     return drawn

@@ -24,6 +24,7 @@ from foretoken.drafters.base import Drafter
 from foretoken.drafters.drawing import (
     Drawn,
     clearest,
+    coupled,
     distinct,
     grown_draws,
     independent,
@@ -226,19 +227,20 @@ class ModelDrafter(Drafter):
         if self._takes_most_probable(request):
             return None
         limits: Limits = self._truncation(request) or request.params
-        return GrowthDraw(self._noise(request), self._temperature(request), limits)
+        noise, temperature = self._noise(request), self._temperature(request)
+        return GrowthDraw(noise, temperature, limits, self._coupled)
 
     def _take(self, growth: _Growth, tree: GrownTree) -> None:
         """Take the nodes of a tree that the scorer has grown."""
         request = growth.request
-        limits: Limits = self._truncation(request) or request.params
+        draw = self._growth_draw(request)
 
         def q_of(logits: Tensor) -> Distribution:
-            temperature = self._temperature(request)
-            q = request.sampler.distribution(logits, (), temperature, limits)
+            assert draw is not None
+            q = request.sampler.distribution(logits, (), draw.temperature, draw.limits)
             return named(q, self._scorer.token_ids)
 
-        for parent, drawn in grown_draws(tree, q_of, truncated=truncates(limits)):
+        for parent, drawn in grown_draws(tree, draw, q_of):
             above = None if parent < 0 else growth.nodes[parent]
             growth.nodes += self._children(growth, above, drawn)
         growth.frontier = []
@@ -255,14 +257,12 @@ class ModelDrafter(Drafter):
     def _can_draw_at_once(self, growth: _Growth) -> bool:
         """Whether the children of a node are drawn without replacement from the raw logits."""
         request, budget = growth.request, growth.budget
-        return (
-            not self._takes_most_probable(request)
-            and not self.independent_siblings
-            and not request.sampler.changes_logits
-            # Probabilities of single tokens are not known to the last bit.
-            and not budget.min_token_prob
-            and not budget.min_path_prob
-        )
+        draw = self._growth_draw(request)
+        if draw is None or self.independent_siblings or request.sampler.changes_logits:
+            return False
+        # Of independent draws, probabilities after truncation are known only later.
+        stops = budget.min_token_prob or budget.min_path_prob
+        return draw.coupled or not (stops and truncates(draw.limits))
 
     def _expand(self, growth: _Growth, logits: Tensor) -> None:
         """Add the children of the frontier; the shape chooses the next frontier among them.
@@ -340,7 +340,8 @@ class ModelDrafter(Drafter):
             return clearest(distribution, noise, depth, width)
         if self._options.expansion == "sample_with_replacement":
             return independent(distribution, noise, depth, width)
-        return distinct(distribution, noise, depth, width)
+        draw = coupled if self._coupled else distinct
+        return draw(distribution, noise, depth, width)
 
     def _noise(self, request: Request) -> Noise:
         return request.noise.at(len(request.token_ids)).drafting(coupled=self._coupled)

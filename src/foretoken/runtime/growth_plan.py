@@ -39,16 +39,18 @@ class GrowthPlan:
 class GrowthDraw:
     """How a tree draws its tokens.
 
-    Without `GrowthPlan.beam`, siblings are drawn without replacement, as by `Noise.draw_distinct`.
-    With it, they are the same tokens, but a tree goes on where the noise decides most clearly: see
-    `drafters.drawing.clearest`.
+    Siblings are drawn without replacement, as by `Noise.draw_distinct`. With `GrowthPlan.beam`,
+    rounding errors may exchange tokens with nearly equal scores.
 
     Args:
         noise: of the request, with depths counted from the root; its token stream is drawn from.
         temperature: of q, above 0.
         limits: what truncates q.
+        coupled: whether the noise is the target's own. The probabilities of tokens are then
+            their clarity (`drafters.drawing`).
     """
 
     noise: Noise
     temperature: float
     limits: Limits
+    coupled: bool

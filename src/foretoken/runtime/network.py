@@ -196,10 +196,11 @@ class GrownTree:
         tokens: [n].
         parents: [n] index of a drafted node, or -1 for a child of the root.
         probabilities: [n] of each token given its ancestors; NaN if the network returned NaN. Of
-            drawn tokens before truncation; with `GrowthPlan.beam`, see `drafters.drawing.clearest`.
+            drawn tokens before truncation, or as `GrowthDraw.coupled` says.
         logits: [L, V] of the nodes with children and other nodes, if siblings were drawn without
             replacement.
         rows: [n] the row of `logits` from which each node was drawn.
+        shown: [n] their probabilities before truncation, with rounding errors of their own.
         undecided: whether rounding errors might have changed a draw. The tree is then empty, and
             has to be drawn level by level.
     """
@@ -209,6 +210,7 @@ class GrownTree:
     probabilities: Sequence[float]
     logits: Tensor | None = None
     rows: Sequence[int] = ()
+    shown: Sequence[float] = ()
     undecided: bool = False
 
     @property

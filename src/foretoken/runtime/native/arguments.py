@@ -157,6 +157,8 @@ class CDraw(Structure):
         ("min_p", c_float),
         ("top_p", c_float),
         ("top_k", c_int32),
+        ("coupled", c_int32),
+        ("unused", c_int32),
     )
 
 
@@ -176,6 +178,7 @@ class CTrees(Structure):
         ("probabilities", c_void_p),
         ("draws", c_void_p),
         ("sources", c_void_p),
+        ("shown", c_void_p),
     )
 
 
@@ -226,9 +229,10 @@ class TreeArrays:
         self._probabilities = array("f", bytes(4 * count * most))
         frontiers = [frontier for frontier, _ in sizes]
         self._draws, self._sources = _draws(limits), array("i")
+        self._shown = array("f")
         self._keeps_logits = self._draws is not None and plan.beam is None
         if self._draws is not None:
-            self._sources = array("i", bytes(4 * count * most))
+            self._sources, self._shown = (array(kind, bytes(4 * count * most)) for kind in "if")
         self.rows = count * (sum(frontiers) if self._keeps_logits else max(frontiers))
         self.arguments = CTrees(
             trees=self._trees,
@@ -243,6 +247,7 @@ class TreeArrays:
             probabilities=self._probabilities.buffer_info()[0],
             draws=None if self._draws is None else addressof(self._draws),
             sources=self._sources.buffer_info()[0],
+            shown=self._shown.buffer_info()[0],
         )
 
     def grown(self, logits: Tensor) -> list[GrownTree]:
@@ -259,9 +264,9 @@ class TreeArrays:
         first = index * self.arguments.most
         at = slice(first, first + tree.drafted)
         found = GrownTree(self._tokens[at], self._parents[at], self._probabilities[at])
-        return (
-            replace(found, logits=logits, rows=self._sources[at]) if self._keeps_logits else found
-        )
+        if not self._keeps_logits:
+            return found
+        return replace(found, logits=logits, rows=self._sources[at], shown=self._shown[at])
 
 
 def _draws(limits: Sequence[GrowthLimit]) -> Array[CDraw] | None:
@@ -284,6 +289,7 @@ def _draw(draw: GrowthDraw) -> CDraw:
         min_p=limits.min_p,
         top_p=limits.top_p,
         top_k=limits.top_k,
+        coupled=draw.coupled,
     )
 
 

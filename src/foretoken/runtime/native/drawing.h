@@ -59,38 +59,43 @@ class Drawing {
 public:
     // Put the `width` tokens with the largest scores first into `best`, in descending order.
     //
-    // Their values become their probabilities before truncation; or, if `relative`, their shares of the
-    // exponentials of CLARITY times these scores (`clearest` in drafters/drawing.py). Returns false if rounding
-    // might decide which tokens these are (never if `relative`), or if the logits are not numbers.
-    bool choose(const Draw& draw, const float* logits, const float* noise, long vocabulary, int width, bool relative,
-                Ranking& best) {
+    // `shown` gets their probabilities before truncation. Their values become the same; or, if the draw is
+    // coupled, how clearly the noise decides for them (drafters/drawing.py). Returns false if the
+    // logits are not numbers, or if rounding might decide which tokens these are; but not if `rough`, which
+    // lets it decide between tokens of nearly equal scores.
+    bool choose(const Draw& draw, const float* logits, const float* noise, long vocabulary, int width, bool rough,
+                Ranking& best, float* shown) {
         logits_ = logits, vocabulary_ = vocabulary, temperature_ = draw.temperature;
         if (!weigh()) return false;
         float floor = floor_of(draw), cut = NONE;
         if (std::isnan(floor)) return false;
+        int rivals = draw.coupled ? std::max(width, RIVALS) : width;
         do {  // each time, less is left of what top_p excludes
-            best.order(vocabulary, width + 1, [&](long i) {
+            best.order(vocabulary, std::max(width + 1, rivals), [&](long i) {
                 f32x16 scaled = some(i);
                 return (scaled >= floor) & (scaled > cut) ? scaled + load<f32x16>(noise + i) : splat(NONE);
             });
-            if (!relative && is_close(best, width)) return false;
-        } while (draw.top_p < 1 && excludes(best, width, floor, draw.top_p, cut));
+            if (!rough && is_close(best, width)) return false;
+        } while (draw.top_p < 1 && excludes(best, rivals, floor, draw.top_p, cut));
         if (std::isnan(cut)) return false;
-        best.count = std::min(width, best.count);
-        for (int i = 0; i < best.count; i++)
-            if (!(at(best.tokens[i]) - top_ > -80)) return false;  // its probability may have become 0
-        float first = best.values[0], sum = 0;
-        for (int i = 0; i < best.count; i++) {
-            best.values[i] = std::exp(relative ? CLARITY * (best.values[i] - first) : at(best.tokens[i]) - top_);
-            sum += best.values[i];
+        int chosen = std::min(width, best.count);
+        for (int i = 0; i < chosen; i++) {
+            float below = at(best.tokens[i]) - top_;
+            if (!(below > -80)) return false;  // its probability may have become 0
+            shown[i] = std::exp(below) / total_;
         }
-        for (int i = 0; i < best.count; i++) best.values[i] /= relative ? sum : total_;
+        float first = best.values[0], sum = 0;
+        for (int i = 0; i < best.count && i < rivals; i++) sum += std::exp(CLARITY * (best.values[i] - first));
+        for (int i = 0; i < chosen; i++)
+            best.values[i] = draw.coupled ? std::exp(CLARITY * (best.values[i] - first)) / sum : shown[i];
+        best.count = chosen;
         return true;
     }
 
 private:
     static constexpr float NONE = -std::numeric_limits<float>::infinity();
     static constexpr float CLARITY = 0.7f;
+    static constexpr int RIVALS = 4;
 
     // Sixteen logits over the temperature; -infinity behind the last.
     f32x16 some(long first) const { return Ranking::some(logits_, first, vocabulary_) / temperature_; }

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <vector>
 
 #include "drawing.h"
@@ -18,7 +19,7 @@ public:
     Growth(const Decoder& decoder, const Pass& first, const Trees& trees)
         : d_(decoder), t_(trees), p_(with_nodes(first, trees.widest)), run_(d_, p_), rankings_(trees.widest) {
         if (t_.draws) {
-            drawings_.resize(trees.widest), decided_.resize(trees.widest);
+            drawings_.resize(trees.widest), decided_.resize(trees.widest), shown_.resize(trees.widest);
             noise_.resize(first.scored * panels() * LANES);
         }
         p_.nodes = first.nodes;
@@ -90,7 +91,7 @@ private:
         int tree = places_[i].tree;
         if (t_.draws)
             decided_[i] = drawings_[i].choose(t_.draws[tree], logits, noise(tree), vocabulary(), width, t_.beam > 0,
-                                              rankings_[i]);
+                                              rankings_[i], shown_[i].data());
         else
             rankings_[i].rank(logits, vocabulary(), width);
     }
@@ -103,7 +104,7 @@ private:
             std::vector<int32_t> level;
             for (; i < places_.size() && places_[i].tree == tree; i++) {
                 if (t_.draws && !decided_[i]) t_.trees[tree].undecided = 1;
-                else add_children(places_[i], rankings_[i], kept_ + i, level);
+                else add_children(places_[i], i, level);
             }
             for (int32_t node : frontier(tree, depth, level)) next.push_back({tree, node});
         }
@@ -112,8 +113,9 @@ private:
         load(depth);
     }
 
-    // Add the children of a node, by the logits of this row; `level` gets those that may have children.
-    void add_children(Place of, const Ranking& best, int32_t row, std::vector<int32_t>& level) {
+    // Add the children of the i-th scored node; `level` gets those that may have children themselves.
+    void add_children(Place of, int scored, std::vector<int32_t>& level) {
+        const Ranking& best = rankings_[scored];
         Tree& tree = t_.trees[of.tree];
         std::vector<Drafted>& nodes = drafted_[of.tree];
         double above = of.node < 0 ? 1.0 : nodes[of.node].path;
@@ -123,7 +125,7 @@ private:
             t_.tokens[at] = t_.token_ids ? t_.token_ids[best.tokens[i]] : best.tokens[i];
             t_.parents[at] = of.node;
             t_.probabilities[at] = best.values[i];
-            if (t_.draws) t_.sources[at] = row;
+            if (t_.draws) t_.sources[at] = kept_ + scored, t_.shown[at] = shown_[scored][i];
             nodes.push_back({of.node, path, 0, 0});
             // Never for NaN, which the caller refuses.
             if (probability >= tree.least_token && path >= tree.least_path) level.push_back(tree.drafted);
@@ -197,6 +199,7 @@ private:
     std::vector<Ranking> rankings_;              // of the scored nodes
     std::vector<Drawing> drawings_;              // of the scored nodes, if they draw
     std::vector<uint8_t> decided_;               // whether they could
+    std::vector<std::array<float, Ranking::MOST>> shown_;  // and the probabilities of what they drew
     std::vector<float> noise_;                   // [L, V] of a level, up to a multiple of sixteen tokens
     int32_t kept_ = 0;                           // rows of logits that are kept
     std::vector<Place> places_;                  // of the scored nodes in their trees

@@ -76,13 +76,14 @@ struct Draw {
     uint64_t position;           // of the root's successor: word 2, less the depth
     float temperature, min_p, top_p;
     int32_t top_k;
+    int32_t coupled, unused;     // whether the noise is the target's own
 };
 
 // Trees of the most probable or of drawn tokens, one behind each scored node of a pass. A drafting head goes
 // on from its own states: then the pass returns the hidden states behind the last layer, and no others.
 //
-// Without `beam`, drawn siblings are drawn without replacement, and the logits of all passes are kept, one
-// behind the other. With it, probabilities are the shares that siblings have of what the noise leaves.
+// Siblings are drawn without replacement. Without `beam`, the logits of all passes are then kept, one behind
+// the other. Probabilities of coupled draws say how clearly the noise decides (`Drawing` in drawing.h).
 struct Trees {
     Tree* trees;               // [L]
     const int64_t* token_ids;  // [V] the tokens that logits stand for; null if these are 0, 1, ...
@@ -94,6 +95,7 @@ struct Trees {
     float* probabilities;      // [L, most]
     const Draw* draws;         // [L], or null for the most probable tokens
     int32_t* sources;          // [L, most] the row of the logits that a token was drawn from
+    float* shown;              // [L, most] its probability before truncation
 };
 
 // States of T tokens: one linear layer of the hidden states of some layers, each normalised.
