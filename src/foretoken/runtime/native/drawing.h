@@ -27,9 +27,10 @@ inline void philox(uint64_t block, const Draw& draw, uint64_t position, uint64_t
     numbers[0] = a, numbers[1] = b, numbers[2] = c, numbers[3] = d;
 }
 
-// Standard Gumbel noise of sixteen tokens, to about 1e-6: -log(-log u) with u as in `Noise._uniform`.
-inline f32x16 gumbel(const Draw& draw, uint64_t position, const int64_t* ids, long first, long vocabulary) {
-    // Of each block of four numbers only one copy; without branches, which would be mispredicted.
+// The random bits of sixteen tokens, as in `Noise._uniform`. Of each block of four numbers there is one
+// copy. No branch depends on the tokens, because it would be mispredicted.
+inline void random_bits(const Draw& draw, uint64_t position, const int64_t* ids, long first, long vocabulary,
+                        int64_t* bits) {
     uint64_t blocks[LANES], numbers[4 * LANES], last = 0;
     int count = 0, places[LANES];
     for (int lane = 0; lane < LANES; lane++) {
@@ -40,9 +41,14 @@ inline f32x16 gumbel(const Draw& draw, uint64_t position, const int64_t* ids, lo
         places[lane] = 4 * (count - 1) + id % 4;
     }
     for (int i = 0; i < count; i++) philox(blocks[i], draw, position, numbers + 4 * i);
+    for (int lane = 0; lane < LANES; lane++) bits[lane] = numbers[places[lane]] >> 12;
+}
+
+// Standard Gumbel noise, -log(-log u), to about 1e-6.
+inline f32x16 gumbel(const int64_t* bits) {
     float us[LANES], rests[LANES];
     for (int lane = 0; lane < LANES; lane++) {
-        double u = ((double)(int64_t)(numbers[places[lane]] >> 12) + 0.5) * 0x1p-52;
+        double u = ((double)bits[lane] + 0.5) * 0x1p-52;
         us[lane] = (float)u, rests[lane] = (float)(1 - u);  // 1 - u is exact
     }
     f32x16 u = load<f32x16>(us), rest = load<f32x16>(rests);

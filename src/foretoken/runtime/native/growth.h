@@ -46,6 +46,8 @@ public:
     }
 
 private:
+    static constexpr int AT_ONCE = 8;  // panels of noise: a processor works on several of them at a time
+
     struct Root {
         int32_t position, row, prefix;
         int32_t next_slot;  // for the tree's next node
@@ -78,10 +80,14 @@ private:
             if (at.tree == last) continue;
             last = at.tree;
             const Draw& draw = t_.draws[last];
-            run_.share(panels(), id, [&](int i) {
-                store(noise(last) + i * LANES,
-                      gumbel(draw, draw.position + depth, t_.token_ids, (long)i * LANES, vocabulary()));
-            });
+            long begin = panels() * id / run_.threads(), end = panels() * (id + 1) / run_.threads();
+            for (long at = begin; at < end; at += AT_ONCE) {
+                int64_t bits[AT_ONCE][LANES];
+                int count = std::min<long>(AT_ONCE, end - at);
+                for (int i = 0; i < count; i++)
+                    random_bits(draw, draw.position + depth, t_.token_ids, (at + i) * LANES, vocabulary(), bits[i]);
+                for (int i = 0; i < count; i++) store(noise(last) + (at + i) * LANES, gumbel(bits[i]));
+            }
         }
     }
 
