@@ -186,7 +186,7 @@ def record(
     return StepTrace(
         parents=tuple(parent - 1 for parent in tree.parents[1:]),
         drafted=tree.tokens[1:],
-        q=tuple(draft.q_of(node).prob(tree.tokens[node]) for node in nodes),
+        q=tuple(draft.q_of(node).shown_prob(tree.tokens[node]) for node in nodes),
         p=tuple(target_probability(node) for node in nodes),
         accepted=tuple(node - 1 for node in accepted.path),
         rejected=tuple(node - 1 for node in accepted.rejected),
