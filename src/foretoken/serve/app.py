@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -13,7 +12,8 @@ from foretoken import __version__
 from foretoken.async_llm import AsyncLLM
 from foretoken.serve import chat, completions, info, responses
 from foretoken.serve.errors import APIError
-from foretoken.serve.middleware import Authentication, RequestLog
+from foretoken.serve.events import as_json
+from foretoken.serve.middleware import Authentication, Faults, RequestLog
 from foretoken.serve.schema import describe
 from foretoken.serve.settings import Settings
 from foretoken.serve.state import ServerState
@@ -41,9 +41,9 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
         app.include_router(each.router)
     app.add_exception_handler(APIError, _answered)
     app.add_exception_handler(HTTPException, _of_routing)
-    app.add_exception_handler(Exception, _failed)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     # What is added last is outermost.
+    app.add_middleware(Faults)
     if settings.api_keys:
         app.add_middleware(Authentication, keys=settings.api_keys)
     if settings.allowed_origins:
@@ -59,19 +59,15 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
     return app
 
 
-async def _answered(_: Request, error: Any) -> JSONResponse:
+async def _answered(_: Request, error: Any) -> Response:
     assert isinstance(error, APIError)
-    return JSONResponse(error.as_dict(), error.status, headers=error.headers)
+    content = as_json(error.as_dict())  # may quote text that has no encoding
+    return Response(content, error.status, error.headers, "application/json")
 
 
-async def _of_routing(request: Request, error: Any) -> JSONResponse:
+async def _of_routing(request: Request, error: Any) -> Response:
     """No such path, or not with this method."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}."
     made = APIError(error.status_code, message, headers=error.headers)
     return await _answered(request, made)
-
-
-async def _failed(request: Request, _: Exception) -> JSONResponse:
-    """Our own mistake. Starlette raises it again, so the traceback is in the server's log."""
-    return await _answered(request, APIError(500, "an internal error: see the server's log."))

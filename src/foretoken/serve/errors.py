@@ -99,4 +99,5 @@ def of_engine(error: ForetokenError, known: Collection[str], prompt: str) -> API
         too_long = "no room in the context" in message
         return invalid(prompt, message, "context_length_exceeded" if too_long else None)
     named = re.match(r"[a-z_]+(?=: )", message)
-    return invalid(named[0] if named and named[0] in known else None, message)
+    own = {*known, "structured_outputs"}  # forms have several fields
+    return invalid(named[0] if named and named[0] in own else None, message)

@@ -16,12 +16,38 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken.serve.errors import APIError
 
-__all__ = ["Authentication", "RequestLog"]
+__all__ = ["Authentication", "Faults", "RequestLog"]
 
 _log = logging.getLogger("foretoken.serve.requests")
+_faults = logging.getLogger(__name__)
 
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _GUARDED = ("/v1/", "/tokenize", "/detokenize")
+
+
+class Faults:
+    """Answers a mistake of ours with 500: the traceback is in the log, and not in the answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        begun = False
+
+        async def send_on(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_on)
+        except Exception:
+            if begun or scope["type"] != "http":
+                raise
+            _faults.exception("%s %s failed", scope["method"], scope["path"])
+            error = APIError(500, "an internal error: see the server's log.")
+            await JSONResponse(error.as_dict(), error.status)(scope, receive, send)
 
 
 class Authentication:

@@ -183,9 +183,19 @@ async def started(
     except BaseException as error:
         run.close()
         if isinstance(error, ForetokenError):
-            raise of_engine(error, type(body).model_fields, prompt_field) from error
+            refused = of_engine(error, type(body).model_fields, prompt_field)
+            if refused.param == "structured_outputs":
+                refused.param = _form_field(body)
+            raise refused from error
         raise
     return run
+
+
+def _form_field(body: SamplingBody | ResponseBody) -> str | None:
+    """The field that says which form the output has."""
+    kinds = (f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar"))
+    names = ("structured_outputs", *kinds, "response_format", "text", "tools")
+    return next((name for name in names if getattr(body, name, None) is not None), None)
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
