@@ -186,7 +186,7 @@ def test_a_failed_step_ends_its_requests_and_not_the_engine(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     llm = llm_of()
-    advance, calls = llm.engine.advance, []
+    advance, calls = llm.engine.advance, list[None]()
 
     def once() -> Any:
         calls.append(None)

@@ -7,7 +7,10 @@ from collections.abc import Iterator
 import openai
 import pytest
 
+from tests.cli.conftest import run
 from tests.serve.support import Served, served
+
+__all__ = ["run"]
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,9 @@ from typing import Any
 import httpx2
 
 from foretoken import LLM, AsyncLLM
+from foretoken.serve.address import bound_socket
 from foretoken.serve.app import create_app
-from foretoken.serve.run import ForetokenServer, bound_socket
+from foretoken.serve.run import ForetokenServer
 from foretoken.serve.settings import Settings
 from foretoken.serve.state import ServerState
 from tests.cli.conftest import ascii_tokenizer
@@ -64,7 +65,7 @@ def served(llm: LLM | None = None, **settings: Any) -> Iterator[Served]:
     """A server on a free port; nothing may be left in the engine when it has ended."""
     llm = llm or tiny_llm()
     asynchronous = AsyncLLM(llm)
-    chosen = Settings(served_model_names=(MODEL,), **settings)
+    chosen = Settings(**{"served_model_names": (MODEL,), **settings})
     app = create_app(asynchronous, chosen)
     started = threading.Event()
     server = ForetokenServer(app, chosen, started.set)

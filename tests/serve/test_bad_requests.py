@@ -197,7 +197,7 @@ def test_responses(server: Served, fields: dict[str, Any], param: str) -> None:
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/responses", "/tokenize", "/detokenize"])
 def test_an_unknown_model(server: Served, path: str) -> None:
-    given = {
+    given: dict[str, dict[str, Any]] = {
         COMPLETIONS: {"prompt": "a"},
         CHAT: {"messages": HELLO},
         "/v1/responses": {"input": "a"},

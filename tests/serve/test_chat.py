@@ -157,7 +157,7 @@ def test_a_forced_call(client: Client) -> None:
     found = client.chat.completions.create(**fields).choices[0]
     assert found.finish_reason == "stop"
     assert found.message.content is None
-    (call,) = found.message.tool_calls or ()
+    (call,) = found.message.tool_calls or []
     assert isinstance(call, openai.types.chat.ChatCompletionMessageFunctionToolCall)
     assert call.function.name == "weather"
     assert json.loads(call.function.arguments)["place"] in ("Bern", "Rome")
@@ -183,7 +183,7 @@ def test_a_call_is_required(client: Client) -> None:
     }
     found = client.chat.completions.create(**fields).choices[0]
     assert found.finish_reason == "tool_calls"
-    (call,) = found.message.tool_calls or ()
+    (call,) = found.message.tool_calls or []
     assert call.type == "function"
     assert call.function.name in ("one", "two")
     assert json.loads(call.function.arguments)["place"] in ("Bern", "Rome")
@@ -198,7 +198,9 @@ def test_a_model_may_call(client: Client, monkeypatch: pytest.MonkeyPatch, strea
     form = {"choice": [f"Well: {answer}{answer}"]}
     monkeypatch.setattr("foretoken.serve.chat.forced_form", lambda body: form)
     fields: Any = {"model": MODEL, "messages": HELLO, "tools": [weather()], "max_tokens": 200}
-    found = client.chat.completions.create(**fields, stream=stream)
+    found: Any = client.chat.completions.create(**fields, stream=stream)
+    text: Any
+    calls: Any
     if stream:
         choices = [choice for chunk in found for choice in chunk.choices]
         text = "".join(choice.delta.content or "" for choice in choices)

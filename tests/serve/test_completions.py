@@ -46,7 +46,7 @@ def test_token_ids_and_several_prompts(server: Served) -> None:
 
 
 def test_sampling_is_that_of_the_library(server: Served) -> None:
-    fields = {
+    fields: dict[str, Any] = {
         "temperature": 0.9,
         "top_p": 0.8,
         "top_k": 20,

@@ -17,6 +17,7 @@ from foretoken.cli.options import (
     MaxNumSeqs,
     ModelOptions,
     SpeculationOptions,
+    amount,
 )
 from foretoken.cli.root import UsageError, examples
 from foretoken.cli.session import open_llm
@@ -90,7 +91,8 @@ class ServerOptions:
         int, _server("Outputs that may wait for their turn; more get 429.", min=0)
     ] = 256
     max_body_size: Annotated[
-        str, _server("Limit of a request's body, such as 8MiB.", metavar="AMOUNT")
+        str,
+        _server("Limit of a request's body, such as 8MiB.", metavar="AMOUNT", callback=amount),
     ] = "8MiB"
     max_n: Annotated[int, _server("Maximum outputs of a prompt.", min=1)] = 16
     max_logprobs: Annotated[int, _server("Maximum log-probabilities of a token.", min=0)] = 20
@@ -143,16 +145,15 @@ def serve(
     It listens at this machine only, unless --host says otherwise. Ctrl-C or
     SIGTERM lets the running requests end first.
     """
-    settings = options.settings(target.model)
-    with working("Starting", quiet=quiet):
-        _check_libraries()
-        config = speculation.config_for(target.model)
-        from foretoken.serve.run import bound_socket
-        from foretoken.serve.run import serve as run
-    with bound_socket(options.host, options.port) as at:  # before the model is loaded
-        llm = open_llm(target, config, quiet=quiet, **engine.arguments())
-        from foretoken.async_llm import AsyncLLM
+    from foretoken.serve.address import bound_socket
 
+    settings, config = options.settings(target.model), speculation.config_for(target.model)
+    with bound_socket(options.host, options.port) as at:  # before the model is loaded
+        with working("Starting", quiet=quiet):
+            _check_libraries()
+            from foretoken.async_llm import AsyncLLM
+            from foretoken.serve.run import serve as run
+        llm = open_llm(target, config, quiet=quiet, **engine.arguments())
         _show_requests()
         port = at.getsockname()[1]
         shown = f"[{options.host}]" if ":" in options.host else options.host

@@ -20,30 +20,9 @@ from foretoken.serve.app import create_app
 from foretoken.serve.settings import Settings
 from foretoken.serve.state import ServerState
 
-__all__ = ["ForetokenServer", "bound_socket", "serve"]
+__all__ = ["ForetokenServer", "serve"]
 
 _log = logging.getLogger(__name__)
-
-
-def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket at this address. Nobody can connect before the server runs.
-
-    Raises:
-        OSError: the address is taken, or is not of this machine.
-    """
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    made = socket.socket(family, kind, protocol)
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-    except OSError as error:
-        made.close()
-        raise OSError(
-            error.errno, f"{error.strerror}: choose another --port", f"{host}:{port}"
-        ) from error
-    return made
 
 
 def timed_protocol(seconds: float) -> type[H11Protocol]:
