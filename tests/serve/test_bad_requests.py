@@ -202,8 +202,8 @@ def test_an_unknown_model(server: Served, path: str) -> None:
         CHAT: {"messages": HELLO},
         "/v1/responses": {"input": "a"},
     }
-    more = {"/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [1]}}
-    body = {**(given | more)[path], "model": "other"}
+    given |= {"/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [1]}}
+    body = {**given[path], "model": "other"}
     error = server.refused(path, 404, **body)
     assert (error["param"], error["code"]) == ("model", "model_not_found")
 

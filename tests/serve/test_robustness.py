@@ -248,6 +248,25 @@ def test_a_drafter_that_fails(server: Served, monkeypatch: pytest.MonkeyPatch) -
 # Logs
 
 
+def test_what_is_logged_of_a_generation(server: Served, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "foretoken.serve.requests")
+    body = {"model": MODEL, "prompt": "hello", "max_tokens": 3, "ignore_eos": True}
+    for request_id, more in (("whole", {}), ("stream", {"stream": True}), ("bad", {"colour": 1})):
+        headers = {"X-Request-Id": request_id}
+        server.http.post("/v1/completions", json=body | more, headers=headers)
+
+    def lines() -> dict[str, Any]:
+        found = [json.loads(record.getMessage()) for record in caplog.records]
+        return {line.pop("request_id"): line for line in found}
+
+    until(lambda: {"whole", "stream", "bad"} <= set(lines()))
+    for request_id in ("whole", "stream"):
+        line = lines()[request_id]
+        assert (line["prompt_tokens"], line["completion_tokens"]) == (5, 3)
+        assert line["finish_reasons"] == ["length"]
+    assert (lines()["bad"]["status"], lines()["bad"]["param"]) == (400, "colour")
+
+
 def test_request_ids_and_logs(server: Served, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "foretoken.serve.requests")
     given = {"X-Request-Id": "mine-1"}
@@ -255,9 +274,13 @@ def test_request_ids_and_logs(server: Served, caplog: pytest.LogCaptureFixture) 
     bad = {"X-Request-Id": "a b\tc"}
     made = server.http.get("/nothing", headers=bad).headers["x-request-id"]
     assert len(made) == 32
-    until(lambda: len(caplog.records) == 2)
-    lines = [json.loads(record.getMessage()) for record in caplog.records]
-    assert [line["request_id"] for line in lines] == ["mine-1", made]
+
+    def logged() -> list[dict[str, Any]]:
+        lines = [json.loads(record.getMessage()) for record in caplog.records]
+        return [line for line in lines if line["request_id"] in ("mine-1", made)]
+
+    until(lambda: len(logged()) == 2)  # a line may come a little after the response
+    lines = logged()
     assert [(line["method"], line["path"], line["status"]) for line in lines] == [
         ("GET", "/v1/models", 200),
         ("GET", "/nothing", 404),

@@ -59,8 +59,9 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
     return app
 
 
-async def _answered(_: Request, error: Any) -> Response:
+async def _answered(request: Request, error: Any) -> Response:
     assert isinstance(error, APIError)
+    request.state.log = {"error": error.code, "param": error.param}  # the message may quote prompts
     content = as_json(error.as_dict())  # may quote text that has no encoding
     return Response(content, error.status, error.headers, "application/json")
 

@@ -43,6 +43,7 @@ async def create_chat_completion(request: Request) -> Response:
     tools = tools_of(body)
     _check(body)
     run = await started(
+        request,
         state,
         body,
         body.n or 1,

@@ -46,6 +46,7 @@ async def create_completion(request: Request) -> Response:
     prompts = _prompts(body, state)
     _check(body)
     run = await started(
+        request,
         state,
         body,
         len(prompts) * (body.n or 1),

@@ -41,6 +41,7 @@ class ServerMetrics:
         self._registry = CollectorRegistry()
         self._labels = {"model_name": model, "engine": "0"}
         self._recent: deque[tuple[float, int, float]] = deque()  # steps: when, tokens, seconds
+        self._positions: list[Counter] = []
         self._gauges()
         self._preemptions = self._counter("vllm:num_preemptions", "Requests that lost their row.")
         self._queries = self._counter(
@@ -137,6 +138,13 @@ class ServerMetrics:
         usage.set_function(lambda: self._engine.load.kv_usage)
         goodput.set_function(self._goodput)
 
+    def _position(self, position: int) -> Counter:
+        """The counter of a position, from 0; made at its first use."""
+        while len(self._positions) <= position:
+            number = str(len(self._positions))
+            self._positions.append(self._by_position.labels(**self._labels, position=number))
+        return self._positions[position]
+
     # Feeding them
 
     def observe_step(self, report: StepReport) -> None:
@@ -152,13 +160,12 @@ class ServerMetrics:
         drafting = [each for each in report.outcomes if each.draft.tree.num_drafted]
         if not drafting:
             return
-        for outcome in drafting:
-            kept = min(len(outcome.accepted.path), len(outcome.committed))
-            self._drafts.inc()
-            self._drafted.inc(outcome.draft.tree.num_drafted)
-            self._accepted.inc(kept)
-            for position in range(kept):
-                self._by_position.labels(**self._labels, position=str(position)).inc()
+        kept = [min(len(each.accepted.path), len(each.committed)) for each in drafting]
+        self._drafts.inc(len(drafting))
+        self._drafted.inc(sum(each.draft.tree.num_drafted for each in drafting))
+        self._accepted.inc(sum(kept))
+        for position in range(max(kept)):
+            self._position(position).inc(sum(count > position for count in kept))
         costs = self._engine.strategies.costs
         if costs:
             step = report.outcomes[0].request.last_step

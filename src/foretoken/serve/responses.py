@@ -33,7 +33,7 @@ async def create_response(request: Request) -> Response:
     """Answer a text or a conversation."""
     state = state_of(request)
     body = parsed(ResponseBody, await read_json(request, state.settings))
-    run = await started(state, body, 1, partial(_prepared, body, state), "input")
+    run = await started(request, state, body, 1, partial(_prepared, body, state), "input")
     answer = _Answer(body, run, state)
     if body.stream:
         return EventStream(run, answer.events())

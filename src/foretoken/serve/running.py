@@ -51,12 +51,16 @@ class Run:
         requests: one per prompt.
         sequences: outputs that were counted when the request entered.
         began: when the request came in, by `time.perf_counter`.
+
+    Attributes:
+        log: what the request's log line says of it, when it has ended.
     """
 
     def __init__(
         self, state: ServerState, requests: Sequence[AsyncRequest], sequences: int, began: float
     ) -> None:
         self.requests = requests
+        self.log: dict[str, Any] = {}
         self._state = state
         self._sequences = sequences
         self._began = began
@@ -118,6 +122,12 @@ class Run:
         for request in self.requests:
             request.abort()
         self._state.leave(self._sequences)
+        outputs = [r for request in self.requests for r in request.job.requests]
+        self.log |= {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": sum(each.metrics.generated_tokens for each in outputs),
+            "finish_reasons": [each.finish_reason or "abort" for each in outputs],
+        }
 
     @property
     def prompt_tokens(self) -> int:
@@ -143,6 +153,7 @@ def _refuse_failed(output: CompletionOutput) -> None:
 
 
 async def started(
+    request: Request,
     state: ServerState,
     body: SamplingBody | ResponseBody,
     sequences: int,
@@ -154,8 +165,9 @@ async def started(
     """Admit a request, prepare it off the loop, and queue its prompts.
 
     Args:
+        request: the HTTP request.
         state: the server's.
-        body: the request.
+        body: its body.
         sequences: its outputs.
         prepare: makes prompts and sampling parameters of it.
         prompt_field: the body's field with the prompt, for error messages.
@@ -170,6 +182,7 @@ async def started(
     state.enter(sequences)
     requests: list[AsyncRequest] = []
     run = Run(state, requests, sequences, began)
+    request.state.log = run.log
     try:
         prepared = await state.llm.off_loop(prepare)
         for prompt in prepared.prompts:
