@@ -13,6 +13,12 @@ from tests.serve.support import Served, served
 __all__ = ["run"]
 
 
+@pytest.fixture(autouse=True)
+def one_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests without a seed have the same one in every run."""
+    monkeypatch.setattr("foretoken.request.fresh_seed", lambda: 1)
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
     with served() as running:

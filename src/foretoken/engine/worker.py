@@ -129,10 +129,10 @@ class Worker:
 
     def _advance(self) -> None:
         report = self._engine.advance()
+        if report is not None and self.observe is not None:
+            self.observe(report)  # first: who has read an answer finds it in the metrics
         for job in self._outbox.take():
             self._report(job)
-        if report is not None and self.observe is not None:
-            self.observe(report)
 
     def _report(self, job: Job) -> None:
         _, deliver = self._jobs.get(id(job), (job, None))
