@@ -21,7 +21,7 @@ from foretoken.core.params import Sampling
 from foretoken.engine.arguments import refuse_unknown
 from foretoken.engine.jobs import Job
 from foretoken.engine.prompts import Prompt
-from foretoken.engine.references import GivenReferences
+from foretoken.engine.references import GivenPrediction, GivenReferences
 from foretoken.engine.strategies import Speculative
 from foretoken.engine.worker import Worker
 from foretoken.errors import ForetokenError, RequestError
@@ -133,6 +133,7 @@ class AsyncLLM:
         *,
         speculative_config: Speculative = None,
         references: GivenReferences = None,
+        prediction: GivenPrediction = None,
         trace: bool = False,
         **unknown: Any,
     ) -> AsyncGenerator[StreamChunk, None]:
@@ -149,6 +150,7 @@ class AsyncLLM:
             sampling_params,
             speculative_config=speculative_config,
             references=references,
+            prediction=prediction,
             trace=trace,
         )
         try:
@@ -167,6 +169,7 @@ class AsyncLLM:
         *,
         speculative_config: Speculative = None,
         references: GivenReferences = None,
+        prediction: GivenPrediction = None,
         trace: bool = False,
     ) -> AsyncRequest:
         """Check a prompt and queue it; arguments as in `generate`.
@@ -178,12 +181,17 @@ class AsyncLLM:
             PromptError, ConfigError, CompatibilityError: as `LLM.generate`.
         """
         engine = self.llm.engine
-        if speculative_config is not None:  # may load models and time passes
-            await self.in_engine(partial(engine.build_strategy, speculative_config))
+        predicts = prediction is not None
+        if speculative_config is not None or predicts:  # may load models and time passes
+            build = partial(engine.build_strategy, speculative_config, predicts=predicts)
+            await self.in_engine(build)
 
         def prepare() -> Job:
-            texts = engine.references.read(references)
-            return engine.job(prompt, sampling_params, speculative_config, texts, trace=trace)
+            quoted = engine.references.read(references)
+            expected = engine.references.prediction(prediction)
+            return engine.job(
+                prompt, sampling_params, speculative_config, quoted, expected, trace=trace
+            )
 
         return AsyncRequest(await self.off_loop(prepare), self.worker)
 

@@ -118,6 +118,27 @@ def test_many_at_once_with_the_asynchronous_client(server: Served) -> None:
     assert texts == alone * 2
 
 
+def test_a_predicted_answer(server: Served, client: Client) -> None:
+    fields: Any = {"model": MODEL, "messages": HELLO, "temperature": 0, "max_tokens": 40}
+    plain = client.chat.completions.create(**fields)
+    text = plain.choices[0].message.content or ""
+    prediction: Any = {"type": "content", "content": text[:20] + "~~" + text[20:]}
+    found = client.chat.completions.create(**fields, prediction=prediction)
+    assert found.choices[0].message.content == text
+    assert found.usage is not None
+    details = found.usage.completion_tokens_details
+    assert details is not None
+    assert details.accepted_prediction_tokens is not None
+    assert details.accepted_prediction_tokens > 10
+    assert details.rejected_prediction_tokens is not None
+    assert plain.usage is not None
+    assert plain.usage.completion_tokens_details is None
+    prediction["content"] = [{"type": "text", "text": text[:10]}, {"type": "text", "text": "x"}]
+    assert client.chat.completions.create(**fields, prediction=prediction).choices
+    refused = server.refused("/v1/chat/completions", **fields, prediction={"type": "file"})
+    assert refused["param"].startswith("prediction")
+
+
 # Forms
 
 

@@ -65,7 +65,7 @@ def test_all_fields_and_metrics_of_ours_are_described(named: Served) -> None:
         *("model", "messages", "prompt", "stream", "stream_options", "n", "temperature", "top_p"),
         *("frequency_penalty", "presence_penalty", "seed", "stop", "logit_bias", "max_tokens"),
         *("max_completion_tokens", "logprobs", "top_logprobs", "response_format", "tools"),
-        *("parallel_tool_calls", "best_of", "speculative_config", "foretoken"),
+        *("parallel_tool_calls", "best_of", "speculative_config", "foretoken", "prediction"),
     }
     fields = set(ChatBody.model_fields) | set(CompletionBody.model_fields)
     assert fields - openais <= spans

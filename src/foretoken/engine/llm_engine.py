@@ -349,9 +349,20 @@ class LLMEngine:
         """See `LLM.encode`."""
         return list(self._maker.encode(prompt, self.tokenizer))
 
-    def build_strategy(self, speculative_config: Speculative) -> None:
-        """Load and build what a configuration needs, before requests that have it."""
-        self._turns.take(lambda: self.strategies.strategy(speculative_config))
+    def build_strategy(self, speculative_config: Speculative, *, predicts: bool = False) -> None:
+        """Load and build what a configuration needs, before requests that have it.
+
+        Args:
+            speculative_config: the configuration; None is the `LLM`'s.
+            predicts: whether the requests have a prediction.
+        """
+
+        def build() -> None:
+            strategy = self.strategies.strategy(speculative_config) or self._speculation.default
+            if predicts:
+                self.strategies.for_prediction(speculative_config, strategy)
+
+        self._turns.take(build)
 
     def start(self, jobs: Sequence[Job]) -> None:
         """Queue the jobs' requests."""

@@ -20,6 +20,7 @@ __all__ = ["AfterStep", "Runs", "StepReport"]
 AfterStep: TypeAlias = Callable[[Sequence[Job]], object]
 """What is called between two steps, with the jobs that have changed."""
 
+
 class StepReport(NamedTuple):
     """What a step did.
 

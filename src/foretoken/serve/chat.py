@@ -102,7 +102,8 @@ def _prepared(body: ChatBody, tools: Sequence[Tool], state: ServerState) -> Prep
         continue_final_message=body.continue_final_message,
         chat_template_kwargs=body.chat_template_kwargs,
     )
-    return Prepared([ids], params)
+    prediction = None if body.prediction is None else body.prediction.text
+    return Prepared([ids], params, prediction)
 
 
 class _Answer:

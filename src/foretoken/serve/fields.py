@@ -176,6 +176,20 @@ class NamedTool(Body):
     function: FunctionName
 
 
+class Prediction(Body):
+    """A text that the answer will mostly repeat."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        """The text in one piece."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
 class ChatBody(SamplingBody):
     """The body of `/v1/chat/completions`."""
 
@@ -203,6 +217,7 @@ class ChatBody(SamplingBody):
     tools: Annotated[list[Tool], MaxLen(128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    prediction: Prediction | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: JSONObject | None = None

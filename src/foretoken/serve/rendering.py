@@ -47,12 +47,18 @@ def usage_of(run: Run, outputs: Sequence[CompletionOutput] | None = None) -> dic
     firsts = [request.job.requests[0].metrics for request in run.requests]
     prompt, written = run.prompt_tokens, sum(each.generated_tokens for each in metrics)
     cached = sum(each.cached_prompt_tokens + each.cached_source_tokens for each in firsts)
-    return {
+    usage: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": written,
         "total_tokens": prompt + written,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    if any(request.job.requests[0].prediction for request in run.requests):
+        usage["completion_tokens_details"] = {
+            "accepted_prediction_tokens": sum(each.accepted_prediction_tokens for each in metrics),
+            "rejected_prediction_tokens": sum(each.rejected_prediction_tokens for each in metrics),
+        }
+    return usage
 
 
 def stop_fields(output: CompletionOutput | None, reason: str | None = None) -> dict[str, Any]:

@@ -35,10 +35,12 @@ class Prepared:
     Args:
         prompts: token ids, or text of an encoder-decoder.
         params: sampling parameters.
+        prediction: what the outputs are expected to repeat.
     """
 
     prompts: Sequence[list[int] | str]
     params: SamplingParams
+    prediction: str | None = None
 
 
 class Run:
@@ -190,6 +192,7 @@ async def started(
                 prompt,
                 prepared.params,
                 speculative_config=body.speculative_config,
+                prediction=prepared.prediction,
                 trace=trace,
             )
             requests.append(await submitted)
