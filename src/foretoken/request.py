@@ -350,6 +350,11 @@ class Request:
             last = self._written.trace.steps[-1]
             last.draft_seconds, last.verify_seconds, last.accept_seconds = draft, verify, accept
 
+    @property
+    def last_step(self) -> StepTrace:
+        """The step that committed the last tokens."""
+        return self._written.trace.steps[-1]
+
     def _finish(self, reason: str, stop_reason: int | str | None) -> None:
         self.finish_reason, self.stop_reason = reason, stop_reason
         if self.admitted_at:  # else it ended while it waited

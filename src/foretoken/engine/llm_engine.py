@@ -17,7 +17,7 @@ import logging
 from collections.abc import Generator, Iterable, Sequence
 from itertools import count
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 from foretoken.config import SpeculativeConfig
 from foretoken.core.grammar import Grammars
@@ -34,7 +34,7 @@ from foretoken.engine.outbox import Outbox
 from foretoken.engine.prefix_cache import PrefixCache
 from foretoken.engine.prompts import Prompt
 from foretoken.engine.references import GivenPrediction, GivenReferences, ReferenceReader
-from foretoken.engine.runs import AfterStep, Runs
+from foretoken.engine.runs import AfterStep, Runs, StepReport
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.strategies import Speculative, StrategyFactory
 from foretoken.engine.turns import Turns, Uninterrupted
@@ -46,13 +46,28 @@ from foretoken.runtime.packed import PackedModel
 from foretoken.runtime.target import Target
 from foretoken.speculation import Speculation
 
-__all__ = ["LLMEngine"]
+__all__ = ["EngineLoad", "LLMEngine"]
 
 _log = logging.getLogger(__name__)
 
 
 MAX_KNOWN_IDS = 100_000
 """Most request ids that are remembered, including those of requests that have ended."""
+
+
+class EngineLoad(NamedTuple):
+    """How busy an engine is.
+
+    Args:
+        waiting: requests without a row of the KV memory.
+        running: requests with one.
+        kv_usage: tokens in the target's KV memory, as a share of what fits. Without
+            `kv_cache_memory`, that is what `max_num_seqs` sequences of full length take.
+    """
+
+    waiting: int
+    running: int
+    kv_usage: float
 
 
 class LLMEngine:
@@ -151,6 +166,15 @@ class LLMEngine:
         """Bytes of the KV and of what is kept of sources, of the target and of all draft models."""
         own, *others = self._kv_budget.held_bytes
         return own, sum(others)
+
+    @property
+    def load(self) -> EngineLoad:
+        """Requests that wait and run, and how full the KV memory is; any thread may ask."""
+        slab, options = self.target.slab, self.options
+        most = slab.limit or options.max_num_seqs * self.target.max_model_len
+        return EngineLoad(
+            self._scheduler.num_waiting, self._scheduler.num_running, sum(slab.lengths) / most
+        )
 
     # Requests added by the user
 
@@ -325,6 +349,21 @@ class LLMEngine:
         """See `LLM.encode`."""
         return list(self._maker.encode(prompt, self.tokenizer))
 
+    def build_strategy(self, speculative_config: Speculative, *, predicts: bool = False) -> None:
+        """Load and build what a configuration needs, before requests that have it.
+
+        Args:
+            speculative_config: the configuration; None is the `LLM`'s.
+            predicts: whether the requests have a prediction.
+        """
+
+        def build() -> None:
+            strategy = self.strategies.strategy(speculative_config) or self._speculation.default
+            if predicts:
+                self.strategies.for_prediction(speculative_config, strategy)
+
+        self._turns.take(build)
+
     def start(self, jobs: Sequence[Job]) -> None:
         """Queue the jobs' requests."""
         self._runs.start(jobs)
@@ -332,6 +371,10 @@ class LLMEngine:
     def end(self, jobs: Sequence[Job]) -> None:
         """Abort those of these jobs that have not ended."""
         self._runs.end(jobs)
+
+    def advance(self) -> StepReport | None:
+        """Advance all requests by one step, without taking chunks; see `Runs.advance`."""
+        return self._runs.advance()
 
     def run(self, jobs: Sequence[Job], after_step: AfterStep | None = None) -> list[RequestOutput]:
         """See `Runs.run`."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
+from foretoken.decode import Outcome
 from foretoken.engine.jobs import Job
 from foretoken.engine.outbox import Outbox
 from foretoken.engine.scheduler import Scheduler
@@ -14,10 +15,22 @@ from foretoken.errors import RequestError
 from foretoken.outputs import RequestOutput, StreamChunk
 from foretoken.speculation import Speculation
 
-__all__ = ["AfterStep", "Runs"]
+__all__ = ["AfterStep", "Runs", "StepReport"]
 
 AfterStep: TypeAlias = Callable[[Sequence[Job]], object]
 """What is called between two steps, with the jobs that have changed."""
+
+
+class StepReport(NamedTuple):
+    """What a step did.
+
+    Args:
+        outcomes: of the requests that it advanced.
+        seconds: how long it took, prompts included.
+    """
+
+    outcomes: Sequence[Outcome]
+    seconds: float
 
 
 class Runs:
@@ -40,12 +53,25 @@ class Runs:
             for request in job.requests:
                 self._scheduler.add(request, job.strategy)
 
-    def step(self) -> None:
-        """Advance all requests by one step; to be called in a turn."""
-        if self._scheduler.busy:
-            began = time.perf_counter()
-            self._scheduler.step()
-            self._speculation.learn(time.perf_counter() - began)
+    def step(self) -> StepReport | None:
+        """Advance all requests by one step; to be called in a turn.
+
+        Returns:
+            What the step did, or None if no request waits or runs.
+        """
+        if not self._scheduler.busy:
+            return None
+        began = time.perf_counter()
+        outcomes = self._scheduler.step()
+        seconds = time.perf_counter() - began
+        self._speculation.learn(seconds)
+        return StepReport(outcomes, seconds)
+
+    def advance(self) -> StepReport | None:
+        """Take a turn with one step in it; see `step`."""
+        reports: list[StepReport | None] = []
+        self._turns.take(lambda: reports.append(self.step()))
+        return reports[0]
 
     def start(self, jobs: Sequence[Job]) -> None:
         """Queue the jobs' requests."""

@@ -163,6 +163,11 @@ class StrategyFactory:
         del self._for_beams[:-MAX_STRATEGIES]
         return self._for_beams[-1][1]
 
+    @property
+    def costs(self) -> CostCurve:
+        """What passes of the target cost; all controllers share it."""
+        return self._costs
+
     def for_prediction(self, given: Speculative, strategy: Strategy) -> Strategy:
         """The strategy of requests with a prediction, which drafts from it first.
 
