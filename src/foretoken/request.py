@@ -348,7 +348,8 @@ class Request:
         self.metrics.accept_seconds += accept
         if self.beams is None:
             last = self._written.trace.steps[-1]
-            last.draft_seconds, last.verify_seconds, last.accept_seconds = draft, verify, accept
+            last.draft_seconds, last.verify_seconds = draft, verify
+            last.accept_seconds = max(0.0, accept - last.recording_seconds)
 
     @property
     def last_step(self) -> StepTrace:
