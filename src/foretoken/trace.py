@@ -250,20 +250,20 @@ def _sources(draft: Draft) -> tuple[Source, ...]:
 
 def _candidates(draft: Draft, p: TreeDistributions) -> tuple[tuple[Candidate, ...], ...]:
     """The most likely tokens after every node."""
-    return tuple(_likely(draft, p, node) for node in range(len(draft.tree)))
-
-
-def _likely(draft: Draft, p: TreeDistributions, node: int) -> tuple[Candidate, ...]:
-    log_probs = p.log_probs(node)  # [V]
-    best = log_probs.topk(min(NUM_CANDIDATES, len(log_probs)))
-    children = draft.tree.children[node]
-    q = draft.q_of(children[0]) if children else None
-    return tuple(
-        Candidate(
-            token,
-            round(value, _DIGITS),
-            round(p.prob(node, token), _DIGITS),
-            None if q is None else round(q.prob(token), _DIGITS),
+    tokens, probs = p.likeliest(NUM_CANDIDATES)  # [1 + n, k] each
+    found = []
+    for node, likely in enumerate(zip(tokens.tolist(), probs.tolist(), strict=True)):
+        children = draft.tree.children[node]
+        q = draft.q_of(children[0]) if children else None
+        found.append(
+            tuple(
+                Candidate(
+                    token,
+                    round(value, _DIGITS),
+                    round(p.prob(node, token), _DIGITS),
+                    None if q is None else round(q.prob(token), _DIGITS),
+                )
+                for token, value in zip(*likely, strict=True)
+            )
         )
-        for token, value in zip(best.indices.tolist(), best.values.exp().tolist(), strict=True)
-    )
+    return tuple(found)

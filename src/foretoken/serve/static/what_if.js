@@ -24,6 +24,13 @@ export function whatIf(trace, lengths) {
   return { rows, notes: notesOf(outcomes.length - known.length, outcomes.length, rate, costs) };
 }
 
+/** Seconds that plain decoding would have taken after the prompt, by the recorded passes. */
+export function plainSeconds(trace) {
+  const { verify, accept } = costsOf(trace);
+  const tokens = trace.steps.reduce((sum, step) => sum + step.committed, 0);
+  return tokens * (verify.at(1) + accept);
+}
+
 /** Per written token: 1 if it was drafted and kept, 0 if the drafted one was rejected, else null. */
 function outcomesOf(step) {
   const kept = Array(step.kept.size).fill(1);
@@ -40,7 +47,7 @@ function costsOf(trace) {
   const verify = line(steps.map((step) => [1 + step.drafted.length, step.verify]));
   const draft = line(steps.map((step) => [step.levels, step.draft]));
   return {
-    width: nodes / levels, // drafted tokens per level: 1 for a chain
+    width: levels ? nodes / levels : 1, // drafted tokens per level: 1 for a chain
     verify,
     draft,
     accept: median(steps.map((step) => step.accept)),
