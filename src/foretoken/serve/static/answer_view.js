@@ -103,12 +103,13 @@ export class AnswerView {
     const items = [
       ["tokens/s", facts?.speed?.toFixed(1) ?? "–", "Without the prompt."],
       ["tokens per pass", facts?.perPass?.toFixed(2) ?? "–", "Plain decoding has 1."],
-      [
+    ];
+    if (this.body.speculative_config?.method !== "none")
+      items.push([
         saved !== null && saved < 0 ? "lost to plain" : "saved to plain",
         saved === null ? "–" : `≈ ${seconds(Math.abs(saved))}`,
         "An estimate: plain decoding at the measured time of a pass, less the time this took.",
-      ],
-    ];
+      ]);
     this.tally.replaceChildren(
       ...items.map(([name, value, title]) =>
         el("div", { title }, el("dt", {}, name), el("dd", {}, value)),

@@ -114,16 +114,17 @@ async function generate(view) {
     view.body = { model, ...view.body };
     await view.run(settings.key, running.signal);
     announced.textContent = `The answer has ended: ${view.counts.tokens} tokens.`;
+    prompt.focus({ preventScroll: true });
     return true;
   } catch (error) {
     if (!view.finish) view.tell(error);
     if (error instanceof ServerError && error.status === 401) settings.askForKey();
+    else prompt.focus({ preventScroll: true });
     return false;
   } finally {
     clearInterval(follow);
     running = null;
     [send.disabled, stop.hidden, fresh.disabled] = [false, true, false];
-    prompt.focus({ preventScroll: true });
   }
 }
 
@@ -147,9 +148,11 @@ function compareButton(view, pair) {
       return;
     }
     const [fast, slow] = [view, plain].map((one) => summary(one.trace).seconds);
-    const same = view.text === plain.text ? "the same text" : "another text";
+    const same = view.text === plain.text ? "Same text" : "Another text";
     const factor = (slow / fast).toFixed(2);
-    plain.links.append(el("span", { class: "verdict" }, `${same}; speculative is ${factor}×`));
+    plain.links.append(
+      el("span", { class: "verdict" }, `${same}; speculative: ${factor} times the speed`),
+    );
   });
   return button;
 }
@@ -175,8 +178,12 @@ function showFile(trace, title) {
   location.hash = name;
 }
 
+let scrolled = 0; // where the chat was when a trace was opened
+
 function route() {
   const found = traces.get(location.hash);
+  if (found && tracePage.hidden) scrolled = window.scrollY;
+  const back = !found && !tracePage.hidden;
   chat.hidden = Boolean(found);
   tracePage.hidden = !found;
   if (found) {
@@ -184,6 +191,7 @@ function route() {
     viewer.show(found.trace, found.title);
     window.scrollTo(0, 0);
   }
+  if (back) window.scrollTo(0, scrolled);
   document.title = found ? `${found.title} · Foretoken` : "Foretoken";
 }
 

@@ -6,7 +6,7 @@ const KEPT = "foretoken-settings";
 
 const NUMBERS = [
   ["max_tokens", "Most tokens", { min: 1, step: 1, placeholder: "512" }],
-  ["temperature", "Temperature", { min: 0, max: 2, step: 0.05, placeholder: "server's" }],
+  ["temperature", "Temperature", { min: 0, max: 2, step: 0.05, placeholder: "default" }],
   ["top_p", "Top p", { min: 0, max: 1, step: 0.01, placeholder: "1" }],
   ["top_k", "Top k", { min: 0, step: 1, placeholder: "off" }],
   ["min_p", "Min p", { min: 0, max: 1, step: 0.01, placeholder: "0" }],
@@ -29,7 +29,7 @@ export class Settings {
         "Speculation (JSON)",
         el("input", {
           name: "speculative_config",
-          placeholder: 'the server\'s, or {"method": "ngram"}',
+          placeholder: 'default, or {"method": "ngram"}',
           spellcheck: "false",
         }),
         "wide",
