@@ -48,7 +48,7 @@ def open_page(browser: Browser) -> Iterator[Open]:
     assert problems == []
 
 
-def shot(page: Page, name: str) -> None:
-    """Keep a picture of the whole page under build/screenshots."""
+def shot(page: Page, name: str, *, whole: bool = False) -> None:
+    """Keep a picture under build/screenshots: of the whole page, or of what can be seen of it."""
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=SCREENSHOTS / f"{name}.png", full_page=True)
+    page.screenshot(path=SCREENSHOTS / f"{name}.png", full_page=whole)

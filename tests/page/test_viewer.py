@@ -112,7 +112,7 @@ def test_every_step_with_its_tree_and_why_it_ended(page: Page) -> None:
         expect(page.locator("[aria-current=step]")).to_have_count(1)
         assert page.locator(".pair").bounding_box() == top, "nothing jumps"
         page.keyboard.press("ArrowRight")
-    shot(page, "viewer")
+    shot(page, "viewer", whole=True)
     facts = page.locator(".tiles").inner_text()
     assert "11\n5 passes of the target" in facts
     assert page.locator(".positions tbody tr").all_inner_texts()[0].endswith("4 / 4")
@@ -169,7 +169,7 @@ def test_dark_and_narrow(open_page: Open, tmp_path: Path) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert max(int(part) for part in ground.removeprefix("rgb(")[:-1].split(",")) < 64
-    shot(page, "viewer-narrow-dark")
+    shot(page, "viewer-narrow-dark", whole=True)
 
 
 def contrast(page: Page, selector: str) -> float:

@@ -89,7 +89,7 @@ async function ask(conversation, fields) {
   const view = new AnswerView("Speculative", body, keepTrace);
   pair.append(view.root);
   log.append(pair);
-  pair.scrollIntoView({ block: "end" });
+  toBottom();
   const done = await generate(view);
   if (done) {
     messages = [...conversation, { role: "assistant", content: view.text }];
@@ -107,7 +107,6 @@ async function ask(conversation, fields) {
 async function generate(view) {
   running = new AbortController();
   [send.disabled, stop.hidden, fresh.disabled] = [true, false, true];
-  const follow = setInterval(() => atBottom() && window.scrollTo(0, document.body.scrollHeight), 100);
   try {
     model ??= await modelName(settings.key);
     byId("model").textContent = model;
@@ -122,16 +121,25 @@ async function generate(view) {
     else prompt.focus({ preventScroll: true });
     return false;
   } finally {
-    clearInterval(follow);
     running = null;
     [send.disabled, stop.hidden, fresh.disabled] = [false, true, false];
   }
 }
 
-function atBottom() {
-  const { scrollTop, scrollHeight, clientHeight } = document.documentElement;
-  return scrollHeight - scrollTop - clientHeight < 160;
+// A reader at the bottom stays there while the answer grows.
+let follows = true;
+
+function toBottom() {
+  window.scrollTo(0, document.documentElement.scrollHeight);
 }
+
+window.addEventListener("scroll", () => {
+  const { scrollTop, scrollHeight, clientHeight } = document.documentElement;
+  if (!chat.hidden) follows = scrollHeight - scrollTop - clientHeight < 80;
+});
+new ResizeObserver(() => {
+  if (follows && !chat.hidden && log.contains(document.querySelector(".answer"))) toBottom();
+}).observe(log);
 
 /** Decode the same request without drafts, beside it and after it, so that neither slows the other. */
 function compareButton(view, pair) {
