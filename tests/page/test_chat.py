@@ -187,7 +187,9 @@ def test_what_goes_wrong_is_said_and_can_be_tried_again(page: Page, server: Serv
 
     room, server.state.open_sequences = server.state.open_sequences, server.state.capacity
     answer = ask(page)
-    expect(answer.locator(".failure")).to_contain_text("The server is busy: ")
+    failure = answer.locator(".failure")
+    expect(failure).to_contain_text("The server is busy: ")
+    expect(failure).to_contain_text("Try again in 1 s.")
     server.state.open_sequences = room
     answer.get_by_role("button", name="Try again").click()
     answer = page.locator(".answer").last

@@ -2,8 +2,8 @@
 
 import { ServerError, answer } from "./api.js";
 import { el, seconds } from "./dom.js";
+import { tokenSpan } from "./tokens.js";
 import { readTrace, summary, written } from "./trace_model.js";
-import { tokenSpan } from "./viewer.js";
 import { plainSeconds } from "./what_if.js";
 
 let plainCost = null; // seconds of a pass without a draft, measured in the last answer
@@ -21,7 +21,7 @@ export class AnswerView {
     this.text = "";
     this.trace = null;
     this.state = el("span", { class: "state" });
-    this.content = el("div", { class: "text", tabindex: "0", "aria-label": title });
+    this.content = el("div", { class: "text" });
     this.tally = el("dl", { class: "tally" });
     this.links = el("p", { class: "links" });
     this.root = el(
@@ -119,7 +119,9 @@ export class AnswerView {
 
   tell(error) {
     this.finish = "failed";
-    const message = error instanceof ServerError ? error.message : `This failed: ${error.message}`;
+    const when = error.retry ? ` Try again in ${error.retry} s.` : "";
+    const known = error instanceof ServerError;
+    const message = known ? `${error.message}${when}` : `This failed: ${error.message}`;
     this.content.append(el("p", { class: "failure", role: "alert" }, message));
   }
 }

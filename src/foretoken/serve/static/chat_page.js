@@ -5,8 +5,9 @@ import { ServerError, modelName } from "./api.js";
 import { el, hasModifier, helpButton, isTyping, themeButton } from "./dom.js";
 import { opener } from "./opening.js";
 import { Settings } from "./settings.js";
+import { legend } from "./tokens.js";
 import { summary } from "./trace_model.js";
-import { VIEWER_KEYS, Viewer, legend } from "./viewer.js";
+import { VIEWER_KEYS, Viewer } from "./viewer.js";
 
 const byId = (id) => document.getElementById(id);
 const [chat, tracePage, alert] = ["chat", "trace", "alert"].map(byId);
@@ -196,7 +197,7 @@ function route() {
   tracePage.hidden = !found;
   if (found) {
     byId("trace-title").textContent = found.title;
-    viewer.show(found.trace, found.title);
+    viewer.show(found.trace);
     window.scrollTo(0, 0);
   }
   if (back) window.scrollTo(0, scrolled);

@@ -17,7 +17,7 @@ function tell(message) {
 function show(trace, name) {
   document.title = `${name} · trace`;
   heading.textContent = name;
-  viewer.show(trace, name);
+  viewer.show(trace);
 }
 
 document.getElementById("tools").append(opener(show, tell), themeButton(), helpButton(VIEWER_KEYS));

@@ -155,3 +155,25 @@ function box(trace, step, before, place, show) {
     el("span", { class: "numbers" }, ...numbers.map((one) => el("span", {}, one))),
   );
 }
+
+/** Why the step ended where it did, in one or two sentences. */
+export function why(trace, step) {
+  const quote = (token) => `“${visible(textOf(trace, token))}”`;
+  if (!step.drafted.length) return "Nothing was drafted: the target's own token.";
+  const share = `${step.kept.size} of ${step.levels} levels accepted.`;
+  if (step.cut) return `${share} The output ended within this step.`;
+  if (step.origin !== "correction")
+    return `${share} Every token of the path passed, so the pass gives ${quote(step.token)} as well.`;
+  const end = step.accepted.at(-1) ?? -1;
+  const [first, ...others] = [...step.refused].filter((node) => step.parents[node] === end);
+  const what =
+    first === undefined
+      ? "The tokens after the path were rejected"
+      : `${quote(step.drafted[first])} was rejected at p ${probability(step.p[first])} ` +
+        `and q ${probability(step.q[first])}`;
+  const also = others.length
+    ? `, then ${others.map((node) => quote(step.drafted[node])).join(", ")}`
+    : "";
+  const reason = step.reason ? ` (${others.length ? "last: " : ""}${step.reason})` : "";
+  return `${share} ${what}${also}${reason}. The target continues with ${quote(step.token)}.`;
+}

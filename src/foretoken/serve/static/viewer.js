@@ -1,9 +1,10 @@
 // The trace viewer: the output, its steps, one step as a tree, and what other draft lengths would do.
 
 import { el, hasModifier, isTyping, probability, seconds, svg, visible } from "./dom.js";
+import { positionsView, tilesView, whatIfView } from "./overview.js";
+import { legend, tokenSpan } from "./tokens.js";
 import { fate, summary, textOf, written } from "./trace_model.js";
-import { heightOf, rowsOf, treeView } from "./tree_view.js";
-import { whatIf } from "./what_if.js";
+import { heightOf, rowsOf, treeView, why } from "./tree_view.js";
 
 export const VIEWER_KEYS = [
   ["← →", "the step before, the next one"],
@@ -13,7 +14,6 @@ export const VIEWER_KEYS = [
   ["?", "these keys"],
 ];
 
-const GAMMAS = [2, 4, 8];
 const TALLEST = 5; // rows of a tree before it scrolls
 const BAR = 64; // height of the strip
 
@@ -26,9 +26,8 @@ export class Viewer {
   }
 
   /** Show a trace from its first step with a draft on. */
-  show(trace, title) {
+  show(trace) {
     this.trace = trace;
-    this.title = title;
     this.sums = summary(trace);
     if (!trace.steps.length) {
       this.root.replaceChildren(el("p", { class: "empty" }, "This trace has no steps."));
@@ -71,7 +70,7 @@ export class Viewer {
     this.canvas.style.height = `${heightOf(Math.min(rows, TALLEST)) + 16}px`;
     this.side = el("div", { class: "side" });
     this.root.replaceChildren(
-      this.tiles(),
+      tilesView(this.trace, this.sums),
       el(
         "section",
         { class: "card", "aria-labelledby": "output-title" },
@@ -103,36 +102,11 @@ export class Viewer {
         el("div", { class: "main" }, this.times, this.why, this.canvas),
         this.side,
       ),
-      el("div", { class: "pair" }, this.whatIfView(), this.positionsView()),
-    );
-  }
-
-  tiles() {
-    const { sums, trace } = this;
-    const tiles = [
-      ["tokens", sums.tokens, `${sums.passes} passes of the target`],
-      ["tokens per pass", (sums.tokens / sums.passes).toFixed(2), `${sums.drafts} with a draft`],
-      [
-        "acceptance rate",
-        sums.rate === null ? "–" : `${(100 * sums.rate).toFixed(0)} %`,
-        `${sums.kept} accepted, ${sums.refused} rejected`,
-      ],
-      [
-        "tokens per second",
-        sums.seconds ? (sums.tokens / sums.seconds).toFixed(1) : "–",
-        `${seconds(sums.seconds)}, and ${seconds(trace.prefill)} for the prompt`,
-      ],
-      [
-        "time in passes",
-        sums.seconds ? `${((100 * sums.verify) / sums.seconds).toFixed(0)} %` : "–",
-        `draft ${seconds(sums.draft)}, accept ${seconds(sums.accept)}`,
-      ],
-    ];
-    return el(
-      "dl",
-      { class: "tiles" },
-      ...tiles.map(([name, value, more]) =>
-        el("div", {}, el("dt", {}, name), el("dd", {}, value), el("dd", { class: "more" }, more)),
+      el(
+        "div",
+        { class: "pair" },
+        whatIfView(this.trace, this.sums),
+        positionsView(this.sums),
       ),
     );
   }
@@ -315,153 +289,13 @@ export class Viewer {
     );
   }
 
-  // All steps
-
-  whatIfView() {
-    const found = whatIf(this.trace, [0, ...GAMMAS]);
-    const title = el("h2", { id: "what-if-title" }, "What if gamma were …");
-    if (!found)
-      return el(
-        "section",
-        { class: "card", "aria-labelledby": "what-if-title" },
-        title,
-        el("p", { class: "dim" }, "This trace has no drafts to learn acceptances from."),
-      );
-    const { sums } = this;
-    const recorded = {
-      passes: sums.passes,
-      seconds: sums.seconds,
-      tokensPerPass: sums.tokens / sums.passes,
-    };
-    const plain = found.rows[0].seconds;
-    const slowest = Math.max(recorded.seconds, ...found.rows.map((row) => row.seconds)) || 1;
-    const row = (name, one, kind) => {
-      const bar = el("span", { class: "bar" });
-      bar.style.width = `${(100 * one.seconds) / slowest}%`;
-      return el(
-        "tr",
-        { class: kind },
-        el("th", { scope: "row" }, name),
-        el("td", {}, one.passes.toFixed(Number.isInteger(one.passes) ? 0 : 1)),
-        el("td", {}, one.tokensPerPass.toFixed(2)),
-        el("td", { class: "with-bar" }, bar, seconds(one.seconds)),
-        el("td", {}, one.seconds ? `${(plain / one.seconds).toFixed(2)}×` : "–"),
-      );
-    };
-    const columns = ["gamma", "passes", "tokens per pass", "time", "against plain"];
-    return el(
-      "section",
-      { class: "card", "aria-labelledby": "what-if-title" },
-      title,
-      el(
-        "table",
-        { class: "what-if" },
-        el("thead", {}, el("tr", {}, ...columns.map((name) => el("th", { scope: "col" }, name)))),
-        el(
-          "tbody",
-          {},
-          row("as recorded", recorded, "recorded"),
-          ...found.rows.map((one) => row(one.gamma ? String(one.gamma) : "plain", one, "")),
-        ),
-      ),
-      el("p", { class: "dim" }, [whatIfNote, ...found.notes].join(" ")),
-    );
-  }
-
-  positionsView() {
-    const rows = this.sums.positions.map(({ drafted, kept }, index) => {
-      const bar = el("span", { class: "bar" });
-      bar.style.width = `${(100 * kept) / drafted}%`;
-      return el(
-        "tr",
-        {},
-        el("th", { scope: "row" }, index + 1),
-        el("td", { class: "with-bar" }, bar, `${((100 * kept) / drafted).toFixed(0)} %`),
-        el("td", {}, `${kept} / ${drafted}`),
-      );
-    });
-    const columns = ["position", "accepted", "of drafts"];
-    return el(
-      "section",
-      { class: "card", "aria-labelledby": "positions-title" },
-      el("h2", { id: "positions-title" }, "Acceptance by position"),
-      rows.length
-        ? el(
-            "div",
-            { class: "scroll" },
-            el(
-              "table",
-              { class: "positions" },
-              el("thead", {}, el("tr", {}, ...columns.map((one) => el("th", { scope: "col" }, one)))),
-              el("tbody", {}, ...rows),
-            ),
-          )
-        : el("p", { class: "dim" }, "Nothing was drafted."),
-    );
-  }
 }
 
 const noCandidates = "This trace has no alternatives. generate --trace records them.";
 const rootNote = "The tree continues the text behind this token.";
-const whatIfNote =
-  "An estimate: nothing ran again. It replays the recorded acceptances with the recorded times " +
-  "of drafts and passes.";
-
-/** A token of the output in the colour of its origin. */
-export function tokenSpan(text, { origin, source }) {
-  const by = source ? ` by-${source}` : "";
-  return el("span", { class: `token ${origin}${by}`, title: originTitle(origin, source) }, text);
-}
-
-function originTitle(origin, source) {
-  const by = { model: " by the drafter", lookup: " by a lookup" }[source] ?? "";
-  return {
-    draft: `drafted${by} and accepted`,
-    correction: "correction: the target's token after a rejection",
-    bonus: "bonus: the target's token after everything was accepted",
-    plain: "by the target alone",
-  }[origin];
-}
-
-/** What the colours of tokens mean. */
-export function legend() {
-  const one = (name, kind) => el("span", { class: `token ${kind}` }, name);
-  return el(
-    "p",
-    { class: "legend" },
-    one("drafted", "draft by-model"),
-    one("looked up", "draft by-lookup"),
-    one("correction", "correction"),
-    one("bonus", "bonus"),
-    one("target alone", "plain"),
-  );
-}
-
 function timeLegend() {
   const one = (name) => el("span", { class: `time ${name}` }, name);
   return el("p", { class: "legend" }, one("verify"), one("draft"), one("accept"));
-}
-
-/** Why the step ended where it did, in one or two sentences. */
-export function why(trace, step) {
-  const quote = (token) => `“${visible(textOf(trace, token))}”`;
-  if (!step.drafted.length) return "Nothing was drafted: the target's own token.";
-  const share = `${step.kept.size} of ${step.levels} levels accepted.`;
-  if (step.cut) return `${share} The output ended within this step.`;
-  if (step.origin !== "correction")
-    return `${share} Every token of the path passed, so the pass gives ${quote(step.token)} as well.`;
-  const end = step.accepted.at(-1) ?? -1;
-  const [first, ...others] = [...step.refused].filter((node) => step.parents[node] === end);
-  const what =
-    first === undefined
-      ? "The tokens after the path were rejected"
-      : `${quote(step.drafted[first])} was rejected at p ${probability(step.p[first])} ` +
-        `and q ${probability(step.q[first])}`;
-  const also = others.length
-    ? `, then ${others.map((node) => quote(step.drafted[node])).join(", ")}`
-    : "";
-  const reason = step.reason ? ` (${others.length ? "last: " : ""}${step.reason})` : "";
-  return `${share} ${what}${also}${reason}. The target continues with ${quote(step.token)}.`;
 }
 
 /** Scroll a box so that an offset in it can be seen. */
