@@ -277,22 +277,20 @@ def test_drag_and_drop(page: Page) -> None:
 
 def test_what_if(page: Page) -> None:
     """The estimate is the mean over all ways in which the unknown acceptances could turn out."""
-    # A, then: the cat [dog], the cat +\n, the dog [dog], the
-    outcomes = [None, 1, 1, 0, 1, 1, None, 1, 1, 0, 1]
-    rate = 7 / 9
+    # A [no draft], the cat dog [rejected], the cat \n [bonus], the dog dog [rejected], the
+    outcomes = [None, 1, 1, 0, 1, 1, 7 / 9, 1, 1, 0, 1]
 
     @cache
     def passes(start: int, gamma: int) -> float:
         if start >= len(outcomes):
             return 0
-        return 1 + after(start, gamma, gamma)
+        return 1 + after(start, 0 if outcomes[start] is None else gamma, gamma)
 
     def after(at: int, left: int, gamma: int) -> float:
-        """Passes after the one that has drafted up to `at`, of which `left` are to be judged."""
+        """Passes after the one that has drafted from `at` on `left` tokens, not yet judged."""
         if left == 0 or at >= len(outcomes):
             return passes(at + 1, gamma)
-        known = outcomes[at]
-        chance = rate if known is None else known
+        chance = outcomes[at] or 0
         rejected = 0 if chance == 1 else (1 - chance) * passes(at + 1, gamma)
         return rejected + (0 if chance == 0 else chance * after(at + 1, left - 1, gamma))
 
@@ -305,5 +303,16 @@ def test_what_if(page: Page) -> None:
     # A pass over n tokens takes 10 ms and 1 ms a token; so does a drafted level, accepting 1 ms.
     assert rows[1][3].strip() == f"{len(outcomes) * 11:.0f} ms"
     expect(page.locator("section", has_text="What if gamma were")).to_contain_text(
-        "Nothing was drafted for 2 of 11 tokens"
+        "1 of 11 tokens came from steps without a draft, which stay so. 1 of 11 tokens were a bonus"
     )
+
+
+def test_what_if_of_the_recorded_length_is_the_recording(open_page: Open, tmp_path: Path) -> None:
+    """The first step is slower, because the drafter reads the prompt in it."""
+    slow = replace(BONUS, draft_seconds=0.05)
+    rejected = step((1, 2), (0,), rejected=(1,), origin=Origin.CORRECTION, reason="no")
+    page = open_page(page_of(Trace([slow, rejected, BONUS, rejected, BONUS], PIECES), tmp_path))
+    rows = [row.split("\t")[1:] for row in page.locator(".what-if tbody tr").all_inner_texts()]
+    recorded, _, two, *_ = rows
+    assert two == recorded
+    assert recorded[0] == "5"

@@ -1,8 +1,10 @@
 // "What if gamma were 2, 4, 8": an estimate from what a trace has recorded. Nothing runs again.
 //
-// At a position whose drafted token was accepted or rejected, the same is taken to happen again. At
-// all others (bonus tokens, steps without a draft) a drafted token is accepted with the measured
-// acceptance rate. The expected time follows by dynamic programming from the end of the output.
+// At a position whose drafted token was accepted or rejected, the same is taken to happen again. A
+// step without a draft is taken to stay one. At all others (bonus tokens) a drafted token is
+// accepted with the measured rate. The expected time follows from the end of the output backwards.
+
+const NO_DRAFT = -1;
 
 /**
  * @param {Object} trace a trace of `readTrace`.
@@ -12,7 +14,7 @@
  */
 export function whatIf(trace, lengths) {
   const outcomes = trace.steps.flatMap(outcomesOf);
-  const known = outcomes.filter((outcome) => outcome !== null);
+  const known = outcomes.filter((outcome) => outcome === 0 || outcome === 1);
   if (!known.length) return null;
   const rate = known.reduce((sum, outcome) => sum + outcome, 0) / known.length;
   const chances = outcomes.map((outcome) => outcome ?? rate);
@@ -21,7 +23,12 @@ export function whatIf(trace, lengths) {
     const { passes, seconds } = expected(chances, gamma, costs);
     return { gamma, passes, seconds, tokensPerPass: chances.length / passes };
   });
-  return { rows, notes: notesOf(outcomes.length - known.length, outcomes.length, rate, costs) };
+  const counts = {
+    size: outcomes.length,
+    unknown: outcomes.filter((outcome) => outcome === null).length,
+    undrafted: outcomes.filter((outcome) => outcome === NO_DRAFT).length,
+  };
+  return { rows, notes: notesOf(counts, rate, costs) };
 }
 
 /** Seconds that plain decoding would have taken after the prompt, by the recorded passes. */
@@ -31,52 +38,64 @@ export function plainSeconds(trace) {
   return tokens * (verify.at(1) + accept);
 }
 
-/** Per written token: 1 if it was drafted and kept, 0 if the drafted one was rejected, else null. */
+/** Per written token: 1 if its draft was kept, 0 if it was rejected, null if it is not known. */
 function outcomesOf(step) {
   const kept = Array(step.kept.size).fill(1);
-  return step.cut ? kept : [...kept, step.origin === "correction" ? 0 : null];
+  if (step.cut) return kept;
+  if (!step.drafted.length) return [NO_DRAFT];
+  return [...kept, step.origin === "correction" ? 0 : null];
 }
 
-/** The costs of a step, from the recorded ones. */
+/**
+ * The costs of a step, from the recorded ones.
+ *
+ * Medians say how costs grow with the draft, because single steps may be slow by chance. All are
+ * then scaled to the recorded times, so that estimates can be compared with them.
+ */
 function costsOf(trace) {
-  // The first step reads the prompt where the drafter has a model.
+  // In the first step, a drafter with a model reads the prompt.
   const steps = trace.steps.length > 1 ? trace.steps.slice(1) : trace.steps;
+  const [first] = trace.steps;
   const drafts = trace.steps.filter((step) => step.drafted.length);
-  const levels = drafts.reduce((sum, step) => sum + step.levels, 0);
-  const nodes = drafts.reduce((sum, step) => sum + step.drafted.length, 0);
-  const verify = line(steps.map((step) => [1 + step.drafted.length, step.verify]));
-  const draft = line(steps.map((step) => [step.levels, step.draft]));
+  const levels = sum(drafts.map((step) => step.levels));
+  const nodes = sum(drafts.map((step) => step.drafted.length));
+  const draft = scaledLine(steps.map((step) => [step.levels, step.draft]));
   return {
     width: levels ? nodes / levels : 1, // drafted tokens per level: 1 for a chain
-    verify,
+    verify: scaledLine(steps.map((step) => [1 + step.drafted.length, step.verify])),
     draft,
-    accept: median(steps.map((step) => step.accept)),
+    prompt: Math.max(0, first.draft - draft.at(first.levels)),
+    accept: sum(steps.map((step) => step.accept)) / steps.length,
   };
 }
 
-/** Expected passes and seconds from the first position on. */
-function expected(chances, gamma, { verify, draft, accept, width }) {
-  const cost = verify.at(1 + gamma * width) + (gamma ? draft.at(gamma) : 0) + accept;
+/** Expected passes and seconds of all steps. */
+function expected(chances, gamma, { verify, draft, prompt, accept, width }) {
+  const plain = verify.at(1) + accept + (gamma ? draft.at(0) : 0);
+  const drafting = verify.at(1 + gamma * width) + draft.at(gamma) + accept;
   const size = chances.length;
-  const passes = Array(size + gamma + 2).fill(0);
+  const passes = Array(size + gamma + 2).fill(0); // from each position on
+  const time = Array(size + gamma + 2).fill(0);
   for (let start = size - 1; start >= 0; start--) {
+    const levels = chances[start] === NO_DRAFT ? 0 : gamma;
+    passes[start] = 1;
+    time[start] = levels ? drafting : plain;
     let reach = 1; // the chance that all drafted tokens before this one were accepted
-    let rest = 0;
-    for (let kept = 0; kept <= gamma; kept++) {
-      const chance = kept < gamma ? (chances[start + kept] ?? 0) : 0;
-      rest += reach * (1 - chance) * passes[start + kept + 1];
+    for (let kept = 0; kept <= levels; kept++) {
+      const chance = kept < levels ? Math.max(0, chances[start + kept] ?? 0) : 0;
+      passes[start] += reach * (1 - chance) * passes[start + kept + 1];
+      time[start] += reach * (1 - chance) * time[start + kept + 1];
       reach *= chance;
     }
-    passes[start] = 1 + rest;
   }
-  return { passes: passes[0], seconds: passes[0] * cost };
+  return { passes: passes[0], seconds: time[0] + (gamma ? prompt : 0) };
 }
 
 /**
  * A line through the medians of the values at each x, weighted by their number. It does not fall,
  * and does not begin below 0.
  */
-export function line(points) {
+function line(points) {
   const groups = new Map();
   for (const [x, y] of points) groups.set(x, [...(groups.get(x) ?? []), y]);
   const found = [...groups].map(([x, values]) => ({ x, y: median(values), w: values.length }));
@@ -90,18 +109,32 @@ export function line(points) {
   return { sizes: found.length, at: (x) => Math.max(0, meanY + slope * (x - meanX)) };
 }
 
+/** `line`, times what makes its sum that of the values. */
+function scaledLine(points) {
+  const { sizes, at } = line(points);
+  const expected = sum(points.map(([x]) => at(x)));
+  const scale = expected ? sum(points.map(([, y]) => y)) / expected : 1;
+  return { sizes, at: (x) => scale * at(x) };
+}
+
+function sum(values) {
+  return values.reduce((total, value) => total + value, 0);
+}
+
 function median(values) {
   const sorted = [...values].sort((a, b) => a - b);
   const middle = sorted.length >> 1;
   return sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
 }
 
-function notesOf(unknown, size, rate, { verify, width }) {
+function notesOf({ size, unknown, undrafted }, rate, { verify, width }) {
   const notes = [];
+  if (undrafted)
+    notes.push(`${undrafted} of ${size} tokens came from steps without a draft, which stay so.`);
   if (unknown)
     notes.push(
-      `Nothing was drafted for ${unknown} of ${size} tokens: there, a draft is taken to be ` +
-        `accepted as often as elsewhere, ${(100 * rate).toFixed(0)} %.`,
+      `${unknown} of ${size} tokens were a bonus, which no draft had: there, a draft is taken to ` +
+        `be accepted as often as elsewhere, ${(100 * rate).toFixed(0)} %.`,
     );
   if (verify.sizes === 1)
     notes.push("All recorded passes have one size, so longer ones are taken to cost no more.");
