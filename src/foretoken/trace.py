@@ -30,19 +30,16 @@ a lookup, alone or together with a trained drafter that had drafted the same tok
 
 
 class Candidate(NamedTuple):
-    """One of the most likely tokens at a position.
-
-    Args:
-        token: its id.
-        model: its probability under the model itself, before temperature, masks and truncation.
-        p: its probability under the target as it was sampled from; one-hot in greedy decoding.
-        q: its probability under the drafter, for the first token drafted here; None if nothing was.
-    """
+    """One of the most likely tokens at a position."""
 
     token: int
+    """Its id."""
     model: float
+    """Its probability under the model itself, before temperature, masks and truncation."""
     p: float
+    """Its probability under the target, as it was drawn from; one-hot in greedy decoding."""
     q: float | None
+    """Its probability under the drafter, for the first token drafted here; None if nothing was."""
 
 
 @dataclass(slots=True)
