@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from foretoken import ForetokenError, SamplingParams, Trace
+from foretoken.trace import PASS_SIZES
 from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import tiny_model
 
@@ -55,6 +56,20 @@ def test_candidates_are_the_most_likely_tokens_of_every_position(temperature: fl
     assert untraced.token_ids == output.token_ids
     for step in untraced.trace:
         assert (step.sources, step.candidates, step.recording_seconds) == ((), (), 0)
+
+
+def test_pass_costs_are_there_if_they_are_measured() -> None:
+    """With the default controller, and only in traces that were asked for."""
+    params = SamplingParams(temperature=0, max_tokens=4)
+    measured = tiny_llm(tiny_model(), "ngram", controller="cost_model")
+    (output,) = measured.generate([PROMPTS[0]], params, trace=True)
+    sizes, seconds = zip(*output.trace.pass_seconds.items(), strict=True)
+    assert sizes == PASS_SIZES
+    assert 0 < seconds[0] < seconds[-1]
+    assert Trace.from_dict(output.trace.as_dict()) == output.trace
+    assert measured.generate([PROMPTS[0]], params)[0].trace.pass_seconds == {}
+    fixed = tiny_llm(tiny_model(), "ngram", controller="fixed")
+    assert fixed.generate([PROMPTS[0]], params, trace=True)[0].trace.pass_seconds == {}
 
 
 def test_sources_tell_lookups_from_drafters_with_a_model() -> None:

@@ -21,6 +21,9 @@ FORMAT = "foretoken-trace-1"
 NUM_CANDIDATES = 5
 """Most likely tokens that a trace has for each position."""
 
+PASS_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Numbers of tokens of the passes whose expected seconds a trace has."""
+
 _DIGITS = 6
 """Decimal places of their probabilities: with more, the file would be half as large again."""
 
@@ -116,12 +119,15 @@ class Trace:
         pieces: the text of every token that occurs, if it is known.
         encode_seconds: time in the encoder, before the first step; 0 without an encoder.
         prefill_seconds: time for the prompt before the first step, the encoder's included.
+        pass_seconds: expected seconds of a pass over so many tokens, at the end of the output; empty
+            without `trace=True`, or if the controller does not measure passes.
     """
 
     steps: list[StepTrace] = field(default_factory=list)
     pieces: dict[int, str] = field(default_factory=dict)
     encode_seconds: float = 0.0
     prefill_seconds: float = 0.0
+    pass_seconds: dict[int, float] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -141,6 +147,7 @@ class Trace:
             "format": FORMAT,
             "encode_seconds": self.encode_seconds,
             "prefill_seconds": self.prefill_seconds,
+            "pass_seconds": {str(size): value for size, value in self.pass_seconds.items()},
             "pieces": {str(token): piece for token, piece in sorted(self.pieces.items())},
             "steps": [asdict(step) for step in self.steps],
         }
@@ -158,9 +165,11 @@ class Trace:
             steps = [_step(step) for step in value["steps"]]
             pieces = {int(token): str(piece) for token, piece in value["pieces"].items()}
             before = [float(value.get(f"{part}_seconds", 0)) for part in ("encode", "prefill")]
+            passes = value.get("pass_seconds", {}).items()
+            pass_seconds = {int(size): float(seconds) for size, seconds in passes}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ForetokenError(f"damaged trace: {error!r}.") from error
-        return Trace(steps, pieces, *before)
+        return Trace(steps, pieces, *before, pass_seconds)
 
     @staticmethod
     def load(path: Path) -> Trace:

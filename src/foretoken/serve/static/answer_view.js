@@ -27,7 +27,7 @@ export class AnswerView {
     this.root = el(
       "section",
       { class: "card answer", "aria-label": title },
-      el("div", { class: "row" }, el("h3", {}, title), this.state),
+      el("div", { class: "row" }, el("h2", {}, title), this.state),
       this.content,
       el("div", { class: "foot" }, this.tally, this.links),
     );

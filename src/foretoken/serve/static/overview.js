@@ -111,7 +111,7 @@ export function positionsView(sums) {
     rows.length
       ? el(
           "div",
-          { class: "scroll" },
+          { class: "scroll", tabindex: "0" },
           el(
             "table",
             { class: "positions" },

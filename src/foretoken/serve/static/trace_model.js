@@ -37,6 +37,10 @@ export function readTrace(value) {
     pieces: new Map(Object.entries(value.pieces).map(([id, text]) => [Number(id), String(text)])),
     prefill: Number(value.prefill_seconds) || 0,
     encode: Number(value.encode_seconds) || 0,
+    passes: Object.entries(value.pass_seconds ?? {})
+      .map(([size, time]) => [Number(size), Number(time)])
+      .filter(([size, time]) => size > 0 && time > 0)
+      .sort(([a], [b]) => a - b),
   };
 }
 

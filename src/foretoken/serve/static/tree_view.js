@@ -132,7 +132,6 @@ function box(trace, step, before, place, show) {
     : [node === -1 ? "last token" : kind === "plain" ? "target" : kind];
   const source = drafted && step.sources[node] ? `, found by a ${step.sources[node]}` : "";
   const said = node === -1 ? "last token of the text" : `${WORDS[kind]}${source}`;
-  const spoken = drafted ? `, p ${probability(step.p[node])}, q ${probability(step.q[node])}` : "";
   return el(
     "div",
     {
@@ -140,7 +139,6 @@ function box(trace, step, before, place, show) {
       role: "treeitem",
       tabindex: node === -1 ? "0" : "-1",
       "aria-level": place.depth + 1,
-      "aria-label": `${visible(text)}: ${said}${spoken}`,
       title: `${JSON.stringify(text)}: ${said}`,
       onpointerenter: () => show(place),
       onfocus: () => show(place),
@@ -149,9 +147,10 @@ function box(trace, step, before, place, show) {
     el(
       "span",
       { class: "text" },
-      MARKS[kind] ? el("b", { class: "mark" }, MARKS[kind]) : null,
+      MARKS[kind] ? el("b", { class: "mark", "aria-hidden": "true" }, MARKS[kind]) : null,
       el("bdi", {}, token === null ? "⟨start⟩" : visible(text)),
     ),
+    el("span", { class: "unseen" }, `: ${said}`),
     el("span", { class: "numbers" }, ...numbers.map((one) => el("span", {}, one))),
   );
 }

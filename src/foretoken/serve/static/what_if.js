@@ -49,8 +49,9 @@ function outcomesOf(step) {
 /**
  * The costs of a step, from the recorded ones.
  *
- * Medians say how costs grow with the draft, because single steps may be slow by chance. All are
- * then scaled to the recorded times, so that estimates can be compared with them.
+ * The server's own measurements say how passes grow with the draft; without them, and for drafts,
+ * medians do, because single steps may be slow by chance. All are scaled to the recorded times, so
+ * that estimates can be compared with them.
  */
 function costsOf(trace) {
   // In the first step, a drafter with a model reads the prompt.
@@ -59,10 +60,10 @@ function costsOf(trace) {
   const drafts = trace.steps.filter((step) => step.drafted.length);
   const levels = sum(drafts.map((step) => step.levels));
   const nodes = sum(drafts.map((step) => step.drafted.length));
-  const draft = scaledLine(steps.map((step) => [step.levels, step.draft]));
+  const draft = scaled(steps.map((step) => [step.levels, step.draft]));
   return {
     width: levels ? nodes / levels : 1, // drafted tokens per level: 1 for a chain
-    verify: scaledLine(steps.map((step) => [1 + step.drafted.length, step.verify])),
+    verify: scaled(steps.map((step) => [1 + step.drafted.length, step.verify]), trace.passes),
     draft,
     prompt: Math.max(0, first.draft - draft.at(first.levels)),
     accept: sum(steps.map((step) => step.accept)) / steps.length,
@@ -109,12 +110,31 @@ function line(points) {
   return { sizes: found.length, at: (x) => Math.max(0, meanY + slope * (x - meanX)) };
 }
 
-/** `line`, times what makes its sum that of the values. */
-function scaledLine(points) {
-  const { sizes, at } = line(points);
+/**
+ * The expected value at each x, times what makes its sum that of the values.
+ *
+ * @param {number[][]} points x and value.
+ * @param {number[][]} curve x and expected value, ascending; without it, a line through the points.
+ */
+function scaled(points, curve = []) {
+  const { sizes, at } = curve.length ? polygon(curve) : line(points);
   const expected = sum(points.map(([x]) => at(x)));
   const scale = expected ? sum(points.map(([, y]) => y)) / expected : 1;
   return { sizes, at: (x) => scale * at(x) };
+}
+
+/** Straight lines from point to point; behind the last one, in proportion. */
+function polygon(points) {
+  const at = (x) => {
+    const right = points.findIndex(([size]) => size >= x);
+    const [lastX, lastY] = points.at(-1);
+    if (right < 0) return (lastY * x) / lastX;
+    const [x2, y2] = points[right];
+    if (right === 0) return y2;
+    const [x1, y1] = points[right - 1];
+    return y1 + ((y2 - y1) * (x - x1)) / (x2 - x1);
+  };
+  return { sizes: points.length, at };
 }
 
 function sum(values) {
