@@ -164,12 +164,12 @@ class Trace:
         try:
             steps = [_step(step) for step in value["steps"]]
             pieces = {int(token): str(piece) for token, piece in value["pieces"].items()}
-            before = [float(value.get(f"{part}_seconds", 0)) for part in ("encode", "prefill")]
+            encode, prefill = (float(value.get(f"{x}_seconds", 0)) for x in ("encode", "prefill"))
             passes = value.get("pass_seconds", {}).items()
             pass_seconds = {int(size): float(seconds) for size, seconds in passes}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ForetokenError(f"damaged trace: {error!r}.") from error
-        return Trace(steps, pieces, *before, pass_seconds)
+        return Trace(steps, pieces, encode, prefill, pass_seconds)
 
     @staticmethod
     def load(path: Path) -> Trace:
