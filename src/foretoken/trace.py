@@ -119,8 +119,8 @@ class Trace:
         pieces: the text of every token that occurs, if it is known.
         encode_seconds: time in the encoder, before the first step; 0 without an encoder.
         prefill_seconds: time for the prompt before the first step, the encoder's included.
-        pass_seconds: expected seconds of a pass over so many tokens, at the end of the output; empty
-            without `trace=True`, or if the controller does not measure passes.
+        pass_seconds: expected seconds of a pass by its number of tokens, at the end of the output;
+            empty without `trace=True`, or if the controller does not measure passes.
     """
 
     steps: list[StepTrace] = field(default_factory=list)
