@@ -23,7 +23,8 @@ from foretoken.core.source import Source
 from foretoken.core.tree import Draft, chain
 from foretoken.errors import told
 from foretoken.outputs import BeamOutput, CompletionOutput, Metrics, StreamedToken
-from foretoken.trace import StepTrace
+from foretoken.runtime.costs import CostCurve
+from foretoken.trace import PASS_SIZES, StepTrace
 from foretoken.written import Written
 
 __all__ = ["Request"]
@@ -56,6 +57,7 @@ class Request:
         beams: the state of its beam search; None without one.
         prompt_scores: the log-probabilities of the prompt's tokens but the first, as far as they
             are computed; None if they are not needed.
+        pass_costs: what passes cost, for the trace; None if they are not recorded.
         on_news: called after tokens were committed and when the request is closed, in the thread
             that runs the step; None if nobody asked.
     """
@@ -109,6 +111,7 @@ class Request:
         # All outputs of a prompt would have the same.
         scored = params.prompt_logprobs is not None and index == 0
         self.prompt_scores: list[TokenLogprobs] | None = [] if scored else None
+        self.pass_costs: CostCurve | None = None
         self.on_news: Callable[[], None] | None = None
         self.beams = self._new_beams() if params.beam_width > 1 else None
         self._beam_outputs: tuple[BeamOutput, ...] = ()
@@ -348,7 +351,8 @@ class Request:
         self.metrics.accept_seconds += accept
         if self.beams is None:
             last = self._written.trace.steps[-1]
-            last.draft_seconds, last.verify_seconds, last.accept_seconds = draft, verify, accept
+            last.draft_seconds, last.verify_seconds = draft, verify
+            last.accept_seconds = max(0.0, accept - last.recording_seconds)
 
     @property
     def last_step(self) -> StepTrace:
@@ -388,6 +392,8 @@ class Request:
         written, metrics = self._written, self.metrics
         if self.finished:
             written.name_tokens()
+            if self.pass_costs:
+                written.trace.pass_seconds = {n: self.pass_costs(n) for n in PASS_SIZES}
         written.trace.encode_seconds = metrics.encode_seconds
         written.trace.prefill_seconds = metrics.prefill_seconds
         tokens, wanted = tuple(written.tokens), self.params.logprobs is not None

@@ -107,6 +107,9 @@ class JobMaker:
             # rows keep of a source, and so whether a request fits, depends on the drafters.
             self._turns.take(build)
         requests = self._make(prompt, params, references, prediction, trace=trace)
+        if trace:
+            for request in requests:
+                request.pass_costs = self._strategies.costs
         job = Job(prompt, requests, built[0] if built else None)
         if references:
             strategy = job.strategy or self._speculation.default
