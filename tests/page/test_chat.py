@@ -135,7 +135,9 @@ def test_the_conversation_and_the_settings_are_sent(page: Page) -> None:
     assert [message["role"] for message in second["messages"]] == [
         *("system", "user", "assistant", "user")
     ]
+    page.get_by_role("button", name="Theme: auto. Change it.").click()
     page.reload()
+    expect(page.locator("html")).to_have_attribute("data-theme", "light")
     page.locator("summary").click()
     expect(page.locator("[name=top_k]")).to_have_value("7")
     page.locator("[name=speculative_config]").fill("{")
