@@ -30,15 +30,25 @@ inline size_t k_panel_bytes(int bits, int inputs) {
     return groups * k_group_bytes(bits) + groups / BLOCK_GROUPS * k_block_bytes(bits);
 }
 
-inline f32x16 widen_byte(const uint8_t* from) {
+inline i32x16 widen_unsigned(const uint8_t* from) {
+#ifdef FORETOKEN_AVX512
+    return (i32x16)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+#else
     using u8x16 = uint8_t __attribute__((vector_size(16)));
-    return __builtin_convertvector(__builtin_convertvector(load<u8x16>(from), i32x16), f32x16);
+    return __builtin_convertvector(load<u8x16>(from), i32x16);
+#endif
 }
 
 inline i32x16 widen_signed(const uint8_t* from) {
+#ifdef FORETOKEN_AVX512
+    return (i32x16)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
+#else
     using i8x16 = int8_t __attribute__((vector_size(16)));
     return __builtin_convertvector(load<i8x16>(from), i32x16);
+#endif
 }
+
+inline f32x16 widen_byte(const uint8_t* from) { return __builtin_convertvector(widen_unsigned(from), f32x16); }
 
 // Put what Q6K adds to an input row, whose group of 32 bytes is there already.
 inline void put_halves(uint8_t* row, int inputs, int offset) {
