@@ -132,7 +132,7 @@ class GgufPacker:
         """A weight in its own numbers, a piece at a time; None if one is not finite."""
         kind, rows = self._source.kind(name), torch.from_numpy(self._source.blocks(name))
         parts = []
-        for piece in rows.split(HEAD_ROWS):
+        for piece in torch.split(rows, HEAD_ROWS):
             packed = pack_blocks(kind, piece, self._source.shapes[name][1])
             if packed is None:
                 return None

@@ -1,8 +1,8 @@
 """Packs blocks of a GGUF file in their own numbers, where a kernel's format has them.
 
-    Q4_0, Q4_1        -> int4            a scale, and a least number (-8 scales for Q4_0), per 32 weights
-    Q8_0, Q5_0        -> int8            a scale per 32 weights
-    Q4_K, Q5_K, Q6_K  -> q4k, q5k, q6k   see `k_blocks.py`
+    Q4_0, Q4_1       -> int4           a scale and a least number (Q4_0: -8 scales) per 32 weights
+    Q8_0, Q5_0       -> int8           a scale per 32 weights
+    Q4_K, Q5_K, Q6_K -> q4k, q5k, q6k  see `k_blocks.py`
 
 Everything else is dequantized and rounded to int8, which is finer (`packing_gguf.py`).
 """

@@ -64,11 +64,11 @@ def pack_k_blocks(kind: Kind, rows: Tensor, inputs: int) -> PackedWeights | None
 def _bits(words: Tensor, kind: Kind) -> list[Tensor]:
     """Bits 0 to 3 of [P, G, 8 * 32 * 4] bytes, two in a byte, and the others, if there are any."""
     low, high = (words & 15).chunk(2, dim=-1)
-    parts, more = [low | high << 4], (words >> 4).unflatten(-1, (8, 4 * PANEL))
+    parts, more = [low | high << 4], (words >> 4).view(*words.shape[:2], 8, 4 * PANEL)
     if kind is Kind.Q5_K:
         parts.append(_gathered(more.unbind(2), 1))
     if kind is Kind.Q6_K:  # two words in turn
-        parts.append(_gathered(more.unflatten(2, (4, 2)).flatten(3).unbind(2), 2))
+        parts.append(_gathered(more.view(*words.shape[:2], 4, 8 * PANEL).unbind(2), 2))
     return parts
 
 
