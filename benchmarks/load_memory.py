@@ -1,7 +1,6 @@
 """Memory and seconds of loading a model, with its drafter if there is one.
 
-    python -m benchmarks.load_memory --model target.gguf --quantization int4 \
-        --config '{"model": "draft.gguf"}'
+    python -m benchmarks.load_memory --model target.gguf --config '{"model": "draft.gguf"}'
 
 A line for the imports, and one for the `LLM`:
 
@@ -10,7 +9,8 @@ A line for the imports, and one for the `LLM`:
 - *peak*: the most that was resident so far, pages of files included.
 
 It reads `/proc/self`, so it runs on Linux. A GGUF file, an alias or quantized weights that were
-never loaded are converted or packed first, which is measured as well: run it twice.
+never loaded are converted or packed first, which is measured as well: run the same command again
+for what later loads take. A GGUF file runs in its own numbers, as `LLM` runs it by default.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Memory(NamedTuple):
 def main(
     model: flags.Model = "smollm2-135m",
     config: Annotated[str, typer.Option(help="The speculative_config, as JSON.")] = "{}",
-    quantization: flags.Quantization = None,
+    quantization: flags.Quantization = "auto",
     runtime: flags.Runtime = "auto",
     dtype: flags.Dtype = "auto",
     device: flags.Device = "auto",

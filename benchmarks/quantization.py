@@ -7,19 +7,22 @@ to the weights that run.
     python -m benchmarks.quantization --prompts FILE
 
 With `--quantization auto`, the model is a GGUF file that runs in its own numbers. It is compared
-with the dequantized file in float32.
+with the dequantized file in float32, which passes through memory layer by layer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+import torch.nn.functional as F
 import typer
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks import BenchmarkError, flags
 from benchmarks.loading import llm_for, load
@@ -31,13 +34,17 @@ from benchmarks.report import (
     one_line_errors,
     progress_bar,
 )
+from foretoken import LLM
 from foretoken.bench.contestants import BASELINE
 from foretoken.bench.encode import encode, prompt_limit
 from foretoken.bench.prompts_file import read_prompts, stratified
 from foretoken.core.tree import chain
-from foretoken.models.support import default_device, default_dtype
-from foretoken.runtime.choices import AUTO, QUANTIZATIONS
-from foretoken.runtime.packed import open_packed
+from foretoken.models.gguf_file import GgufFile
+from foretoken.models.gguf_weights import GgufWeights
+from foretoken.models.resolver import gguf_file
+from foretoken.models.skeleton import empty, fill, skeleton
+from foretoken.runtime.choices import AUTO, OWN, QUANTIZATIONS
+from foretoken.runtime.packing import fill_ends
 from foretoken.runtime.target import Target
 
 __all__ = ["Shift", "logits_of", "main", "shift"]
@@ -85,39 +92,100 @@ def main(
 ) -> None:
     """Measure mean KL and top-1 agreement on prompts and print a Markdown table."""
     with one_line_errors():
-        own = _own_numbers(model, dtype) if quantization == AUTO else None
-        loaded = load(model, dtype if own is None else "float32", "cpu")
-        llm = llm_for(loaded, BASELINE.config)
-        other = own or Target(loaded.module, quantization=quantization)
-        targets = [Target(loaded.module), other]
+        pair = (
+            _own_numbers(model, dtype)
+            if quantization == AUTO
+            else _rounded(model, dtype, quantization)
+        )
         sample = stratified(read_prompts(prompts), per_kind, seed)
-        limit = prompt_limit(llm.max_model_len, max_prompt_tokens, 1)
+        limit = prompt_limit(pair.llm.max_model_len, max_prompt_tokens, 1)
+        texts = [encode(pair.llm, prompt.text, limit) for prompt in sample]
         by_kind: dict[str, Shift] = {}
         with progress_bar() as bar:
-            for prompt in bar.track(sample, description="prompts"):
-                ids = encode(llm, prompt.text, limit)
-                logits = [logits_of(target, ids) for target in targets]
-                found = shift(logits[0], logits[1])
+            references = pair.references(texts)
+            for prompt, ids in bar.track(
+                list(zip(sample, texts, strict=True)), description="prompts"
+            ):
+                found = shift(next(references), logits_of(pair.quantized, ids))
                 by_kind[prompt.kind] = by_kind.get(prompt.kind, Shift((), ())) + found
     everything = sum(by_kind.values(), Shift((), ()))
     rows = [[kind, *each.cells()] for kind, each in {**by_kind, "all": everything}.items()]
-    facts = {**machine(llm.device, other.dtype), "quantization": quantization}
+    facts = {**machine(pair.llm.device, pair.quantized.dtype), "quantization": quantization}
     print(f"{command_line('benchmarks.quantization')}\n\n{in_one_line(facts)}\n")
     print(markdown_table(("text", "positions", "mean KL (nats)", "same most probable token"), rows))
 
 
-def _own_numbers(model: str, dtype: str) -> Target:
-    """A GGUF file in its own numbers.
+@dataclass(frozen=True)
+class _Pair:
+    """What is compared.
+
+    Args:
+        llm: has the tokenizer.
+        quantized: the model with quantized weights.
+        references: the logits of each of some texts with the original weights.
+    """
+
+    llm: LLM
+    quantized: Target
+    references: Callable[[Sequence[Sequence[int]]], Iterator[Tensor]]
+
+
+def _rounded(model: str, dtype: str, quantization: str) -> _Pair:
+    """A model as it is, and rounded."""
+    loaded = load(model, dtype, "cpu")
+    original = Target(loaded.module)
+
+    def references(texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+        return (logits_of(original, ids) for ids in texts)
+
+    quantized = Target(loaded.module, quantization=quantization)
+    return _Pair(llm_for(loaded, BASELINE.config), quantized, references)
+
+
+def _own_numbers(model: str, dtype: str) -> _Pair:
+    """A GGUF file dequantized to float32, and in its own numbers.
 
     Raises:
         BenchmarkError: the model is none, or the native runtime cannot run it.
     """
-    place = default_device("cpu")
-    kind = default_dtype(dtype, place)
-    packed = open_packed(model, kind, place, quantization=AUTO, runtime="native")
-    if packed is None:
+    llm = LLM(model, dtype=dtype, speculative_config=BASELINE.config)
+    path, target = gguf_file(model), llm.engine.target
+    if path is None or target.quantization != OWN:
         raise BenchmarkError(f"--quantization {AUTO}: {model} is no GGUF file that runs as it is")
-    return Target(packed, runtime="native")
+    return _Pair(llm, target, partial(_dequantized, path, Path(llm.model_path or "")))
+
+
+@torch.no_grad()
+def _dequantized(path: Path, folder: Path, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+    """Logits with a GGUF file's weights in float32, of which one layer is in memory at a time.
+
+    Args:
+        path: the file.
+        folder: its configuration.
+        texts: their tokens.
+    """
+    module: Any = skeleton(folder, torch.float32)
+    weights = GgufWeights(GgufFile.open(path), module)
+    tied = module.config.tie_word_embeddings
+    embedding = weights.read("model.embed_tokens.weight", torch.float32)
+    fill_ends(module, embedding, weights.read("model.norm.weight", torch.float32))
+
+    def give(index: int, layer: nn.Module, _inputs: object) -> None:
+        names = [name for name, _ in layer.named_parameters()]
+        found = {
+            name: weights.read(f"model.layers.{index}.{name}", torch.float32) for name in names
+        }
+        fill(layer, found)
+
+    for index, layer in enumerate(module.model.layers):
+        layer.register_forward_pre_hook(partial(give, index))
+        layer.register_forward_hook(lambda layer, _inputs, _outputs: empty(layer))
+    longest = max(map(len, texts))
+    padded = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in texts])
+    states = module.model(input_ids=padded, use_cache=False).last_hidden_state
+    head = embedding if tied else weights.read("lm_head.weight", torch.float32)
+    for ids, found in zip(texts, states, strict=True):
+        yield F.linear(found[: len(ids)], head)
 
 
 def logits_of(target: Target, tokens: Sequence[int]) -> Tensor:

@@ -28,7 +28,8 @@ from foretoken.models import aside, cached, remove, resolve
 from foretoken.models.gguf_file import GgufFile
 from foretoken.runtime import packed, packing_gguf
 from foretoken.runtime.native import build, packed_files
-from foretoken.runtime.native.gguf_blocks import EXACT, FORMAT_OF, pack_blocks
+from foretoken.runtime.native.gguf_blocks import FORMAT_OF, pack_blocks
+from foretoken.runtime.native.k_blocks import K_FORMATS
 from foretoken.runtime.native.pack import Format, PackedWeights
 from foretoken.runtime.packed import open_packed
 from foretoken.runtime.target import Target
@@ -57,12 +58,12 @@ def random_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     quantize = gguf.quantize
 
     def blocks(weight: Any, kind: Kind) -> Any:
-        if kind not in (Kind.Q4_K, Kind.Q6_K):
+        if kind not in K_FORMATS:
             return quantize(weight, kind)
         size = gguf.GGML_QUANT_SIZES[kind][1]
         random = np.random.default_rng(len(weight))
         made = random.integers(0, 256, (weight.size // 256, size)).astype(np.uint8)
-        places = slice(0, 4) if kind is Kind.Q4_K else slice(size - 2, size)
+        places = slice(size - 2, size) if kind is Kind.Q6_K else slice(0, 4)
         scales = made[:, places].view(np.float16)
         scales[:] = random.uniform(1e-4, 2e-4, scales.shape).astype(np.float16)
         return made.reshape(len(weight), -1)
@@ -103,7 +104,9 @@ def written(make_gguf: MakeGguf, byte_vocabulary: list[str]) -> Any:
 
 
 def unpacked(packed: PackedWeights) -> torch.Tensor:
-    """[N, K] the numbers of an int8 or int4 layer."""
+    """[N, K] the numbers of a layer in int8, int4 or those of K-quants."""
+    if packed.format > Format.INT4:
+        return k_unpacked(packed)
     weight, count = packed.weight, 1024 if packed.format is Format.INT8 else 512
     panels, groups, _ = weight.shape
     steps, rest = weight[..., :count], weight[..., count:].contiguous().view(torch.float16)
@@ -114,6 +117,40 @@ def unpacked(packed: PackedWeights) -> torch.Tensor:
     numbers = rest.view(panels, groups, -1, 32).permute(2, 0, 3, 1)[..., None].float()
     values = values * numbers[0] + (numbers[1] if packed.format is Format.INT4 else 0)
     return values.reshape(panels * 32, groups * 32)[: packed.outputs]
+
+
+def k_unpacked(packed: PackedWeights) -> torch.Tensor:
+    """[N, K] the numbers of a K-quant, as `k_blocks.h` describes its formats."""
+    more = {Format.Q4K: 0, Format.Q5K: 128, Format.Q6K: 256}[packed.format]
+    count, size = packed.inputs // 32, 512 + more + 64
+    panels = len(packed.weight)
+    groups = packed.weight[:, : count * size].reshape(panels, count, size)
+    factors = packed.weight[:, count * size :].contiguous().view(torch.float16).float()
+    factors = factors.view(panels, count // 8, -1, 32).repeat_interleave(
+        8, dim=1
+    )  # [P, G, 1|2, 32]
+    low = groups[..., :512]
+    steps = torch.cat([low & 15, low >> 4], dim=-1).view(panels, count, 8, 32, 4)
+    high = groups[..., 512 : 512 + more]
+    for word in range(8):
+        if packed.format is Format.Q5K:
+            bits = high.view(panels, count, 32, 4) >> word & 1
+            steps[:, :, word] |= bits << 4
+        elif packed.format is Format.Q6K:
+            bits = high.view(panels, count, 2, 32, 4)[:, :, word % 2] >> word // 2 * 2 & 3
+            steps[:, :, word] |= bits << 4
+    q = steps.permute(0, 3, 1, 2, 4).reshape(panels, 32, count, 32).float()
+    whole = (
+        groups[..., 512 + more :].view(panels, count, 2, 32).permute(2, 0, 3, 1)
+    )  # [2, P, 32, G]
+    d = factors[:, :, 0].transpose(1, 2)[..., None]
+    if packed.format is Format.Q6K:
+        scales = whole.contiguous().view(torch.int8).float().permute(1, 2, 3, 0)
+        values = d * scales.repeat_interleave(16, dim=-1) * (q - 32)
+    else:
+        e = factors[:, :, 1].transpose(1, 2)[..., None]
+        values = (d * whole[0, ..., None].float()) * q - e * whole[1, ..., None].float()
+    return values.reshape(panels * 32, count * 32)[: packed.outputs]
 
 
 def scores(llm: LLM) -> torch.Tensor:
@@ -143,10 +180,7 @@ def test_blocks_keep_their_numbers(kind: Kind, random_blocks: None) -> None:
     assert packed is not None
     assert packed.format is FORMAT_OF[kind]
     found = unpacked(packed)
-    if kind in EXACT:
-        assert torch.equal(found, expected)
-    else:  # a scale and a least number are each rounded by at most 2^-12 of themselves
-        assert (found - expected).abs().max() < 2**-11 * expected.abs().max() * 2
+    assert torch.equal(found, expected)
 
 
 def test_a_scale_that_is_not_finite_is_refused() -> None:
@@ -200,7 +234,8 @@ def test_kinds_may_differ(written: Any) -> None:
     (entry,) = cached()
     assert entry.runs is not None
     assert "F16 as float32" in entry.runs
-    assert "Q6_K as int8, rounded" in entry.runs
+    assert "Q6_K as int8, rounded and as q6k" in entry.runs
+    assert "Q4_K as int8, rounded and as q4k" in entry.runs
     assert own.bit_exact
     dequantized = LLM(path, dtype="float32", quantization="none")
     assert difference(scores(own), scores(dequantized)) < 0.05

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from foretoken.models.gguf_weights import GgufWeights
 from foretoken.runtime.llama import LinearWeights
-from foretoken.runtime.native.gguf_blocks import EXACT, FORMAT_OF, pack_blocks
+from foretoken.runtime.native.gguf_blocks import FORMAT_OF, pack_blocks
 from foretoken.runtime.native.pack import (
     PANEL,
     Format,
@@ -109,13 +109,14 @@ class GgufPacker:
         return replace(whole, bias=F.pad(bias, (0, -len(bias) % PANEL)))
 
     def _alike(self, *names: str) -> list[PackedWeights]:
-        """Linear layers, without biases, in one format: the finest of theirs."""
+        """Linear layers, without biases, in one format: theirs, or a finer one that rounds."""
         weights = [f"{name}.weight" for name in names]
-        form = min(self._form(name) for name in weights)
+        forms = {self._form(name) for name in weights}
+        form = forms.pop() if len(forms) == 1 else min(*forms, Format.INT8)
         return [self._linear(name, form) for name in weights]
 
     def _form(self, name: str) -> Format:
-        """The format that holds a weight best. The finest has the smallest number."""
+        """The format that holds a weight best. Of those up to int8, the first are the finest."""
         if self._source.is_float(name):
             return FORMATS[self._module.dtype]
         kind = self._source.kind(name)
@@ -123,14 +124,20 @@ class GgufPacker:
 
     def _linear(self, name: str, form: Format) -> PackedWeights:
         kind = self._source.kind(name)
-        if FORMAT_OF.get(kind) is form:
-            rows = torch.from_numpy(self._source.blocks(name))
-            packed = pack_blocks(kind, rows, self._source.shapes[name][1])
-            if packed is not None:
-                self._say(kind.name, form, "" if kind in EXACT else ", scales rounded to float16")
-                return packed
-        self._say(kind.name, form, ", rounded")
-        return self._rounded(name, form)
+        packed = self._repacked(name) if FORMAT_OF.get(kind) is form else None
+        self._say(kind.name, form, "" if packed else ", rounded")
+        return packed or self._rounded(name, form)
+
+    def _repacked(self, name: str) -> PackedWeights | None:
+        """A weight in its own numbers, a piece at a time; None if one is not finite."""
+        kind, rows = self._source.kind(name), torch.from_numpy(self._source.blocks(name))
+        parts = []
+        for piece in torch.split(rows, HEAD_ROWS):
+            packed = pack_blocks(kind, piece, self._source.shapes[name][1])
+            if packed is None:
+                return None
+            parts.append(packed)
+        return joined(parts)
 
     def _rounded(self, name: str, form: Format) -> PackedWeights:
         """A weight that is dequantized, a piece at a time if that is possible, and packed."""

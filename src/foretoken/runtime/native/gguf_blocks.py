@@ -1,9 +1,8 @@
 """Packs blocks of a GGUF file in their own numbers, where a kernel's format has them.
 
-    Q4_0, Q4_1 -> int4    exactly: a scale, and a least number (-8 scales for Q4_0), per 32 weights
-    Q8_0, Q5_0 -> int8    exactly: a scale per 32 weights
-    Q4_K       -> int4    its steps exactly; scales and least numbers, which are products of two
-                          numbers there, are rounded to float16
+    Q4_0, Q4_1       -> int4           a scale and a least number (Q4_0: -8 scales) per 32 weights
+    Q8_0, Q5_0       -> int8           a scale per 32 weights
+    Q4_K, Q5_K, Q6_K -> q4k, q5k, q6k  see `k_blocks.py`
 
 Everything else is dequantized and rounded to int8, which is finer (`packing_gguf.py`).
 """
@@ -17,24 +16,22 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
+from foretoken.runtime.native.k_blocks import K_FORMATS, pack_k_blocks
 from foretoken.runtime.native.pack import GROUP, Format, PackedWeights, pack_steps
 
-__all__ = ["EXACT", "FORMAT_OF", "pack_blocks"]
+__all__ = ["FORMAT_OF", "pack_blocks"]
 
 _Steps: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 """Steps [B, 32] uint8, scales [B] and least numbers [B] float16, of B groups."""
 
-EXACT = {Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q8_0}
-"""Kinds whose numbers a format has."""
-
 FORMAT_OF = {
     Kind.Q4_0: Format.INT4,
     Kind.Q4_1: Format.INT4,
-    Kind.Q4_K: Format.INT4,
     Kind.Q5_0: Format.INT8,
     Kind.Q8_0: Format.INT8,
+    **K_FORMATS,
 }
-"""The format of kinds whose numbers it has, or those of Q4_K but for rounded scales."""
+"""The format of kinds whose numbers it has."""
 
 
 def pack_blocks(kind: Kind, rows: Tensor, inputs: int) -> PackedWeights | None:
@@ -48,6 +45,8 @@ def pack_blocks(kind: Kind, rows: Tensor, inputs: int) -> PackedWeights | None:
     Returns:
         None if a scale is not finite: the file is damaged, or has numbers beyond float16.
     """
+    if kind in K_FORMATS:
+        return pack_k_blocks(kind, rows, inputs)
     size, steps_of = _KINDS[kind]
     steps, scales, least = steps_of(rows.view(-1, size))
     if not scales.isfinite().all() or not (least is None or least.isfinite().all()):
@@ -79,26 +78,11 @@ def _q8_0(blocks: Tensor) -> _Steps:
     return blocks[:, 2:] ^ 128, _half(blocks, 0), None
 
 
-def _q4_k(blocks: Tensor) -> _Steps:
-    """256 weights: two halves, eight scales and eight least numbers of 6 bits, and the nibbles."""
-    first, second, both = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    scales = torch.cat([first & 63, (both & 15) | (first >> 2 & 48)], dim=1)
-    least = torch.cat([second & 63, (both >> 4) | (second >> 2 & 48)], dim=1)
-    chunks = blocks[:, 16:].reshape(-1, 4, 1, 32)  # low nibbles are a group, high ones the next
-    steps = torch.cat([chunks & 15, chunks >> 4], dim=2)
-    return (
-        steps.view(-1, GROUP),
-        (_half(blocks, 0).float()[:, None] * scales).half().flatten(),
-        (-_half(blocks, 2).float()[:, None] * least).half().flatten(),
-    )
-
-
 _KINDS: dict[Kind, tuple[int, Callable[[Tensor], _Steps]]] = {
     Kind.Q4_0: (18, _q4_0),
     Kind.Q4_1: (20, _q4_1),
     Kind.Q5_0: (22, _q5_0),
     Kind.Q8_0: (34, _q8_0),
-    Kind.Q4_K: (144, _q4_k),
 }
 """Bytes of a block, and what reads blocks."""
 

@@ -1,4 +1,4 @@
-// Linear layers over packed weights, in four formats.
+// Linear layers over packed weights, in seven formats.
 //
 // A weight [N, K] is cut into panels of 32 outputs. A panel is stored in the order in which kernels
 // read it, and is read once for up to ROWS input rows. Every output is one sum over k in ascending
@@ -11,18 +11,23 @@
 //   INT8    [K/32] of ([8][32][4] uint8: w/d + 128; [32] half: d)               Bytes
 //   INT4    [K/32] of ([4][32][4] two nibbles: (w-m)/d; [32] half: d; half: m)  Bytes
 //
+//   Q4K, Q5K, Q6K   see k_blocks.h                                              Bytes
+//
 // `Bytes` are int8 in groups of 32 with one scale each, quantized from the input row at run time.
 
 #pragma once
 
-#include "simd.h"
+#include "k_blocks.h"
 
 namespace foretoken {
 
 constexpr int PANEL = 32;
 constexpr int GROUP = 32;
 
-enum class Format : int32_t { F32, BF16, INT8, INT4 };
+enum class Format : int32_t { F32, BF16, INT8, INT4, Q4K, Q5K, Q6K };
+
+// Bits of a weight of a K-quant; 0 for other formats.
+inline int k_bits(Format format) { return format < Format::Q4K ? 0 : 4 + (int)format - (int)Format::Q4K; }
 
 // `CLinear` in pack.py has the same layout.
 struct Linear {
@@ -43,6 +48,7 @@ inline size_t group_bytes(Format format) {
 inline size_t panel_bytes(Format format, int inputs) {
     if (format == Format::F32) return sizeof(float) * PANEL * inputs;
     if (format == Format::BF16) return sizeof(bf16) * PANEL * inputs;
+    if (int bits = k_bits(format)) return k_panel_bytes(bits, inputs);
     return group_bytes(format) * (inputs / GROUP);
 }
 
@@ -50,7 +56,7 @@ inline size_t panel_bytes(Format format, int inputs) {
 inline size_t row_bytes(Format format, int inputs) {
     size_t size = format == Format::F32    ? sizeof(float) * inputs
                   : format == Format::BF16 ? sizeof(bf16) * inputs
-                                           : inputs + 3 * sizeof(float) * (inputs / GROUP);
+                                           : inputs + (format == Format::Q6K ? 5 : 3) * sizeof(float) * (inputs / GROUP);
     return (size + 63) / 64 * 64;
 }
 
@@ -85,6 +91,7 @@ inline void encode(Format format, const float* from, uint8_t* row, int inputs, i
                 store((bf16*)row + offset + i + part, narrow(load<f32x16>(from + i + part)));
         } else {
             quantize(from + i, row, inputs, offset + i);
+            if (format == Format::Q6K) put_halves(row, inputs, offset + i);
         }
     }
 }
@@ -253,6 +260,9 @@ inline Kernel kernel_for(Format format, int rows) {
         case Format::F32: return kernel_for<WordKernel<FloatWords>>(rows);
         case Format::BF16: return kernel_for<WordKernel<Bf16Words>>(rows);
         case Format::INT8: return kernel_for<ByteKernel<Format::INT8>>(rows);
+        case Format::Q4K: return kernel_for<BlockKernel<4>>(rows);
+        case Format::Q5K: return kernel_for<BlockKernel<5>>(rows);
+        case Format::Q6K: return kernel_for<BlockKernel<6>>(rows);
         default: return kernel_for<ByteKernel<Format::INT4>>(rows);
     }
 }

@@ -24,6 +24,7 @@ __all__ = [
     "pack",
     "pack_steps",
     "packed_in_turns",
+    "quads",
 ]
 
 PANEL = 32
@@ -46,6 +47,9 @@ class Format(IntEnum):
     BFLOAT16 = 1
     INT8 = 2
     INT4 = 3
+    Q4K = 4
+    Q5K = 5
+    Q6K = 6
 
 
 class CLinear(Structure):
@@ -135,6 +139,8 @@ def _pack(panels: Tensor, form: Format) -> Tensor:
             packed = _int8(panels.view(-1, PANEL, inputs // GROUP, GROUP))
         case Format.INT4:
             packed = _int4(panels.view(-1, PANEL, inputs // GROUP, GROUP))
+        case _:
+            raise AssertionError(f"weights are not rounded to {form.name}")
     return packed.contiguous()
 
 
@@ -185,7 +191,7 @@ def _int8(groups: Tensor) -> Tensor:
 
 def _int8_bytes(steps: Tensor, scales: Tensor) -> Tensor:
     """[P, 32, G, 32] uint8 and [P, 32, G] float16 -> [P, G, bytes]."""
-    return torch.cat([_quads(steps), _bytes(scales)], dim=-1)
+    return torch.cat([quads(steps), _bytes(scales)], dim=-1)
 
 
 def _int4(groups: Tensor) -> Tensor:
@@ -199,7 +205,7 @@ def _int4(groups: Tensor) -> Tensor:
 
 def _int4_bytes(steps: Tensor, scales: Tensor, least: Tensor) -> Tensor:
     """[P, 32, G, 32] uint8 and [P, 32, G] float16 -> [P, G, bytes]."""
-    low, high = _quads(steps).chunk(2, dim=-1)  # of [P, G, 32 * 32]
+    low, high = quads(steps).chunk(2, dim=-1)  # of [P, G, 32 * 32]
     return torch.cat([low | (high << 4), _bytes(scales), _bytes(least)], dim=-1)
 
 
@@ -208,7 +214,7 @@ def _as_float16(scales: Tensor) -> Tensor:
     return scales.clamp(min=_SMALLEST_SCALE).half()
 
 
-def _quads(steps: Tensor) -> Tensor:
+def quads(steps: Tensor) -> Tensor:
     """[P, 32, G, 32] -> [P, G, 8 * 32 * 4]: four inputs of each output in turn."""
     quads = steps.contiguous().view(torch.int32)  # four bytes are moved at once
     return quads.permute(0, 2, 3, 1).contiguous().view(torch.uint8).flatten(2)

@@ -26,7 +26,7 @@ from foretoken.runtime.native.packed import PackedDecoder, PackedLayer
 
 __all__ = ["LAYOUT_VERSION", "MappedDecoder", "MappedFile", "layer_file", "rest_file", "write"]
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Increased when the kernels read another layout, or packing rounds to other numbers."""
 
 _ALIGNMENT = 64
