@@ -30,7 +30,7 @@ from annotated_types import Ge
 from benchmarks import BenchmarkError
 from benchmarks.report import command_line, in_one_line, machine, one_line_errors
 from benchmarks.seq2seq_data import CATALOGUES, HELP, download, prepare
-from benchmarks.seq2seq_drafters import FULL, DrafterOptions, drafters_in, train_drafters
+from benchmarks.seq2seq_drafters import MAIN, DrafterOptions, drafters_in, train_drafters
 from benchmarks.seq2seq_measure import (
     BEAM,
     GREEDY,
@@ -203,7 +203,7 @@ def measure_command(out: _Out, quick: _Quick = False, plan: _PlanFile = None) ->
         measure_batches(llm, batched, sources, planned.batch_sizes, planned.rounds, journal)
 
 
-_BATCHED = (BEAM, GREEDY, specdec(FULL), lossless(FULL))
+_BATCHED = (BEAM, GREEDY, specdec(MAIN), lossless(MAIN))
 
 
 @app.command("tables")
@@ -222,7 +222,7 @@ def tables_command(out: _Out, quick: _Quick = False, plan: _PlanFile = None) -> 
         print(f"{command_line('benchmarks.seq2seq')}\n\n{in_one_line(facts)}")
         for each in found:
             print(f"\n{as_markdown(each)}")
-        if specdec(FULL) in results and results.batch_names:
+        if specdec(MAIN) in results and results.batch_names:
             save_figures(out / "figures.png", results)
 
 

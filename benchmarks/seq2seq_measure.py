@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import BenchmarkError
 from benchmarks.report import progress_bar
-from benchmarks.seq2seq_drafters import FULL, SHAPES
+from benchmarks.seq2seq_drafters import MAIN, SHAPES
 from foretoken import LLM, SamplingParams
 from foretoken.bench.journal import Journal
 from foretoken.bench.rounds import order
@@ -94,20 +94,20 @@ def contestants(drafters: Mapping[str, Path]) -> list[Contestant]:
     for k in LENGTHS:
         if (own := drafter_of(k, drafters)) is not None:
             _add_spec(found, own, drafters[own], k)
-    if FULL in drafters:
+    if MAIN in drafters:
         for beta in BETAS:
             for tau in TAUS:
-                _add_spec(found, FULL, drafters[FULL], K, beta, tau)
-        plain = {"method": "spec_drafter", "model": str(drafters[FULL])}
-        _add(found, lossless(FULL), plain, K)
+                _add_spec(found, MAIN, drafters[MAIN], K, beta, tau)
+        plain = {"method": "spec_drafter", "model": str(drafters[MAIN])}
+        _add(found, lossless(MAIN), plain, K)
     return list(found.values())
 
 
 def drafter_of(k: int, drafters: Mapping[str, Any]) -> str | None:
     """The Spec-Drafter for drafts of k tokens: one with k masks, or the first k of 25."""
-    if (own := f"specdec-full-{k}") in drafters:
+    if (own := f"specdec-shared-{k}") in drafters:
         return own
-    return FULL if FULL in drafters and k <= K else None
+    return MAIN if MAIN in drafters and k <= K else None
 
 
 def _rule(beta: int = BETA, tau: float = TAU) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.report import markdown_table
-from benchmarks.seq2seq_drafters import FULL, SHAPES
+from benchmarks.seq2seq_drafters import MAIN, SHAPES
 from benchmarks.seq2seq_measure import (
     BEAM,
     BETAS,
@@ -88,7 +88,7 @@ def _speeds(results: Results, lengths: dict[int, str]) -> Table:
         (GREEDY, GREEDY),
         *((f"blockwise, k {k}", blockwise(k)) for k in (10, 25)),
         *((f"SpecDec, k {k}", lengths.get(k, "")) for k in (10, K)),
-        (f"Spec-Drafter, lossless, k {K}", lossless(FULL)),
+        (f"Spec-Drafter, lossless, k {K}", lossless(MAIN)),
     ]
 
     def cells(name: str) -> list[str]:
@@ -126,7 +126,7 @@ def _ablation(results: Results) -> Table:
 
 def _block_lengths(results: Results, lengths: dict[int, str]) -> Table:
     named = [
-        (f"{k}" if f"full-{k} " in name else f"{k} of {K}", name) for k, name in lengths.items()
+        (f"{k}" if f"shared-{k} " in name else f"{k} of {K}", name) for k, name in lengths.items()
     ]
 
     def cells(name: str) -> list[str]:
@@ -151,7 +151,7 @@ def _tolerance(results: Results) -> Table:
         ]
         for beta in BETAS
         for tau in TAUS
-        if (name := specdec(FULL, K, beta, tau)) in results
+        if (name := specdec(MAIN, K, beta, tau)) in results
     ]
     return Table("Table 4: tolerance", ("beta", "tau", "Tok.", "BLEU", "over beam 5"), rows)
 
@@ -180,7 +180,7 @@ def _relative(results: Results, lengths: dict[int, str]) -> Table:
 
 def _single(results: Results, lengths: dict[int, str]) -> Table:
     named = [*((f"SpecDec, k {k}", lengths.get(k, "")) for k in (10, K))]
-    named.append((f"Spec-Drafter, lossless, k {K}", lossless(FULL)))
+    named.append((f"Spec-Drafter, lossless, k {K}", lossless(MAIN)))
 
     def cells(name: str) -> list[str]:
         slower = sum(ratio < 1 for ratio in results.single_speedups(name, GREEDY))
@@ -202,13 +202,13 @@ def save_figures(path: Path, results: Results) -> None:
     """
     points = {name: results.batch_points(name) for name in results.batch_names}
     sizes = sorted({point.size for each in points.values() for point in each})
-    ratios = results.single_speedups(specdec(FULL), BEAM)
+    ratios = results.single_speedups(specdec(MAIN), BEAM)
     bins = [max(low for low in _BINS if low <= ratio) for ratio in ratios]  # the last is open
     shares = [bins.count(low) / len(bins) for low in _BINS]
     panels = [
         Panel("Sentences per second", "batch size", sizes, _lines(points, "throughput")),
         Panel("Latency of a batch (s)", "batch size", sizes, _lines(points, "latency")),
-        Panel("Share of the sentences", f"{FULL} over beam 5", _BINS, {"": shares}),
+        Panel("Share of the sentences", f"{MAIN} over beam 5", _BINS, {"": shares}),
     ]
     save_panels(path, panels)
 

@@ -27,7 +27,10 @@ BRANCHING = ("ensemble", "lookahead", "pad", "pass", "recycle")
 """Methods whose drafts are trees whatever their options."""
 ON_CHAINS = [name for name in SPECULATIVE if name not in BRANCHING]
 """Methods whose bits invariant 7 promises; for the others it promises the tokens."""
-FROM_TEXT = ("regex", "ngram_table", "suffix", "copy", "corpus_ngram", "rest", "random", "switch")
+FROM_TEXT = (
+    *("regex", "ngram_table", "suffix", "copy", "prediction", "corpus_ngram", "rest", "random"),
+    "switch",
+)
 """Methods whose chains do not depend on the target but for its tokens."""
 ON_SOURCES = [*(name for name in SPECULATIVE if not METHODS[name].takes_head), *NEED_SOURCES]
 """Methods for encoder-decoders: those that need no trained head, and those made for them."""
@@ -56,6 +59,7 @@ LEAST_NODES = {"pad": 3, "pass": 3}
 METHOD_FIELDS: dict[str, dict[str, Any]] = {
     "ngram": {"prompt_lookup_min": 1},
     "copy": {"copy_min_match": 1},
+    "prediction": {"drafter": {"method": "ngram", "prompt_lookup_min": 1}},
     "corpus_ngram": {"corpus": tiny_file(count_ngrams(tiny_texts(), vocab_size=6))},
     "rest": {"datastore": tiny_file(index_texts(tiny_texts(), vocab_size=6)), "min_match": 1},
     "cascade": {"drafter": {"method": "ngram", "prompt_lookup_min": 1}},

@@ -56,6 +56,12 @@ class TestOnTheDefaultModel:
         assert "counting: ended (length)" in out
         assert "story: ended (length)" in out
 
+    def test_predicted_edit(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        file = tmp_path / "area.py"
+        file.write_text("def area(w, h):\n    return w * h\n")
+        run(EXAMPLES / "predicted_edit.py", str(file), "Rename w to width.", "--max-tokens", "8")
+        assert " tokens in " in capsys.readouterr().out
+
     def test_compare_methods(self, capsys: pytest.CaptureFixture[str]) -> None:
         run(EXAMPLES / "compare_methods.py", "--max-tokens", "8", "--methods", "none,ngram")
         _, *rows = capsys.readouterr().out.splitlines()

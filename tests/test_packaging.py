@@ -51,6 +51,8 @@ def test_the_wheel_has_everything_it_needs(unpacked: Path) -> None:
     assert (unpacked / "foretoken/py.typed").exists()
     head = unpacked / "foretoken/drafters/heads/pretrained/smollm2-135m"
     assert {path.name for path in head.iterdir()} == {"config.json", "model.safetensors"}
+    page = {path.name for path in (ROOT / "src/foretoken/serve/static").iterdir()}
+    assert page == {path.name for path in (unpacked / "foretoken/serve/static").iterdir()}
     assert not list(unpacked.glob("tests*"))
 
 

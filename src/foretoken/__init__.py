@@ -15,6 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from foretoken.async_llm import AsyncLLM
     from foretoken.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from foretoken.config import SpeculativeConfig
     from foretoken.core.acceptance.base import Origin
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
+    "foretoken.async_llm": ["AsyncLLM"],
     "foretoken.beam_search": ["BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"],
     "foretoken.core.acceptance.base": ["Origin"],
     "foretoken.core.logprobs": ["Logprob", "TokenLogprobs"],
@@ -81,6 +83,7 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BeamOutput",
     "BeamSearchOutput",
     "BeamSearchParams",

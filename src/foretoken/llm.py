@@ -27,7 +27,7 @@ from foretoken.engine.prompts import (
     as_list,
     is_conversation,
 )
-from foretoken.engine.references import GivenReferences
+from foretoken.engine.references import GivenPrediction, GivenReferences
 from foretoken.engine.strategies import Speculative
 from foretoken.errors import PromptError
 from foretoken.models.loaded import LoadedModel
@@ -227,6 +227,7 @@ class LLM:
         *,
         speculative_config: Speculative | Sequence[Speculative] = None,
         references: GivenReferences | Sequence[GivenReferences] = None,
+        prediction: GivenPrediction | Sequence[GivenPrediction] = None,
         trace: bool = False,
         use_tqdm: UseTqdm = None,
         **unknown: Any,
@@ -245,6 +246,10 @@ class LLM:
                 does not have them, such as retrieved documents: one list for all prompts, or a list
                 with one such list (or None) per prompt. The model does not read them. The methods
                 `copy`, `ngram` and `suffix`, and combinations of them with others, draft from them.
+            prediction: a text (or token ids) that the output will mostly repeat, such as the file
+                before an edit: one for all prompts, or a list with one (or None) per prompt. Drafts
+                come from it as long as that pays, and otherwise from the usual drafter. The model
+                does not read it. `Metrics` count its accepted and rejected tokens.
             trace: compute p of every drafted token for the trace, also of those that the rule did
                 not reach.
             use_tqdm: a progress bar on stderr: True always, False never; or a class with tqdm's
@@ -264,7 +269,7 @@ class LLM:
         """
         refuse_unknown("generate", unknown)
         jobs = self.engine.jobs(
-            prompts, sampling_params, speculative_config, references, trace=trace
+            prompts, sampling_params, speculative_config, references, prediction, trace=trace
         )
         with progress_of(jobs, use_tqdm) as after_step:
             return self.engine.run(jobs, after_step)
@@ -276,6 +281,7 @@ class LLM:
         *,
         speculative_config: Speculative | Sequence[Speculative] = None,
         references: GivenReferences | Sequence[GivenReferences] = None,
+        prediction: GivenPrediction | Sequence[GivenPrediction] = None,
         trace: bool = False,
         **unknown: Any,
     ) -> Generator[StreamChunk, None, None]:
@@ -296,7 +302,7 @@ class LLM:
         """
         refuse_unknown("stream", unknown)
         jobs = self.engine.jobs(
-            prompts, sampling_params, speculative_config, references, trace=trace
+            prompts, sampling_params, speculative_config, references, prediction, trace=trace
         )
         return self.engine.stream(jobs)
 
@@ -307,6 +313,7 @@ class LLM:
         *,
         speculative_config: Speculative | Sequence[Speculative] = None,
         references: GivenReferences | Sequence[GivenReferences] = None,
+        prediction: GivenPrediction | Sequence[GivenPrediction] = None,
         trace: bool = False,
         use_tqdm: UseTqdm = None,
         **unknown: Any,
@@ -323,6 +330,7 @@ class LLM:
             sampling_params,
             speculative_config=speculative_config,
             references=references,
+            prediction=prediction,
             trace=trace,
             use_tqdm=use_tqdm,
         )

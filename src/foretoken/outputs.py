@@ -61,6 +61,10 @@ class Metrics:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_rejected_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    """Drafted tokens of the request's prediction that became part of the output."""
+    rejected_prediction_tokens: int = 0
+    """Drafted tokens of it that were verified and did not."""
     accepted_per_position: list[int] = field(default_factory=list)
     """How often the drafted token at each depth was accepted."""
     prefill_seconds: float = 0.0
@@ -247,11 +251,17 @@ class RequestOutput:
         """The outputs in colours, for notebooks."""
         return "<hr>".join(output._repr_html_() for output in self.outputs)
 
-    def ids_as_dict(self) -> dict[str, Any]:
-        """The token ids of the prompt, and of the source if there is one, for JSON."""
-        source = self.encoder_prompt_token_ids
-        ids = {"prompt_token_ids": list(self.prompt_token_ids)}
-        return ids if source is None else {"encoder_prompt_token_ids": list(source), **ids}
+    def prompt_as_dict(self) -> dict[str, Any]:
+        """The prompt's token ids, the source's if there is one, and log-probabilities, for JSON."""
+        source, scores = self.encoder_prompt_token_ids, self.prompt_logprobs
+        told: dict[str, Any] = {} if source is None else {"encoder_prompt_token_ids": list(source)}
+        told["prompt_token_ids"] = list(self.prompt_token_ids)
+        if scores is not None:
+            told["prompt_logprobs"] = [
+                None if each is None else {token: asdict(found) for token, found in each.items()}
+                for each in scores
+            ]
+        return told
 
     @property
     def finished(self) -> bool:

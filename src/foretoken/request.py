@@ -23,7 +23,8 @@ from foretoken.core.source import Source
 from foretoken.core.tree import Draft, chain
 from foretoken.errors import told
 from foretoken.outputs import BeamOutput, CompletionOutput, Metrics, StreamedToken
-from foretoken.trace import StepTrace
+from foretoken.runtime.costs import CostCurve
+from foretoken.trace import PASS_SIZES, StepTrace
 from foretoken.written import Written
 
 __all__ = ["Request"]
@@ -48,12 +49,15 @@ class Request:
         source: what the encoder reads; None for a decoder-only model.
         rules: what an encoder-decoder's generation config does to its logits.
         references: texts that drafters may quote, besides what the request reads and writes.
+        prediction: the text that its output is expected to repeat, as the only one of these
+            references; none if nothing is expected.
         bad_words: the tokens of `params.bad_words`; None if there are none.
 
     Attributes:
         beams: the state of its beam search; None without one.
         prompt_scores: the log-probabilities of the prompt's tokens but the first, as far as they
             are computed; None if they are not needed.
+        pass_costs: what passes cost, for the trace; None if they are not recorded.
         on_news: called after tokens were committed and when the request is closed, in the thread
             that runs the step; None if nobody asked.
     """
@@ -73,6 +77,7 @@ class Request:
         source: Source | None = None,
         rules: DecodingRules | None = None,
         references: References = NO_REFERENCES,
+        prediction: References = NO_REFERENCES,
         bad_words: BadWords | None = None,
     ) -> None:
         assert prompt_ids, "the caller refuses empty prompts"
@@ -82,6 +87,7 @@ class Request:
         self.prompt_ids = tuple(prompt_ids)
         self.source = source
         self.references = references
+        self.prediction = prediction
         self.token_ids = list(prompt_ids)
         self.trace_all = trace_all
         room = max_model_len - len(prompt_ids)
@@ -105,6 +111,7 @@ class Request:
         # All outputs of a prompt would have the same.
         scored = params.prompt_logprobs is not None and index == 0
         self.prompt_scores: list[TokenLogprobs] | None = [] if scored else None
+        self.pass_costs: CostCurve | None = None
         self.on_news: Callable[[], None] | None = None
         self.beams = self._new_beams() if params.beam_width > 1 else None
         self._beam_outputs: tuple[BeamOutput, ...] = ()
@@ -127,6 +134,13 @@ class Request:
     def input_ids(self) -> Sequence[int]:
         """What the output answers: the text that the encoder reads, or else the prompt."""
         return self.prompt_ids if self.source is None else self.source.tokens
+
+    @property
+    def given_ids(self) -> tuple[int, ...]:
+        """The prompt, and the token that must come first by an encoder-decoder's rules."""
+        rules = self.sampler.rules
+        forced = () if rules is None or rules.first is None else (rules.first,)
+        return (*self.prompt_ids, *forced)
 
     @property
     def output_ids(self) -> list[int]:
@@ -337,7 +351,13 @@ class Request:
         self.metrics.accept_seconds += accept
         if self.beams is None:
             last = self._written.trace.steps[-1]
-            last.draft_seconds, last.verify_seconds, last.accept_seconds = draft, verify, accept
+            last.draft_seconds, last.verify_seconds = draft, verify
+            last.accept_seconds = max(0.0, accept - last.recording_seconds)
+
+    @property
+    def last_step(self) -> StepTrace:
+        """The step that committed the last tokens."""
+        return self._written.trace.steps[-1]
 
     def _finish(self, reason: str, stop_reason: int | str | None) -> None:
         self.finish_reason, self.stop_reason = reason, stop_reason
@@ -372,6 +392,8 @@ class Request:
         written, metrics = self._written, self.metrics
         if self.finished:
             written.name_tokens()
+            if self.pass_costs:
+                written.trace.pass_seconds = {n: self.pass_costs(n) for n in PASS_SIZES}
         written.trace.encode_seconds = metrics.encode_seconds
         written.trace.prefill_seconds = metrics.prefill_seconds
         tokens, wanted = tuple(written.tokens), self.params.logprobs is not None

@@ -3,19 +3,46 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from foretoken.core.acceptance.base import Accepted, Origin
 from foretoken.core.sampler import TreeDistributions
 from foretoken.core.tree import Draft
 from foretoken.errors import ForetokenError
 
-__all__ = ["StepTrace", "Trace", "record"]
+__all__ = ["Candidate", "Source", "StepTrace", "Trace", "record"]
 
 FORMAT = "foretoken-trace-1"
+
+NUM_CANDIDATES = 5
+"""Most likely tokens that a trace has for each position."""
+
+PASS_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Numbers of tokens of the passes whose expected seconds a trace has."""
+
+_DIGITS = 6
+"""Decimal places of their probabilities: with more, the file would be half as large again."""
+
+Source: TypeAlias = Literal["lookup", "model"]
+"""What found a drafted token. "model" is any drafter that does not look its tokens up; "lookup" is
+a lookup, alone or together with a trained drafter that had drafted the same token."""
+
+
+class Candidate(NamedTuple):
+    """One of the most likely tokens at a position."""
+
+    token: int
+    """Its id."""
+    model: float
+    """Its probability under the model itself, before temperature, masks and truncation."""
+    p: float
+    """Its probability under the target, as it was drawn from; one-hot in greedy decoding."""
+    q: float | None
+    """Its probability under the drafter, for the first token drafted here; None if nothing was."""
 
 
 @dataclass(slots=True)
@@ -36,7 +63,12 @@ class StepTrace:
         committed: tokens of this step that are part of the output (a stop may cut some off).
         draft_seconds: wall-clock time of drafting, for the whole batch.
         verify_seconds: the same for the target's pass.
-        accept_seconds: the same for acceptance, commit and detokenization.
+        accept_seconds: the same for acceptance, commit and detokenization, without
+            `recording_seconds`.
+        recording_seconds: time for what only the trace needs; 0 without `trace=True`.
+        sources: what found each drafted token; empty without `trace=True`.
+        candidates: the most likely tokens after the root and after each drafted token, in the order
+            of their indices, which begin with -1 here; empty without `trace=True`.
     """
 
     parents: tuple[int, ...]
@@ -52,6 +84,9 @@ class StepTrace:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     accept_seconds: float = 0.0
+    recording_seconds: float = 0.0
+    sources: tuple[Source, ...] = ()
+    candidates: tuple[tuple[Candidate, ...], ...] = ()
 
     @property
     def depths(self) -> list[int]:
@@ -84,12 +119,15 @@ class Trace:
         pieces: the text of every token that occurs, if it is known.
         encode_seconds: time in the encoder, before the first step; 0 without an encoder.
         prefill_seconds: time for the prompt before the first step, the encoder's included.
+        pass_seconds: expected seconds of a pass by its number of tokens, at the end of the output;
+            empty without `trace=True`, or if the controller does not measure passes.
     """
 
     steps: list[StepTrace] = field(default_factory=list)
     pieces: dict[int, str] = field(default_factory=dict)
     encode_seconds: float = 0.0
     prefill_seconds: float = 0.0
+    pass_seconds: dict[int, float] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -98,8 +136,10 @@ class Trace:
         return iter(self.steps)
 
     def tokens(self) -> set[int]:
-        """All tokens that were drafted or added."""
-        return {token for step in self.steps for token in (*step.drafted, step.token)}
+        """All tokens that were drafted, added, or likely."""
+        found = {token for step in self.steps for token in (*step.drafted, step.token)}
+        likely = (place for step in self.steps for place in step.candidates)
+        return found | {candidate.token for place in likely for candidate in place}
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -107,6 +147,7 @@ class Trace:
             "format": FORMAT,
             "encode_seconds": self.encode_seconds,
             "prefill_seconds": self.prefill_seconds,
+            "pass_seconds": {str(size): value for size, value in self.pass_seconds.items()},
             "pieces": {str(token): piece for token, piece in sorted(self.pieces.items())},
             "steps": [asdict(step) for step in self.steps],
         }
@@ -123,10 +164,12 @@ class Trace:
         try:
             steps = [_step(step) for step in value["steps"]]
             pieces = {int(token): str(piece) for token, piece in value["pieces"].items()}
-            before = [float(value.get(f"{part}_seconds", 0)) for part in ("encode", "prefill")]
+            encode, prefill = (float(value.get(f"{x}_seconds", 0)) for x in ("encode", "prefill"))
+            passes = value.get("pass_seconds", {}).items()
+            pass_seconds = {int(size): float(seconds) for size, seconds in passes}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ForetokenError(f"damaged trace: {error!r}.") from error
-        return Trace(steps, pieces, *before)
+        return Trace(steps, pieces, encode, prefill, pass_seconds)
 
     @staticmethod
     def load(path: Path) -> Trace:
@@ -148,7 +191,9 @@ def _step(value: dict[str, Any]) -> StepTrace:
     if unknown := set(value) - names:
         raise ValueError(f"unknown fields {sorted(unknown)}")
     tuples = {name: tuple(item) for name, item in value.items() if isinstance(item, list)}
-    step = StepTrace(**{**value, **tuples, "origin": Origin(value["origin"])})
+    places = (tuple(Candidate(*each) for each in place) for place in value.get("candidates", ()))
+    known = {"origin": Origin(value["origin"]), "candidates": tuple(places)}
+    step = StepTrace(**{**value, **tuples, **known})
     _check_tree(step)
     return step
 
@@ -161,6 +206,8 @@ def _check_tree(step: StepTrace) -> None:
         raise ValueError("a parent does not come before its child")
     if not all(0 <= index < size for index in (*step.accepted, *step.rejected)):
         raise ValueError("accepted or rejected tokens that were not drafted")
+    if len(step.candidates) not in (0, size + 1) or len(step.sources) not in (0, size):
+        raise ValueError("candidates or sources that do not belong to the drafted tokens")
 
 
 def record(
@@ -172,7 +219,7 @@ def record(
         draft: the verified draft.
         p: the target's distributions.
         accepted: the rule's decision.
-        everything: compute p also where the rule did not need it.
+        everything: compute p also where the rule did not need it, sources and candidates.
     """
     tree = draft.tree
     nodes = range(1, len(tree))
@@ -183,14 +230,46 @@ def record(
             return p.prob(parent, tree.tokens[node])
         return None
 
-    return StepTrace(
+    began = time.perf_counter() if everything else 0.0
+    step = StepTrace(
         parents=tuple(parent - 1 for parent in tree.parents[1:]),
         drafted=tree.tokens[1:],
-        q=tuple(draft.q_of(node).prob(tree.tokens[node]) for node in nodes),
+        q=tuple(draft.q_of(node).shown_prob(tree.tokens[node]) for node in nodes),
         p=tuple(target_probability(node) for node in nodes),
         accepted=tuple(node - 1 for node in accepted.path),
         rejected=tuple(node - 1 for node in accepted.rejected),
         reason=accepted.reason,
         token=accepted.token,
         origin=accepted.origin(draft),
+        sources=_sources(draft) if everything else (),
+        candidates=_candidates(draft, p) if everything else (),
     )
+    if everything:
+        step.recording_seconds = time.perf_counter() - began
+    return step
+
+
+def _sources(draft: Draft) -> tuple[Source, ...]:
+    features = draft.features or (0,) * draft.tree.num_drafted
+    return tuple("lookup" if feature else "model" for feature in features)
+
+
+def _candidates(draft: Draft, p: TreeDistributions) -> tuple[tuple[Candidate, ...], ...]:
+    """The most likely tokens after every node."""
+    tokens, probs = p.likeliest(NUM_CANDIDATES)  # [1 + n, k] each
+    found = []
+    for node, likely in enumerate(zip(tokens.tolist(), probs.tolist(), strict=True)):
+        children = draft.tree.children[node]
+        q = draft.q_of(children[0]) if children else None
+        found.append(
+            tuple(
+                Candidate(
+                    token,
+                    round(value, _DIGITS),
+                    round(p.prob(node, token), _DIGITS),
+                    None if q is None else round(q.prob(token), _DIGITS),
+                )
+                for token, value in zip(*likely, strict=True)
+            )
+        )
+    return tuple(found)

@@ -284,3 +284,18 @@ def test_a_process_in_the_middle_of_its_work_is_ended(program: Callable[[str], N
     with pytest.raises(BrokenOffError), Process(PEER, Setting("m")) as started:
         raise BrokenOffError
     assert started._process.returncode is not None
+
+
+def test_a_process_that_answers_no_more_is_ended(
+    program: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without waiting for it forever, and with what it said last."""
+    monkeypatch.setattr(process, "_PATIENCE", 0.01)
+    program(
+        "import os, sys, time; print('stuck', file=sys.stderr, flush=True);"
+        "os.close(1); time.sleep(600)"
+    )
+    with Process(PEER, Setting("m")) as started, pytest.raises(ForetokenError) as caught:
+        started.wait_until_loaded()
+    assert str(caught.value) == "transformers-plain has ended: stuck"
+    assert started._process.returncode is not None

@@ -10,7 +10,7 @@ import torch
 from benchmarks.seq2seq import app, digest
 from benchmarks.seq2seq_batches import TokenBatches
 from benchmarks.seq2seq_drafters import (
-    FULL,
+    MAIN,
     DrafterOptions,
     drafters_in,
     share_answers,
@@ -121,7 +121,7 @@ def save_drafter(folder: Path, shape: str, masks: int) -> None:
 
 
 def test_every_contestant_translates_every_sentence(trained: Path, tmp_path: Path) -> None:
-    options = DrafterOptions(heads=(10, 25), shapes=("full", "small"))
+    options = DrafterOptions(heads=(10, 25), shapes=("shared", "small"))
     for shape in options.shapes:
         save_drafter(tmp_path / f"drafters/specdec-{shape}-25", shape, 25)
     all_of_them = contestants(drafters_in(tmp_path, options))
@@ -131,8 +131,8 @@ def test_every_contestant_translates_every_sentence(trained: Path, tmp_path: Pat
     journal = Journal(tmp_path / "x.jsonl", "x", {})
     llm = LLM(trained / "target", dtype="float32", max_num_seqs=2, enable_prefix_caching=False)
     sample = Sample(TEXTS[:2], TEXTS[:2])
-    chosen = [one for one in all_of_them if one.name in (BEAM, GREEDY, lossless(FULL))]
-    chosen += [one for one in all_of_them if one.name in (specdec(FULL), specdec(SMALL))]
+    chosen = [one for one in all_of_them if one.name in (BEAM, GREEDY, lossless(MAIN))]
+    chosen += [one for one in all_of_them if one.name in (specdec(MAIN), specdec(SMALL))]
     measure(llm, chosen, sample, 1, journal)
     measure_batches(llm, chosen[:3], TEXTS[:2], (1, 2), 1, journal)
     count = len(journal.records)
@@ -143,10 +143,10 @@ def test_every_contestant_translates_every_sentence(trained: Path, tmp_path: Pat
     assert len(again.records) == count  # nothing is measured twice
     results = Results(again.records, TEXTS[:2])
     assert results.tokens_per_pass(GREEDY) == 1
-    assert results.same(lossless(FULL), GREEDY) == 1
-    assert results.draft_ms(specdec(FULL)) > 0
+    assert results.same(lossless(MAIN), GREEDY) == 1
+    assert results.draft_ms(specdec(MAIN)) > 0
     assert [point.size for point in results.batch_points(GREEDY)] == [1, 2]
-    assert "Table 2" in "".join(as_markdown(each) for each in tables(results, [FULL, SMALL]))
+    assert "Table 2" in "".join(as_markdown(each) for each in tables(results, [MAIN, SMALL]))
     save_figures(tmp_path / "x.png", results)
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
@@ -169,11 +169,11 @@ def results(monkeypatch: pytest.MonkeyPatch) -> Results:
     records = [
         *(record(BEAM, number, text, 6.0) for number, text in enumerate("ab")),
         *(record(GREEDY, number, text, 4.0) for number, text in enumerate("ac")),
-        record(specdec(FULL), 0, "a", 1.0),
-        record(specdec(FULL), 0, "ignored", 9.0, draft_seconds=0.012),
-        record(specdec(FULL), 0, "ignored", 2.0, passes=1),
-        record(specdec(FULL), 1, "b", 1.0),
-        record(specdec(FULL), 2, "not translated by all", 1.0),
+        record(specdec(MAIN), 0, "a", 1.0),
+        record(specdec(MAIN), 0, "ignored", 9.0, draft_seconds=0.012),
+        record(specdec(MAIN), 0, "ignored", 2.0, passes=1),
+        record(specdec(MAIN), 1, "b", 1.0),
+        record(specdec(MAIN), 2, "not translated by all", 1.0),
         {"type": "batch", "name": GREEDY, "round": 0, "number": 8, "size": 4, "seconds": [1, 3]},
         {"type": "batch", "name": GREEDY, "round": 1, "number": 8, "size": 4, "seconds": [1, 1]},
         {"type": "batch", "name": GREEDY, "round": 2, "number": 8, "size": 4, "seconds": [9, 9]},
@@ -182,7 +182,7 @@ def results(monkeypatch: pytest.MonkeyPatch) -> Results:
 
 
 def test_figures_are_those_of_the_sentences_that_all_have_translated(results: Results) -> None:
-    spec = specdec(FULL)
+    spec = specdec(MAIN)
     assert results.numbers == [0, 1]
     assert results.seconds(spec) == [2.0, 1.0]
     assert results.speedup(spec, BEAM).mean == 4.0
@@ -197,7 +197,7 @@ def test_figures_are_those_of_the_sentences_that_all_have_translated(results: Re
 
 
 def test_tables_have_a_row_for_whatever_was_measured(results: Results) -> None:
-    found = {each.title.split(":")[0]: each for each in tables(results, [FULL])}
+    found = {each.title.split(":")[0]: each for each in tables(results, [MAIN])}
     assert list(found) == [f"Table {n}" for n in (1, 2, 3, 4)] + ["Figure 5", "Table 6", "Figure 6"]
     assert [row[0] for row in found["Table 1"].rows] == [BEAM, GREEDY, "SpecDec, k 25"]
     _, greedy, spec = found["Table 1"].rows
@@ -226,9 +226,9 @@ def test_scores_are_sacrebleus() -> None:
 
 
 def test_drafts_have_their_own_drafter_or_the_first_tokens_of_25() -> None:
-    there = dict.fromkeys(["specdec-full-10", FULL])
+    there = dict.fromkeys(["specdec-shared-10", MAIN])
     found = [drafter_of(k, there) for k in (10, 15, 25, 30)]
-    assert found == ["specdec-full-10", FULL, FULL, None]
+    assert found == ["specdec-shared-10", MAIN, MAIN, None]
 
 
 def test_commands_name_what_is_learnt() -> None:
@@ -256,7 +256,7 @@ def as_json(text: str) -> Any:
 
 
 def test_answers_are_written_once(tmp_path: Path) -> None:
-    written = TrainingFolder(tmp_path / FULL)
+    written = TrainingFolder(tmp_path / MAIN)
     written.conversations("train").parent.mkdir(parents=True)
     for part in ("train", "held_out"):
         written.conversations(part).write_text(part)

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from foretoken import LLM, SamplingParams
-from foretoken.cli import lines as lines_module
+from foretoken import LLM, SamplingParams, decode
 from foretoken.cli.line_results import LineResults
 from tests.cli.conftest import Run, error_of
 
@@ -19,7 +18,7 @@ PROMPTS: list[dict[str, Any]] = [
     {"prompt": "hello", "id": "first"},
     {"messages": MESSAGES, "temperature": 0.8, "seed": 3},
     {"prompt_token_ids": [5, 6, 7], "max_tokens": 3, "id": 17},
-    {"prompt": "x y x y x", "references": ["x y z"], "stop": ["q"]},
+    {"prompt": "x y x y x", "references": ["x y z"], "stop": ["q"], "id": "\u2028"},
 ]
 
 
@@ -55,10 +54,10 @@ def test_every_line_has_its_prompt_and_its_own_parameters(
     result = generated(run, tiny, prompts)
     assert result.exit_code == 0, result.stderr
     assert result.stderr == ""
-    found = [json.loads(line) for line in result.stdout.splitlines()]
+    found = [json.loads(line) for line in lines_of(result.stdout)]
     assert [line["token_ids"] for line in found] == [list(out.token_ids) for out in expected]
     assert [line["line"] for line in found] == [1, 2, 4, 5]  # line 3 is empty
-    assert [line.get("id") for line in found] == ["first", None, 17, None]
+    assert [line.get("id") for line in found] == ["first", None, 17, "\u2028"]
     assert found[0]["prompt"] == "hello"
     assert found[1]["messages"] == MESSAGES
     assert found[2]["prompt_token_ids"] == [5, 6, 7]
@@ -67,13 +66,18 @@ def test_every_line_has_its_prompt_and_its_own_parameters(
         *("generate", "-m", tiny, "--max-tokens", 12, "--dtype", "float32", "--prompts-file", "-"),
         stdin=prompts.read_text(),
     )
-    assert [json.loads(line)["token_ids"] for line in piped.stdout.splitlines()] == [
+    assert [json.loads(line)["token_ids"] for line in lines_of(piped.stdout)] == [
         line["token_ids"] for line in found
     ]
 
 
+def lines_of(text: str) -> list[str]:
+    """Not by `splitlines`: a text in JSON may have line separators of Unicode."""
+    return text.split("\n")[:-1]
+
+
 def without_times(file: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = [json.loads(line) for line in lines_of(file.read_text())]
     return [{k: v for k, v in line.items() if k != "metrics"} for line in lines]
 
 
@@ -90,10 +94,10 @@ def test_an_interrupted_run_goes_on_without_repeating_or_losing_lines(
     assert generated(run, tiny, prompts, "--output", whole).exit_code == 0
     add = LineResults.add
 
-    def interrupted(results: LineResults, record: dict[str, Any]) -> None:
+    def interrupted(results: LineResults, place: int, record: dict[str, Any]) -> None:
         if record["line"] == 4:
             raise KeyboardInterrupt
-        add(results, record)
+        add(results, place, record)
 
     with monkeypatch.context() as patch:
         patch.setattr(LineResults, "add", interrupted)
@@ -142,29 +146,50 @@ def test_lines_of_text_may_go_to_a_file_too(run: Run, tiny: Path, tmp_path: Path
     given = ["generate", "-m", tiny, *SHORT, "--jsonl"]
     printed = run(*given, stdin="hello\nhi")
     assert run(*given, "--output", output, stdin="hello\nhi").exit_code == 0
-    saved = [json.loads(line) for line in output.read_text().splitlines()]
-    shown = [json.loads(line) for line in printed.stdout.splitlines()]
+    saved = [json.loads(line) for line in lines_of(output.read_text())]
+    shown = [json.loads(line) for line in lines_of(printed.stdout)]
     for one, other in zip(saved, shown, strict=True):
         assert one["token_ids"] == other["token_ids"]
         assert one["prompt"] == other["prompt"]
 
 
-def test_a_failed_line_is_counted_after_a_resume_too(
-    run: Run, tiny: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("lost", [0, 1, 3])
+def test_failed_lines_are_tried_again(
+    run: Run,
+    tiny: Path,
+    prompts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lost: int,
 ) -> None:
-    output = tmp_path / "out.jsonl"
-    fields = lines_module._fields
+    """Also if the run was killed: then the last `lost` lines are not in the file."""
+    whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    assert generated(run, tiny, prompts, "--output", whole).exit_code == 0
+    advance = decode._advance
 
-    def failing(job: Any) -> dict[str, Any]:
-        found = fields(job)
-        return {**found, "error": "no disk"} if found["prompt_token_ids"] == [5, 6, 7] else found
+    def failing(*arguments: Any) -> Any:
+        if arguments[2].prompt_ids[-1] == 7 or arguments[2].params.seed == 3:
+            raise OSError("no disk")
+        return advance(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(lines_module, "_fields", failing)
-        assert generated(run, tiny, prompts, "--output", output).exit_code == 0
+        patch.setattr(decode, "_advance", failing)
+        first = generated(run, tiny, prompts, "--output", output)
+        assert first.exit_code == 1
+        assert "2 of 4 lines ended with an error" in error_of(first)
+        before = lines_of(output.read_text())
+        assert [json.loads(line)["error"] for line in before] == [
+            *(None, "OSError: no disk", "OSError: no disk", None)
+        ]
+        again = generated(run, tiny, prompts, "--output", output, "--resume")
+        assert "2 of 4 lines ended with an error" in error_of(again)
+    output.write_text("".join(line + "\n" for line in before[: len(before) - lost]))
     resumed = generated(run, tiny, prompts, "--output", output, "--resume")
-    assert resumed.exit_code == 1
-    assert "1 of 4 lines ended with an error" in error_of(resumed)
+    assert resumed.exit_code == 0, resumed.stderr
+    assert without_times(output) == without_times(whole)
+    kept = [place for place in (0, 3) if place < len(before) - lost]
+    after = lines_of(output.read_text())
+    assert [after[place] for place in kept] == [before[place] for place in kept]
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,7 @@ from tests.tiny import tiny_model
         (["--max-model-len", "99999"], "--max-model-len: must be 2 to 8192"),
         (["--max-model-len", "3"], "the prompt has"),
         (["--logprobs", "3"], "--logprobs are shown in JSON only"),
+        (["--prompt-logprobs", "0"], "--prompt-logprobs are shown in JSON only"),
         (["--trace", "x.json", "--n", "2", "--temperature", "1"], "leave out --n 2"),
         (["--trace", "/no/such/folder/x.json"], "there is no folder /no/such/folder"),
         (["--trace", "/"], "is a folder: name a file"),

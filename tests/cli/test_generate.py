@@ -388,3 +388,35 @@ def test_what_beams_exclude_is_refused_by_its_flag(run: Run, tiny: Path) -> None
     assert "--length-penalty is for beam search" in error_of(
         run("generate", "hello", "-m", tiny, "--length-penalty", 2)
     )
+
+
+def test_a_prompt_is_scored(run: Run, tiny: Path, llm: LLM, tmp_path: Path) -> None:
+    scored = SamplingParams(max_tokens=0, prompt_logprobs=1)
+    (expected,) = llm.chat(MESSAGES, scored)
+    given = ["generate", "-m", tiny, "--method", "none"]
+    value = parsed(run(*given, "hello", "--json", "--max-tokens", 0, "--prompt-logprobs", 1))
+    assert value["token_ids"] == []
+    scores = value["prompt_logprobs"]
+    assert isinstance(scores, list)
+    assert expected.prompt_logprobs is not None
+    assert len(scores) == len(expected.prompt_logprobs)
+    assert scores[0] is None
+    for found, known in zip(scores[1:], expected.prompt_logprobs[1:], strict=True):
+        assert known is not None
+        assert found == {str(token): vars(logprob) for token, logprob in known.items()}
+    file = tmp_path / "in.jsonl"
+    file.write_text(json.dumps({"prompt": "hello", "max_tokens": 0, "prompt_logprobs": 1}))
+    assert parsed(run(*given, "--prompts-file", file))["prompt_logprobs"] == scores
+    refused = run(*given, "hello", "--max-tokens", 0)
+    assert "--max-tokens: input should be at least 1" in error_of(refused)
+
+
+def test_bad_words(run: Run, tiny: Path, llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=20)
+    (plain,) = llm.chat(MESSAGES, params)
+    first, second = (next(c for c in plain.text[at:] if c.isalnum()) for at in (0, 5))
+    words = sorted({first, second})
+    (expected,) = llm.chat(MESSAGES, params.model_copy(update={"bad_words": words}))
+    options = [part for word in words for part in ("--bad-words", word)]
+    given = ["generate", "-m", tiny, *SHORT]
+    assert run(*given, "hello", *options).stdout == expected.text + "\n" != plain.text + "\n"

@@ -10,6 +10,7 @@ from foretoken.drafters.registry import METHODS
 HEAVY = [
     *("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy"),
     *("scipy", "pandas", "matplotlib", "gguf", "llguidance", "accelerate", "prompt_toolkit"),
+    *("fastapi", "starlette", "uvicorn", "prometheus_client"),
 ]
 
 RUN = """
@@ -52,7 +53,8 @@ def ran(commands: list[list[str]]) -> list[tuple[list[str], int, str, str]]:
 
 def test_help_pages() -> None:
     names = "generate chat demo trace plan bench tree tune-layers train export check models ngrams"
-    single = [[name, "--help"] for name in [*names.split(), "datastore", "methods", "doctor"]]
+    more = ["serve", "datastore", "methods", "doctor"]
+    single = [[name, "--help"] for name in [*names.split(), *more]]
     nested = [["train", "eagle", "--help"], ["ngrams", "build", "--help"]]
     for argv, code, out, _ in ran([["--help"], [], ["--version"], *single, *nested]):
         assert code == 0, argv
@@ -85,6 +87,7 @@ def test_wrong_options_and_names(tmp_path: Path) -> None:
         ),
         ("generate", "Hi", "--method", "layer_skip", "--draft-model", "x"): "--draft-model",
         ("chat", "--method", "nogram"): "did you mean 'ngram'?",
+        ("serve", "smollm2-135m", "--method", "nogram"): "did you mean 'ngram'?",
         ("demo", "--method", "nogram"): "did you mean 'ngram'?",
         ("tree", "--method", "nogram"): "did you mean 'ngram'?",
         ("plan", "--measure", "--method", "nogram"): "did you mean 'ngram'?",

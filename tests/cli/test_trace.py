@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+from base64 import b64encode
 from dataclasses import replace
+from hashlib import sha256
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,6 @@ from hypothesis import strategies as st
 from foretoken import LLM, Origin, SamplingParams, StepTrace, Trace
 from foretoken.cli.trace_picture import picture
 from foretoken.cli.trace_summary import TraceSummary
-from foretoken.cli.trace_view import TraceView
 from tests.cli.conftest import Run, error_of
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -178,71 +180,54 @@ def test_command(run: Run, tmp_path: Path) -> None:
     assert summary["accepted_per_position"] == [2, 2, 0, 0]
 
 
-def test_the_view_has_draft_and_verification() -> None:
-    """What was kept, the first token that was rejected, and what the target put in its place."""
-    corrected, bonus, plain, cut, tree = TraceView.of(
-        Trace([CORRECTED, BONUS, PLAIN, CUT, TREE], PIECES)
-    ).steps
-    kinds = [(token.text, token.kind) for token in corrected.draft]
-    kept = [(" the", "accepted"), (" cat", "accepted")]
-    assert kinds == [*kept, (" sat", "rejected"), ("\n", "unreached")]
-    verified = [(token.text, token.kind) for token in corrected.verified]
-    assert verified == [*kept, (" dog", "correction")]
-    assert corrected.lines == ((0, (0, 1, 2, 3)),)
-    assert [token.kind for token in bonus.verified] == ["accepted", "accepted", "bonus"]
-    assert [(token.text, token.kind) for token in plain.verified] == [("\t", "plain")]
-    assert not plain.draft
-    assert not plain.lines
-    assert [token.kind for token in cut.draft] == ["accepted", "unreached"]
-    assert [token.text for token in cut.verified] == [" the"]
-    assert tree.lines == ((0, (0,)), (1, (1, 2)), (1, (3,)), (2, (4,)), (2, (5,)))
-    assert (tree.draft[4].parent, tree.draft[4].p, tree.draft[4].q) == (3, 0.5, 1.0)
-
-
 class _Page(HTMLParser):
-    """The classes and the text of a page's tokens, and its data."""
+    """What a browser finds in a page: elements, attributes, and the text of its scripts."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.tokens: list[tuple[str, str]] = []
-        self.data = ""
+        self.tags: list[str] = []
         self.outside: list[str] = []
+        self.texts: dict[str, str] = {}
+        self.policy = ""
         self._in = ""
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
+        self.tags.append(tag)
         self.outside += [given[name] or "" for name in ("src", "href") if name in given]
-        self._in = "data" if tag == "script" else (given.get("class") or "")
+        if given.get("http-equiv") == "Content-Security-Policy":
+            self.policy = given["content"] or ""
+        self._in = given.get("type") or tag
 
     def handle_endtag(self, tag: str) -> None:
         self._in = ""
 
     def handle_data(self, data: str) -> None:
-        if self._in == "data":
-            self.data += data
-        elif self._in.startswith("token "):
-            self.tokens.append((data, self._in.removeprefix("token ")))
+        self.texts[self._in] = self.texts.get(self._in, "") + data
 
 
-def test_the_page_shows_the_view(run: Run, tmp_path: Path) -> None:
-    """It loads nothing, and text of tokens is never markup."""
-    pieces = {**PIECES, 3: "</script><b>&", 2: '" onx="'}
+def test_the_page_is_one_file_in_which_text_is_never_markup(run: Run, tmp_path: Path) -> None:
+    """It has the whole trace, loads nothing, and its policy allows its own script and style."""
+    pieces = {**PIECES, 3: "</script><b>&", 2: '" onx="', 5: "<!--<script>"}
     trace = Trace([CORRECTED, TREE, PLAIN], pieces)
-    file, out = tmp_path / "steps.json", tmp_path / "steps.html"
+    name = "a<b>&amp;"
+    file, out = tmp_path / f"{name}.json", tmp_path / "steps.html"
     file.write_text(json.dumps(trace.as_dict()))
     result = run("trace", file, "--html", out)
     assert result.exit_code == 0
-    assert str(out) in result.stderr
-    page, view = _Page(out.read_text()), TraceView.of(trace)
+    assert str(out) in result.stderr.replace("\n", "")
+    page = _Page(out.read_text())
     assert page.outside == []
-    assert json.loads(page.data) == json.loads(json.dumps(view.as_dict()))
-    table = page.tokens[-sum(len(s.draft) + len(s.verified) for s in view.steps) :]
-    shown = iter(table)
-    for step in view.steps:
-        order = [index for _, line in step.lines for index in line]
-        for token in (*(step.draft[index] for index in order), *step.verified):
-            assert next(shown) == (token.text, token.kind)
+    assert "b" not in page.tags
+    assert page.tags.count("script") == 2
+    assert page.texts["h1"] == name
+    assert Trace.from_dict(json.loads(page.texts["application/json"])) == trace
+    for kind, directive in (("module", "script-src"), ("style", "style-src")):
+        digest = b64encode(sha256(page.texts[kind].encode()).digest()).decode()
+        assert f"{directive} 'sha256-{digest}';" in page.policy
+    assert "default-src 'none'" in page.policy
+    assert not re.search(r"^(import|export) ", page.texts["module"], re.MULTILINE)
 
 
 def test_a_page_that_cannot_be_written(run: Run, tmp_path: Path) -> None:
@@ -266,6 +251,9 @@ def test_empty_trace(run: Run, tmp_path: Path) -> None:
         ({"parents": [-1, 7, 0, 0]}, "a parent does not come before its child"),
         ({"q": [1.0]}, "differ in length"),
         ({"accepted": [9]}, "were not drafted"),
+        ({"sources": ["model"]}, "do not belong to the drafted tokens"),
+        ({"candidates": [[[1, 0.5, 0.5, None]]]}, "do not belong to the drafted tokens"),
+        ({"candidates": [[[1, 0.5]]] * 5}, "damaged trace"),
     ],
 )
 def test_a_tree_that_does_not_hang_together(

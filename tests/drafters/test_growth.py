@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from foretoken import LLM, RequestOutput, SamplingParams
 from foretoken.control import Budget
@@ -28,6 +29,24 @@ SHAPES: dict[str, dict[str, Any]] = {
     "cut widths": {"tree": [3, 2, 2], "num_speculative_tokens": 5},
     "dynamic": {"tree": "dynamic", "num_speculative_tokens": 10, "tree_depth": 4},
     "narrow": {"tree": "dynamic", "num_speculative_tokens": 9, "tree_top_k": 2},
+}
+SAMPLED = [
+    SamplingParams(temperature=1.0, seed=1, max_tokens=30, ignore_eos=True),
+    SamplingParams(temperature=0.6, seed=2**63 - 1, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=1.3, seed=3, top_k=7, max_tokens=30, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=4, top_p=0.7, min_p=0.02, max_tokens=30, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=5, min_p=0.2, top_k=20, max_tokens=7, ignore_eos=True),
+]
+DRAWN: dict[str, dict[str, Any]] = {
+    **SHAPES,
+    "rejection": {"num_speculative_tokens": 5, "acceptance": "rejection"},
+    "rejected widths": {"tree": [3, 2, 1], "acceptance": "rejection"},
+    "own q": {
+        "num_speculative_tokens": 5,
+        "draft_temperature": 0.9,
+        "draft_top_p": 0.8,
+        "acceptance": "rejection",
+    },
 }
 METHODS = ["eagle", "eagle of few tokens", "eagle of features", "draft_model", "early_exit"]
 KINDS: list[tuple[torch.dtype, str | None]] = [
@@ -137,45 +156,140 @@ def proposed(llm: LLM, batch: list[Request], budgets: list[Budget]) -> list[Draf
     return found
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("shape", [*SHAPES, "rejection"])
 def test_budgets_end_the_growth(
-    shape: str, grown: list[int], monkeypatch: pytest.MonkeyPatch
+    shape: str, temperature: float, grown: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Depth, nodes, and probabilities of tokens and of paths; of each tree its own."""
-    llm = made("draft_model", **SHAPES[shape])
+    llm = made("draft_model", **DRAWN[shape])
     budgets = [
         [Budget(9, 9, threshold), Budget(9, 3), Budget(4, 9, 0.0, threshold)]
         for threshold in (0.02, 0.2, 0.5)
     ]
-    batch = requests(GREEDY, GREEDY, GREEDY)
+    params = [SamplingParams(temperature=temperature, seed=seed) for seed in range(3)]
+    batch = requests(*params)
     at_once = [proposed(llm, batch, each) for each in budgets]
     assert grown == [3, 3, 3]
-    assert len({len(draft.tree) for three in at_once for draft in three}) > 2
+    assert len({len(draft.tree) for three in at_once for draft in three}) > 1
     level_by_level(monkeypatch)
     by_levels = [proposed(llm, batch, each) for each in budgets]
     for some, others in zip(at_once, by_levels, strict=True):
         assert [draft.tree for draft in some] == [draft.tree for draft in others]
 
 
-def test_sampled_and_masked_requests_are_drafted_level_by_level(grown: list[int]) -> None:
-    """And the greedy ones beside them in one call."""
+def test_masked_requests_are_drafted_level_by_level(grown: list[int]) -> None:
+    """And the greedy and the sampled ones beside them in one call of each kind."""
     llm = made("draft_model", num_speculative_tokens=4)
     batch = requests(GREEDY, SamplingParams(seed=1), SamplingParams(temperature=0, min_tokens=3))
     together = proposed(llm, batch, [Budget(4, 4)] * 3)
-    assert grown == [1]
-    alone = [proposed(llm, [request], [Budget(4, 4)])[0] for request in batch]
     assert grown == [1, 1]
+    alone = [proposed(llm, [request], [Budget(4, 4)])[0] for request in batch]
+    assert grown == [1, 1, 1, 1]
     assert [draft.tree for draft in together] == [draft.tree for draft in alone]
 
 
-def test_nan_is_refused(grown: list[int]) -> None:
+# Drawn tokens
+
+
+@pytest.fixture
+def all_drafts(monkeypatch: pytest.MonkeyPatch) -> list[Draft]:
+    """Every draft of a `ModelDrafter`."""
+    found: list[Draft] = []
+    propose = ModelDrafter.propose
+
+    def kept(self: ModelDrafter, *args: Any) -> list[Draft]:
+        drafts = propose(self, *args)
+        found.extend(drafts)
+        return drafts
+
+    monkeypatch.setattr(ModelDrafter, "propose", kept)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("method", "shape", "dtype"),
+    [
+        *(("eagle of few tokens", shape, torch.float32) for shape in DRAWN),
+        ("draft_model", "chain", torch.float32),
+        ("draft_model", "rejected widths", torch.bfloat16),
+        ("early_exit", "dynamic", torch.float32),
+    ],
+)
+def test_drawn_trees_are_those_of_the_levels(
+    method: str,
+    shape: str,
+    dtype: torch.dtype,
+    grown: list[int],
+    all_drafts: list[Draft],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same tokens, and the same q to the last bit."""
+    llm = made(method, dtype, **DRAWN[shape])
+    at_once = llm.generate(PROMPTS, SAMPLED)
+    assert max(grown) == len(PROMPTS)
+    calls, first = len(grown), all_drafts[:]
+    level_by_level(monkeypatch)
+    all_drafts.clear()
+    by_levels = llm.generate(PROMPTS, SAMPLED)
+    assert len(grown) == calls
+    for one, other in zip(at_once, by_levels, strict=True):
+        assert one.metrics.drafter_failure is None
+        assert one.token_ids == other.token_ids
+    assert sum(draft.tree.num_drafted for draft in first) > 100
+    for draft, same in zip(first, all_drafts, strict=True):
+        assert draft.tree == same.tree
+        for q, others in zip(draft.q, same.q, strict=True):
+            assert q.tokens.tolist() == others.tokens.tolist()
+            assert q.probs.tolist() == others.probs.tolist()
+
+
+def flat_model() -> PreTrainedModel:
+    """A model that gives the same probability to all tokens but ten."""
+    model = tiny_model(vocab_size=VOCAB_SIZE, head_dim=32, max_position_embeddings=128)
+    head: Any = model.lm_head
+    head.weight.data[10:] = head.weight.data[10]
+    return model
+
+
+@pytest.mark.parametrize("limits", [{"top_p": 0.5}, {"top_k": 9}, {}], ids=str)
+def test_where_rounding_might_decide_the_levels_draw(
+    limits: dict[str, Any], grown: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which of equal probabilities are in the nucleus, for example."""
+    target = tiny_model(vocab_size=VOCAB_SIZE, head_dim=32, max_position_embeddings=128)
+    config = {"method": "draft_model", "model": flat_model(), "num_speculative_tokens": 3}
+    llm = LLM(target, speculative_config=config, runtime="native")
+    undecided: list[bool] = []
+    grow = Passes.grow
+
+    def watched(self: Passes, *args: Any) -> Any:
+        trees = grow(self, *args)
+        assert trees is not None
+        undecided.extend(tree.undecided for tree in trees)
+        return trees
+
+    monkeypatch.setattr(Passes, "grow", watched)
+    batch = requests(SamplingParams(seed=1, **limits), SamplingParams(seed=2, **limits))
+    at_once = proposed(llm, batch, [Budget(3, 3)] * 2)
+    assert grown == [2]
+    assert undecided == [("top_p" in limits)] * 2
+    level_by_level(monkeypatch)
+    by_levels = proposed(llm, batch, [Budget(3, 3)] * 2)
+    assert [draft.tree for draft in at_once] == [draft.tree for draft in by_levels]
+    assert all(draft.tree.num_drafted == 3 for draft in at_once)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_nan_is_refused(temperature: float, grown: list[int]) -> None:
     llm = made("draft_model", num_speculative_tokens=4)
     drafter: Any = drafter_of(llm)
     network = drafter._scorer._model.network
     for kept in network._kept:
         if isinstance(kept, torch.Tensor) and kept.dim() == 1:  # norms
             kept.fill_(torch.nan)
-    (output,) = llm.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=5))
+    params = SamplingParams(temperature=temperature, seed=1, max_tokens=5)
+    (output,) = llm.generate([PROMPTS[0]], params)
     assert grown == [1]
     assert output.metrics.drafter_failure is not None
     assert "NaN" in output.metrics.drafter_failure

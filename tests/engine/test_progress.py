@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from foretoken import LLM, RequestError, SamplingParams
 from foretoken.engine import progress
+from foretoken.engine.jobs import Job
 from tests.engine.serving import assert_empty, bits
 from tests.tiny import tiny_model
 
@@ -146,3 +148,30 @@ def test_beam_search_takes_it_too(llm: LLM, made: list[Bar]) -> None:
     found = llm.beam_search(PROMPTS, {"beam_width": 2, "max_tokens": 3}, use_tqdm=Bar)
     assert len(found) == 3
     assert made[0].done[-1] == 3
+
+
+def test_jobs_that_wait_cost_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two steps, only jobs that have changed are looked at: at most those in the batch."""
+    looks, shown = list[Job](), list[int]()
+
+    def counted(job: Job) -> bool:
+        looks.append(job)
+        return all(request.closed for request in job.requests)
+
+    params = SamplingParams(temperature=0, max_tokens=3)
+    jobs = llm.engine.jobs([[1, 2]] * 200, params, None, None, None, trace=False)
+    monkeypatch.setattr(progress, "EVERY_SECONDS", 0)
+    Bar.made = []
+    with progress.progress_of(jobs, Bar) as show:
+        assert show is not None
+
+        def after_step(changed: Sequence[Job]) -> None:
+            shown.append(len(changed))
+            show(changed)
+
+        monkeypatch.setattr(Job, "finished", property(counted))
+        llm.engine.run(jobs, after_step)
+    batch = llm.engine.options.max_num_seqs
+    assert max(shown) <= 2 * batch  # some end, and others begin
+    assert Bar.made[0].done[-1] == 200
+    assert len(looks) < 2 * sum(shown) + 2 * len(jobs)

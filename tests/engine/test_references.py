@@ -23,6 +23,7 @@ COMBINED: dict[str, dict[str, Any]] = {
     "horizontal_cascade": {"drafters": [COPY, {"method": "ngram_table"}], "tokens": [3, 1]},
     "hybrid": {"lookup": COPY},
     "cascade": {"drafter": COPY},
+    "prediction": {"drafter": COPY},
 }
 QUOTE = (*QUOTING, *COMBINED)
 

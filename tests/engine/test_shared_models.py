@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from pathlib import Path
-from threading import Event, Thread
+from threading import Barrier, Event, Thread
 from typing import Any
 
 import pytest
@@ -151,3 +151,30 @@ def test_a_model_is_lent_in_its_own_turn() -> None:
     assert len(lent) == 1
     draft.engine._turns.take(lambda: lent.append(draft.as_draft_model()))  # its own draft model
     assert len(lent) == 2
+
+
+def test_two_may_lend_to_each_other_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both threads ask for the other's model before either gets one; neither has its turn then."""
+    llms, both, found = (small(), small()), Barrier(2), dict[int, list[int]]()
+    (expected, _) = tokens(llms[0])
+    lend = LLM.as_draft_model
+
+    def lend_together(llm: LLM) -> DraftModel:
+        both.wait(60)
+        return lend(llm)
+
+    def generate(index: int) -> None:
+        config = {
+            "method": "ensemble",
+            "drafters": [{"method": "ngram"}, {"model": llms[1 - index]}],
+        }
+        (out,) = llms[index].generate(PROMPTS[:1], GREEDY, speculative_config=config)
+        found[index] = list(out.token_ids)
+
+    monkeypatch.setattr(LLM, "as_draft_model", lend_together)
+    threads = [Thread(target=generate, args=(index,), daemon=True) for index in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert found == {0: expected, 1: expected}

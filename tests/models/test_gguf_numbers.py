@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,14 +17,17 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from transformers import PreTrainedModel
+from typer.testing import CliRunner
 
 from foretoken import LLM, SamplingParams
+from foretoken.cli import app, bench
+from foretoken.cli.options import ModelOptions
 from foretoken.core.tree import chain
 from foretoken.errors import ModelError
-from foretoken.models import cached, resolve
+from foretoken.models import aside, cached, remove, resolve
 from foretoken.models.gguf_file import GgufFile
-from foretoken.runtime import packing_gguf
-from foretoken.runtime.native import build
+from foretoken.runtime import packed, packing_gguf
+from foretoken.runtime.native import build, packed_files
 from foretoken.runtime.native.gguf_blocks import EXACT, FORMAT_OF, pack_blocks
 from foretoken.runtime.native.pack import Format, PackedWeights
 from foretoken.runtime.packed import open_packed
@@ -73,10 +79,13 @@ def model(vocabulary: list[str], tied: bool = True, **fields: Any) -> PreTrained
 def written(make_gguf: MakeGguf, byte_vocabulary: list[str]) -> Any:
     """Writes a GGUF file of a tiny model; kinds are given by parts of GGUF's names."""
 
-    def write(kinds: dict[str, Kind], name: str = "tiny.gguf", **fields: Any) -> Path:
+    def write(
+        kinds: dict[str, Kind], name: str = "tiny.gguf", context: int = 64, **fields: Any
+    ) -> Path:
         made = model(byte_vocabulary, **fields)
         config: Any = made.config
         settings = {
+            "qwen3.context_length": context,
             "qwen3.embedding_length": config.hidden_size,
             "qwen3.feed_forward_length": config.intermediate_size,
             "qwen3.attention.key_length": 32,
@@ -114,6 +123,10 @@ def scores(llm: LLM) -> torch.Tensor:
         return target.verify([-1], [chain(TEXT)])[0].scores.clone()
     finally:
         target.remove(-1)
+
+
+def never(*_arguments: object) -> None:
+    raise AssertionError("packed again")
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -240,6 +253,124 @@ def test_a_full_disk(written: Any, cache: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ModelError, match=r"the disk is full: .* needs .* free"):
         LLM(path, dtype="float32")
     assert not list((cache / "models").iterdir())
+
+
+@pytest.mark.usefixtures("native")
+def test_a_cache_that_cannot_be_written(
+    written: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = written({"blk": Kind.Q8_0})
+    expected = scores(LLM(path, dtype="float32"))
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    with caplog.at_level("WARNING", logger="foretoken"):
+        llms = [LLM(path, dtype="float32") for _ in range(2)]
+        whole = LLM(path, dtype="float32", quantization="none")
+    assert [torch.equal(scores(llm), expected) for llm in llms] == [True, True]
+    assert whole.engine.target.quantization is None
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2  # one for each form
+    for message in messages:
+        assert message.startswith("cannot write the cache folder")
+        assert message.endswith(f"{path} is prepared at every start.")
+    monkeypatch.setattr(packing_gguf.GgufPacker, "run", never)
+    assert torch.equal(scores(LLM(path, dtype="float32")), expected)
+    aside._built.clear()
+
+
+@pytest.mark.usefixtures("native")
+def test_no_room_for_what_is_packed_aside(
+    written: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written({"blk": Kind.Q8_0})
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    usage = type(shutil.disk_usage("/"))(total=10**9, used=10**9 - 1000, free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage)
+    with pytest.raises(ModelError, match=r"the disk is full: .*temporary.* needs"):
+        LLM(path, dtype="float32")
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+@pytest.mark.usefixtures("native")
+def test_a_file_that_changes_while_it_runs(written: Any) -> None:
+    llm = LLM(path := written({"blk": Kind.Q8_0}), dtype="float32")
+    before = scores(llm)
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    os.truncate(path, 1000)
+    assert torch.equal(scores(llm), before)
+
+
+@pytest.mark.usefixtures("native")
+def test_a_file_that_changes_while_it_is_packed(
+    written: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written({"blk": Kind.Q8_0})
+    run = packing_gguf.GgufPacker.run
+
+    def touching(self: packing_gguf.GgufPacker) -> str:
+        os.utime(path, ns=(1, 1))
+        return run(self)
+
+    monkeypatch.setattr(packing_gguf.GgufPacker, "run", touching)
+    with pytest.raises(ModelError, match="has changed while it was read"):
+        LLM(path, dtype="float32")
+    assert not list((cache / "models").iterdir())
+
+
+@pytest.mark.usefixtures("native")
+def test_packed_files_that_are_deleted_before_they_are_mapped(
+    written: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written({"blk": Kind.Q8_0})
+    expected = scores(LLM(path, dtype="float32"))
+    layers: list[int] = []
+    layer_file = packed_files.layer_file
+
+    def deleting(folder: Path, index: int) -> Path:
+        layers.append(index)
+        if len(layers) == 2:  # another process replaces the folder after the first layer
+            remove(folder.name)
+        return layer_file(folder, index)
+
+    monkeypatch.setattr(packed_files, "layer_file", deleting)
+    assert torch.equal(scores(LLM(path, dtype="float32")), expected)
+    assert layers[:2] == [0, 1]
+
+
+@pytest.mark.usefixtures("native")
+def test_an_older_layout_is_packed_anew(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written({"blk": Kind.Q8_0})
+    with monkeypatch.context() as patched:
+        patched.setattr(packed, "LAYOUT_VERSION", packed_files.LAYOUT_VERSION - 1)
+        expected = scores(LLM(path, dtype="float32"))
+    (old,) = cached()
+    (old.folder / "layer-00000.safetensors").write_bytes(b"of another layout")
+    assert torch.equal(scores(LLM(path, dtype="float32")), expected)
+    (new,) = cached()
+    assert new.name != old.name
+
+
+@pytest.mark.usefixtures("native")
+def test_demo_and_bench_run_it_in_its_own_numbers(written: Any, cache: Path) -> None:
+    path = written({"blk": Kind.Q8_0}, context=8192, max_position_embeddings=8192)
+    options = ["--rounds", "1", "--max-tokens", "4", "--dtype", "float32"]
+    result = CliRunner().invoke(app, ["demo", "-m", str(path), *options])
+    assert result.exit_code == 0, result.output
+    assert [entry.kind for entry in cached()] == ["packed"]
+    target = ModelOptions(model=str(path))
+    assert bench._quantization(target) == "auto"
+    assert bench._found(str(path), "auto") is None
+    assert bench._quantization(replace(target, quantization="none")) is None
+    assert bench._found(str(path), None) == resolve(path)
 
 
 @pytest.mark.usefixtures("native")

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,7 +124,7 @@ def test_free_space_is_checked_before_any_work(monkeypatch: pytest.MonkeyPatch) 
     ("target", "error"),
     [
         (
-            "safetensors.numpy.save_file",
+            "safetensors.torch.save_file",
             SafetensorError("I/O error: No space left on device (os error 28)"),
         ),
         (
@@ -235,6 +234,14 @@ def test_an_interrupted_build_cleans_up_after_itself(cache: Path) -> None:
 
 def test_another_builds_folder_is_safe_while_it_lasts(cache: Path) -> None:
     process = start_build()
-    threading.Timer(0.2, process.communicate, ["go on\n"]).start()
-    store.build("tiny", "a test", 0, fill_one_file)
+    store.build("tiny", "a test", 0, fill_one_file)  # it waits for no other name
+    assert [model.name for model in cached()] == ["tiny"]
+    output, errors = process.communicate("go on\n", timeout=TIMEOUT)
+    assert (output, errors) == (f"{cache / 'models' / 'slow'}\n", "")
     assert [model.name for model in cached()] == ["slow", "tiny"]
+
+
+def test_older_folders_are_replaced() -> None:
+    store.build("tiny-old", "a test", 0, fill_one_file)
+    store.build("tiny-new", "a test", 0, fill_one_file, replaces="tiny-")
+    assert [model.name for model in cached()] == ["tiny-new"]

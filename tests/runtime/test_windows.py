@@ -168,6 +168,29 @@ def test_bits(name: str, kind: str, dtype: torch.dtype) -> None:
         assert torch.equal(passes.verify([0], [grown])[0].scores[path], alone[5:14])
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantized_windows(quantization: str, native_library: None) -> None:
+    """Positions are relative: a single layer with a window sees what one without it sees alone.
+
+    No module computes with quantized weights, so this is the oracle of packed models.
+    """
+    wide: dict[str, Any] = {"num_hidden_layers": 1, "sliding_window": CONTEXT}
+    narrow = windowed_model("mistral", num_hidden_layers=1)
+    near, far = (
+        NativeDecoder(LlamaWeights(model), quantization)
+        for model in (narrow, windowed_model("mistral", **wide))
+    )
+
+    def last(network: Network, tokens: list[int]) -> Tensor:
+        (found,) = passes_of(narrow, network, tokens[:-1]).verify([0], [chain(tokens[-1:])])
+        return found.scores[0]
+
+    for end in range(WINDOW + 2, len(PROMPT) + 1, 3):
+        found, within = last(near, PROMPT[:end]), last(far, PROMPT[end - WINDOW : end])
+        beyond = last(far, PROMPT[:end])
+        assert (found - within).abs().max() < 0.2 * (found - beyond).abs().max()
+
+
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "bloom", "falcon"])
 def test_windows_in_graphs(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     small: dict[str, Any] = {} if name in OWN_ATTENTION else {"sliding_window": 3}

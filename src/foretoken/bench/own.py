@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from foretoken.bench.scoring import mean_logprob
 from foretoken.core.params import SamplingParams
 from foretoken.llm import LLM
 from foretoken.outputs import RequestOutput
+from foretoken.runtime.packed import open_packed
 from foretoken.trace import StepTrace
 
 __all__ = ["OwnRunner", "drafts_a_tree"]
@@ -77,8 +77,17 @@ class OwnRunner:
             "same_samples": rule.lossless and rule.ignores_draft_lengths,
             "weight_bytes": weight_bytes(llm.model_path, itemsize, rounded),
             "kv_bytes": kv_bytes(llm.model_path, itemsize),
-            "draft_bytes": _draft_bytes(draft, itemsize, rounded),
+            "draft_bytes": 0 if draft is None else self._draft_bytes(draft, itemsize, rounded),
         }
+
+    def _draft_bytes(self, model: str, itemsize: int, rounded: str | None) -> int:
+        """Bytes that a pass of the draft model reads."""
+        quantization, runtime = self._contestant.quantization, self._setting.runtime
+        packed = open_packed(
+            model, self._llm.dtype, self._llm.device, quantization=quantization, runtime=runtime
+        )
+        folder = models.resolve(model) if packed is None else packed.folder
+        return weight_bytes(folder, itemsize, rounded)
 
     def encode(self, text: str, max_model_len: int) -> list[int]:
         """A prompt's tokens (see `encode.encode`).
@@ -126,10 +135,6 @@ class OwnRunner:
         assert self._llm.tokenizer is not None
         text = self._llm.tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return {"text": text, "logprob": mean_logprob(self._llm, prompt, token_ids)}
-
-
-def _draft_bytes(model: str | None, itemsize: int, quantization: str | None) -> int:
-    return 0 if model is None else weight_bytes(Path(models.resolve(model)), itemsize, quantization)
 
 
 def _counts(output: RequestOutput) -> dict[str, Any]:

@@ -29,8 +29,8 @@ _THREADS = (
 )
 """Libraries read these when they are imported, so they are set before the process starts."""
 
-_PATIENCE = 10.0
-"""Seconds a process gets to end by itself."""
+_PATIENCE = 60.0
+"""Seconds a process gets to end by itself: on a busy machine, freeing a model may take some."""
 
 
 class Process:
@@ -126,8 +126,15 @@ class Process:
         return answer["answer"]
 
     def _last_words(self) -> str:
-        """The last line of its standard error, or its exit code."""
-        code = self._process.wait(_PATIENCE)
+        """The last line of its standard error, or its exit code.
+
+        A process that answers no more, and does not end either, is killed.
+        """
+        try:
+            code = self._process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
         self._complaints.seek(0)
         lines = self._complaints.read().strip().splitlines()
         return lines[-1] if lines else f"exit code {code}."

@@ -28,6 +28,7 @@ from foretoken.cli import (
     models,
     ngrams,
     plan,
+    serve,
     trace,
     train,
     tree,
@@ -58,6 +59,7 @@ app = typer.Typer(
 )
 app.command(epilog=generate.EXAMPLES)(generate.generate)
 app.command(epilog=chat.EXAMPLES)(chat.chat)
+app.command(epilog=serve.EXAMPLES)(serve.serve)
 app.command(epilog=demo.EXAMPLES)(demo.demo)
 app.command(epilog=trace.EXAMPLES)(trace.trace)
 app.command(epilog=plan.EXAMPLES)(plan.plan)

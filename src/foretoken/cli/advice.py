@@ -13,6 +13,7 @@ _FIELDS = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "n", "logprobs", "logit_bias"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "allowed_token_ids"),
     *("min_tokens", "max_tokens", "stop", "stop_token_ids", "structured_outputs"),
+    *("bad_words", "prompt_logprobs"),
     *("beam_width", "length_penalty"),
     *(
         "num_speculative_tokens",
@@ -28,6 +29,7 @@ _FIELDS = (
         "max_num_batched_tokens",
         "enable_prefix_caching",
         "prefix_cache_memory",
+        "max_body_size",
     ),
 )
 

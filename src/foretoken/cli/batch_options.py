@@ -105,6 +105,12 @@ class BatchOptions:
             lines = [Line(n, "prompt", text, params) for n, text in enumerate(texts, 1)]
         else:
             lines = read_prompts_file(self.prompts_file, params)
+        expected = references.prediction()
+        if expected is not None:
+            lines = [
+                line if line.prediction is not None else replace(line, prediction=expected)
+                for line in lines
+            ]
         quoted = references.read(len(lines), lines=True)
         if quoted is None:
             return lines

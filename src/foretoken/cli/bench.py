@@ -107,22 +107,39 @@ def _plan(
         max_model_len=target.max_model_len,
         **{"max_num_seqs": max((16, *sizes)), **engine.arguments()},
     )
-    # A file is measured dequantized: its packed numbers are no option of all contestants.
-    quantization = None if target.quantization in ("auto", "none") else target.quantization
+    quantization = _quantization(target)
     own = _methods(contenders, setting, quantization)
     others = peers(contenders.peers, setting)
     _refuse_unused(contenders, [one.kind for one in others], [dict(one.config) for one in own])
     sample = amount.sample(file)
-    folder = resolve(setting.model)
+    folder = _found(setting.model, quantization)
     if gguf is not None:
         from foretoken.bench.same_model import check_same_model
 
-        check_same_model(gguf, folder)
+        check_same_model(gguf, folder or resolve(setting.model))
     if setting.draft_model is not None:
-        resolve(setting.draft_model)
+        _found(setting.draft_model, quantization)
     from foretoken.bench.run import Plan
 
     return Plan((*own, *others), setting, sample, amount.rounds, sizes, amount.control)
+
+
+def _quantization(target: ModelOptions) -> str | None:
+    """What contestants take that name none: "auto" for a GGUF file, in its own numbers."""
+    from foretoken.models.resolver import gguf_file
+
+    if target.quantization == "auto":
+        return None if gguf_file(target.model) is None else "auto"
+    return None if target.quantization == "none" else target.quantization
+
+
+def _found(model: str, quantization: str | None) -> Path | None:
+    """A model's folder; None for a GGUF file that contestants load in its own numbers."""
+    from foretoken.models.resolver import gguf_file
+
+    if quantization is not None and gguf_file(model) is not None:
+        return None
+    return resolve(model)
 
 
 def _methods(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from contextlib import closing
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -87,31 +88,42 @@ def _config(speculation: SpeculationOptions, model: str) -> SpeculativeConfig:
 
 def _load(target: ModelOptions, config: SpeculativeConfig) -> tuple[LLM, LLM]:
     """Two `LLM`s on one model in memory: without and with speculation."""
-    folder = resolve(target.model)
-    if config.model is not None:
+    from foretoken.models.resolver import gguf_file
+
+    packed = target.quantization != "none" and gguf_file(target.model) is not None
+    folder = None if packed else resolve(target.model)
+    if config.model is not None and gguf_file(config.model) is None:
         resolve(config.model)
     with working(f"Loading {target.model}"):
         from foretoken.llm import LLM
-        from foretoken.models import load_model, load_tokenizer
-        from foretoken.models.support import default_device, default_dtype
 
         target.set_threads()
-        device = default_device(target.device)
-        model = load_model(folder, default_dtype(target.dtype, device), device)
-        tokenizer = load_tokenizer(folder)
-        if tokenizer is None:
-            raise UsageError(f"{target.model} has no tokenizer to read the prompts with")
         # Every run computes its whole prompt: prefill is part of the comparison.
         open_with = partial(
             LLM,
-            model,
-            tokenizer=tokenizer,
             max_model_len=target.max_model_len,
             quantization=target.quantization,
             runtime=target.runtime,
             enable_prefix_caching=False,
         )
-        return open_with(), open_with(speculative_config=config)
+        if folder is None:  # the packed weights of a GGUF file are mapped by both
+            open_with = partial(open_with, target.model, dtype=target.dtype, device=target.device)
+        else:
+            open_with = partial(open_with, **_loaded(target, folder))
+        without = open_with()
+        if without.tokenizer is None:
+            raise UsageError(f"{target.model} has no tokenizer to read the prompts with")
+        return without, open_with(speculative_config=config)
+
+
+def _loaded(target: ModelOptions, folder: Path) -> dict[str, Any]:
+    """A model's module and tokenizer, as arguments of `LLM`."""
+    from foretoken.models import load_model, load_tokenizer
+    from foretoken.models.support import default_device, default_dtype
+
+    device = default_device(target.device)
+    model = load_model(folder, default_dtype(target.dtype, device), device)
+    return {"model": model, "tokenizer": load_tokenizer(folder)}
 
 
 def _stream(

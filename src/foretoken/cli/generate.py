@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foretoken.cli.advice import flag
 from foretoken.cli.batch_options import BatchOptions
 from foretoken.cli.console import display, plain, working
 from foretoken.cli.files import check_writable, write_whole
@@ -48,6 +49,7 @@ EXAMPLES = examples(
     "foretoken generate --model DIR --file sentences.txt --jsonl",
     "foretoken generate --prompts-file in.jsonl --output out.jsonl",
     'foretoken generate "What does the manual say?" --reference manual.txt',
+    'foretoken generate "Rename f to g. $(cat a.py)" --prediction-file a.py',
     'foretoken generate "Translate to French: good morning." --beam-width 4',
 )
 
@@ -67,6 +69,19 @@ class LanguageOptions:
         """A prompt with the languages that were given."""
         languages = {name: code for name, code in asdict(self).items() if code is not None}
         return {"encoder_prompt": given, **languages} if languages else given
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Texts beside the prompt: what drafts may quote, and what the answer is expected to repeat."""
+
+    references: Sequence[str] | None
+    prediction: str | None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of `LLM.generate`."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -129,6 +144,10 @@ def generate(
         int | None,
         in_panel("Output", "In JSON: log-probabilities of the k most likely tokens."),
     ] = None,
+    prompt_logprobs: Annotated[
+        int | None,
+        in_panel("Output", "In JSON: the same for each token of the prompt; -1 is all tokens."),
+    ] = None,
     json_output: Annotated[
         bool,
         in_panel("Output", "Print one JSON object; with --n, `outputs` has all answers.", "--json"),
@@ -149,15 +168,17 @@ def generate(
     nothing else.
     """
     batch.check(prompt, file)
-    _check(n, logprobs, json_output, trace, lines=batch.wanted, beams=beam_width > 1)
+    scores = {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+    _check(n, scores, json_output, trace, lines=batch.wanted, beams=beam_width > 1)
     if n == 1 and not batch.wanted:
         engine.refuse_what_is_for_several()
     text = "" if batch.wanted else read_prompt(prompt, file)
     quoted = None if batch.wanted else references.read(1, lines=False)
+    expected = None if batch.wanted else references.prediction()
     with working("Starting", quiet=quiet):
         config = speculation.config_for(target.model, beams=beam_width > 1)
         beams = {"beam_width": beam_width, "length_penalty": length_penalty}
-        params = sampling.params(n=n, logprobs=logprobs, **beams)
+        params = sampling.params(n=n, **scores, **beams)
     lines = batch.lines(prompt, file, params, references) if batch.wanted else []
     results = batch.results({"model": target.model, "chat": chat, **asdict(languages)})
     llm = open_llm(target, config, quiet=quiet, **engine.arguments())
@@ -170,13 +191,13 @@ def generate(
         generate_lines(llm, lines, as_prompt, results, quiet=quiet)
         return
     conversation = languages.prompt(shaped(llm, text, chat))
-    texts = None if quoted is None else quoted[0]
+    beside = Beside(None if quoted is None else quoted[0], expected)
     if json_output:
         with working("Generating", quiet=quiet):
             (result,) = llm.generate(
                 [conversation],
                 params,
-                references=texts,
+                **beside.arguments,
                 trace=trace is not None,
                 use_tqdm=False,
             )
@@ -185,10 +206,10 @@ def generate(
         )
         outputs = list(result.outputs)
     elif n > 1:
-        outputs = _several(llm, conversation, params, texts, quiet=quiet)
+        outputs = _several(llm, conversation, params, beside, quiet=quiet)
     else:
         traced = trace is not None
-        outputs = [_stream(llm, conversation, params, texts, trace=traced, quiet=quiet)]
+        outputs = [_stream(llm, conversation, params, beside, trace=traced, quiet=quiet)]
     if not (quiet or json_output):
         show_what_ran(llm)
     if trace is not None:
@@ -197,7 +218,7 @@ def generate(
 
 def _check(
     n: int,
-    logprobs: int | None,
+    scores: Mapping[str, int | None],
     json_output: bool,
     trace: Path | None,
     *,
@@ -209,10 +230,11 @@ def _check(
         raise UsageError(
             "--json prints one object, and several prompts have one per line: leave out --json"
         )
-    if logprobs is not None and not (json_output or lines):
-        raise UsageError(
-            "--logprobs are shown in JSON only: add --json, or --jsonl or --prompts-file"
-        )
+    for name, top in scores.items():
+        if top is not None and not (json_output or lines):
+            raise UsageError(
+                f"{flag(name)} are shown in JSON only: add --json, or --jsonl or --prompts-file"
+            )
     if trace is not None:
         if lines:
             raise UsageError("--trace describes one answer: leave out --jsonl, or --prompts-file")
@@ -227,7 +249,7 @@ def _stream(
     llm: LLM,
     prompt: Prompt,
     params: SamplingParams,
-    references: Sequence[str] | None,
+    beside: Beside,
     *,
     trace: bool,
     quiet: bool,
@@ -235,7 +257,7 @@ def _stream(
     writer = TokenWriter()
     output = None
     with closing(writer):
-        for chunk in llm.stream(prompt, params, references=references, trace=trace):
+        for chunk in llm.stream(prompt, params, **beside.arguments, trace=trace):
             writer.write(chunk.tokens)
             output = chunk.output
     assert output is not None, "the last chunk has the output"
@@ -248,13 +270,13 @@ def _several(
     llm: LLM,
     prompt: Prompt,
     params: SamplingParams,
-    references: Sequence[str] | None,
+    beside: Beside,
     *,
     quiet: bool,
 ) -> list[CompletionOutput]:
     """Generate all answers in one batch and show them one after the other."""
     with working(f"Generating {params.n} answers", quiet=quiet):
-        (result,) = llm.generate([prompt], params, references=references, use_tqdm=False)
+        (result,) = llm.generate([prompt], params, **beside.arguments, use_tqdm=False)
     outputs = list(result.outputs)
     console = display()
     for output in outputs:
@@ -280,7 +302,7 @@ def _fields(llm: LLM, text: str, result: RequestOutput, *, traced: bool) -> dict
     return {
         **what_ran(llm),
         "prompt": text,
-        **result.ids_as_dict(),
+        **result.prompt_as_dict(),
         **first,
         **({"outputs": outputs} if len(outputs) > 1 else {}),
     }

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foretoken.cli.files import check_writable
+from foretoken.cli.files import check_writable, write_whole
 from foretoken.cli.root import UsageError
 from foretoken.errors import ForetokenError
 
@@ -24,11 +24,11 @@ class LineResults:
     """A file with a result per line, in the order of the prompts.
 
     Every result has a digest of its prompt and of all options that it depends on. So a run never
-    continues a file of other prompts or other options.
+    continues a file of other prompts or other options. Results with an error are made again; they
+    are replaced together, as soon as all of them are there.
 
     Attributes:
-        count: results that the file has.
-        failed: those of them that have an error, before this run.
+        count: results that the file has, those with an error included.
 
     Args:
         path: the file.
@@ -48,16 +48,17 @@ class LineResults:
         if resume and not path.exists():
             raise UsageError(f"--resume: there is no {path}")
         self.path = path
-        self.failed = 0
         self._asked = asked
+        self._again: dict[int, str | None] = {}  # places of failed results -> the new ones
         self._digests: list[str] = []  # of all lines
         self.count = 0
 
-    def begin(self, llm: LLM, lines: Sequence[Line]) -> int:
+    def begin(self, llm: LLM, lines: Sequence[Line]) -> list[int]:
         """Compare what the file has with these lines.
 
         Returns:
-            How many of the lines, from the first one, have a result.
+            The places of the lines, from 0, whose results are to be made and added in this order:
+            those that failed, and those that have none.
 
         Raises:
             ForetokenError: a result is damaged, or of another prompt or other options.
@@ -72,17 +73,30 @@ class LineResults:
                     f"{self.path}: line {number} is the result of another prompt, or of other "
                     "options: choose another --output"
                 )
-        self.failed = sum(record.get("error") is not None for record in records)
+        self._again = {place: None for place, each in enumerate(records) if _has_failed(each)}
         self.count = len(records)
         self.path.touch()
-        return self.count
+        return [*self._again, *range(self.count, len(lines))]
 
-    def add(self, record: dict[str, Any]) -> None:
-        """Append a result; it is in the file before this returns."""
-        line = json.dumps({**record, "digest": self._digests[self.count]}, ensure_ascii=False)
+    def add(self, place: int, record: dict[str, Any]) -> None:
+        """Add a result; before this returns, it is in the file, unless others must come first."""
+        line = json.dumps({**record, "digest": self._digests[place]}, ensure_ascii=False)
+        if place < self.count:
+            self._again[place] = line
+            if all(self._again.values()):
+                self._replace()
+            return
+        assert place == self.count, "results come in the order of the lines"
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
         self.count += 1
+
+    def _replace(self) -> None:
+        """Put the results that were made again in the places of those that failed."""
+        lines = self.path.read_text(encoding="utf-8").split("\n")
+        for place, line in self._again.items():
+            lines[place] = line or ""
+        write_whole(self.path, "\n".join(lines))
 
     def _read(self) -> list[dict[str, Any]]:
         """The complete results; a line that a kill has cut off is removed."""
@@ -102,6 +116,12 @@ class LineResults:
         return records
 
 
+def _has_failed(record: Mapping[str, Any]) -> bool:
+    """Whether an output of a result ended with an error."""
+    outputs = [record, *record.get("outputs", ())]
+    return any(output.get("error") is not None for output in outputs)
+
+
 def _settings(llm: LLM) -> dict[str, Any]:
     """What all results depend on, as the model runs."""
     return {
@@ -116,5 +136,7 @@ def _settings(llm: LLM) -> dict[str, Any]:
 
 def _digest(settings: dict[str, Any], line: Line) -> str:
     fields = [settings, line.shown, line.params.model_dump(), line.references]
+    if line.prediction is not None:
+        fields.append(line.prediction)
     text = json.dumps(fields, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

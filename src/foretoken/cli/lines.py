@@ -34,32 +34,32 @@ def generate_lines(
         llm: the model.
         lines: what was read.
         as_prompt: the prompt of a line.
-        results: where results go, which may have the first ones; None for standard output.
+        results: where results go, which may have some already; None for standard output.
         quiet: show no bar.
 
     Raises:
         PromptError: a line is no prompt. Then nothing is generated.
-        ForetokenError: a request failed, now or in an earlier run. The other lines are complete.
+        ForetokenError: a request failed. The other lines are complete.
     """
-    begin = 0 if results is None else results.begin(llm, lines)
-    references = [line.references or () for line in lines[begin:]]
+    places = list(range(len(lines))) if results is None else results.begin(llm, lines)
+    references = [lines[place].references or () for place in places]
     quoted = llm.engine.references.read_all(len(references), references)
     jobs = deque(
-        _job(llm, line, as_prompt(line), texts)
-        for line, texts in zip(lines[begin:], quoted, strict=True)
+        _job(llm, lines[place], as_prompt(lines[place]), texts)
+        for place, texts in zip(places, quoted, strict=True)
     )
-    failed = 0 if results is None else results.failed
+    failed = 0
     # A bar between the lines of a terminal would be in their way.
     quiet = quiet or (results is None and sys.stdout.isatty())
     try:
         with counting(quiet=quiet) as show:
             llm.engine.start(list(jobs))
-            for done, line in enumerate(lines[begin:], begin):
+            for done, place in enumerate(places, len(lines) - len(places)):
                 show("lines", done, len(lines))
                 while not jobs[0].finished:
                     llm.engine.step()
                 failed += any(request.failure is not None for request in jobs[0].requests)
-                _write({**line.shown, **_fields(jobs.popleft())}, results)
+                _write(place, {**lines[place].shown, **_fields(jobs.popleft())}, results)
     except KeyboardInterrupt:
         if results is not None:
             say(f"{results.path} has {results.count} of {len(lines)} lines: add --resume")
@@ -76,14 +76,15 @@ def generate_lines(
 
 def _job(llm: LLM, line: Line, prompt: Prompt, references: Any) -> Job:
     try:
-        return llm.engine.job(prompt, line.params, references=references)
+        expected = llm.engine.references.prediction(line.prediction)
+        return llm.engine.job(prompt, line.params, references=references, prediction=expected)
     except PromptError as error:
         raise PromptError(f"line {line.number}: {error}") from None
 
 
-def _write(record: dict[str, Any], results: LineResults | None) -> None:
+def _write(place: int, record: dict[str, Any], results: LineResults | None) -> None:
     if results is not None:
-        results.add(record)
+        results.add(place, record)
         return
     print(as_json_line(record))
     sys.stdout.flush()
@@ -95,7 +96,7 @@ def _fields(job: Job) -> dict[str, Any]:
     outputs = [output.as_dict() for output in result.outputs]
     first = {name: field for name, field in outputs[0].items() if name != "index"}
     return {
-        **result.ids_as_dict(),
+        **result.prompt_as_dict(),
         **first,
         **({"outputs": outputs} if len(outputs) > 1 else {}),
     }

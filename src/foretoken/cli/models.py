@@ -145,9 +145,10 @@ def _cells(row: dict[str, Any]) -> tuple[str, str, str, str]:
 
     size = bytes_text(row["size_bytes"]) if row["cached"] else "-"
     state = "cached" if row["cached"] else f"{bytes_text(row['download_bytes'])} to fetch"
-    if row["kind"] == "packed":
-        return row["name"], size, "packed", f"{row['source']}: {row['runs']}"
-    return row["name"], size, state, row["description"] or row["source"]
+    about = row["description"] or row["source"]
+    if row["runs"]:
+        about = f"{about}: {row['runs']}"
+    return row["name"], size, "packed" if row["kind"] == "packed" else state, about
 
 
 def _confirmed(question: str) -> bool:

@@ -26,6 +26,7 @@ __all__ = [
     "MaxNumSeqs",
     "ModelOptions",
     "SpeculationOptions",
+    "amount",
 ]
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -67,7 +68,7 @@ def _known_runtime(name: str) -> str:
     return name
 
 
-def _amount(param: typer.CallbackParam, text: str | None) -> str | None:
+def amount(param: typer.CallbackParam, text: str | None) -> str | None:
     """Refuse an invalid amount of memory before the model is fetched."""
     if text is not None:
         num_bytes(str(param.name), text)
@@ -130,7 +131,7 @@ class EngineOptions:
             "Memory limit of the KV cache, such as 512MiB.",
             show_default="as needed",
             metavar="AMOUNT",
-            callback=_amount,
+            callback=amount,
         ),
     ] = None
     max_num_batched_tokens: Annotated[
@@ -152,7 +153,7 @@ class CachingOptions(EngineOptions):
             "Memory limit of the prefix cache.",
             show_default="256MiB",
             metavar="AMOUNT",
-            callback=_amount,
+            callback=amount,
         ),
     ] = None
     no_enable_prefix_caching: Annotated[

@@ -3,6 +3,7 @@
 {"prompt": "Why is the sky blue?", "id": "sky", "max_tokens": 64}
 {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0.8, "seed": 7}
 {"prompt_token_ids": [1, 2, 3], "references": ["a text that the answer may quote"]}
+{"prompt": "Add a docstring: ...", "prediction": "what the answer will mostly repeat"}
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Line:
         params: sampling parameters.
         references: what its drafts may quote; None for nothing.
         id: the user's own name for it, or None.
+        prediction: what its answer is expected to repeat; None for nothing.
     """
 
     number: int
@@ -47,6 +49,7 @@ class Line:
     params: SamplingParams
     references: Sequence[str] | None = None
     id: str | int | None = None
+    prediction: str | None = None
 
     @property
     def shown(self) -> dict[str, Any]:
@@ -105,11 +108,15 @@ def _line(number: int, fields: dict[str, Any], params: SamplingParams) -> Line:
     if not _IS_FORM[form](prompt):
         raise PromptError(f"{form} must be {_FORM_TEXTS[form]}")
     name, references = fields.pop("id", None), fields.pop("references", None)
+    prediction = fields.pop("prediction", None)
     if not isinstance(name, str | int | None) or isinstance(name, bool):
         raise PromptError("id must be a text or a whole number")
     if references is not None and not _is_list_of(references, str):
         raise PromptError("references must be a list of texts")
-    return Line(number, form, prompt, _own_params(params, fields), references, name)
+    if not isinstance(prediction, str | None):
+        raise PromptError("prediction must be a text")
+    own = _own_params(params, fields)
+    return Line(number, form, prompt, own, references, name, prediction)
 
 
 def _own_params(params: SamplingParams, own: Mapping[str, Any]) -> SamplingParams:

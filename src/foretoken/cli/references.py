@@ -1,4 +1,4 @@
-"""The references of `foretoken generate`: files that the answers may quote."""
+"""Texts for drafts of `foretoken generate`: what answers may quote, or are expected to be."""
 
 from __future__ import annotations
 
@@ -35,6 +35,25 @@ class ReferenceOptions:
             metavar="FILE",
         ),
     ] = None
+
+    prediction_file: Annotated[
+        Path | None,
+        in_panel(
+            "Speculation",
+            "A text that the answer will mostly repeat, such as a file before an edit.",
+            metavar="FILE",
+        ),
+    ] = None
+
+    def prediction(self) -> str | None:
+        """The text that every answer is expected to repeat; None without any.
+
+        Raises:
+            ForetokenError: the file is not UTF-8 text.
+            OSError: it cannot be read.
+        """
+        path = self.prediction_file
+        return None if path is None else decoded(path.read_bytes(), str(path))
 
     def read(self, count: int, *, lines: bool) -> list[list[str]] | None:
         """The references of each of several prompts; None without any.

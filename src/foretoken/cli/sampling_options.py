@@ -60,6 +60,10 @@ class SamplingOptions:
     stop_token_ids: Annotated[
         str | None, _sampling("Stop after these tokens.", metavar="ID,ID,...")
     ] = None
+    bad_words: Annotated[
+        list[str] | None,
+        _sampling("Keep this text out of the output. May be repeated.", metavar="TEXT"),
+    ] = None
     structured_outputs: Annotated[
         str | None,
         _sampling(
@@ -81,7 +85,7 @@ class SamplingOptions:
         from foretoken.core.params import SamplingParams
 
         fields = {name: value for name, value in asdict(self).items() if value is not None}
-        if self.max_tokens == 0:  # only reads the prompt, which shows nothing here
+        if self.max_tokens == 0 and more.get("prompt_logprobs") is None:  # it would show nothing
             raise UsageError("--max-tokens: input should be at least 1, got 0")
         if self.temperature is None:
             fields["temperature"] = 0.0

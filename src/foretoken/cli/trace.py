@@ -15,7 +15,6 @@ from foretoken.cli.report import as_json
 from foretoken.cli.root import UsageError, examples
 from foretoken.cli.trace_picture import legend, picture
 from foretoken.cli.trace_summary import TraceSummary
-from foretoken.cli.trace_view import TraceView
 
 if TYPE_CHECKING:
     from foretoken.trace import Trace
@@ -52,7 +51,7 @@ def trace(
         Path | None,
         typer.Option(
             "--html",
-            help="Write one self-contained page: draft and verification of each step.",
+            help="Write one self-contained page to look through the steps in a browser.",
             metavar="OUT",
         ),
     ] = None,
@@ -75,7 +74,7 @@ def trace(
         from foretoken.cli.trace_page import html
 
         check_writable(page)
-        write_whole(page, html(TraceView.of(recorded), files[0].stem))
+        write_whole(page, html(recorded, files[0].stem))
         if not json_output:
             say(f"Written to {page}.")
             return

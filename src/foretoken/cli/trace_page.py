@@ -1,83 +1,79 @@
-"""A trace as one self-contained HTML file: a row per step, with its draft and its verification."""
+"""A trace as one self-contained HTML file: the trace viewer of the server's page with one trace.
+
+The viewer is a few ES modules in `serve/static`, which browsers load as they are from the server.
+A file on a disk cannot load modules, so they are joined into one script here. The page's policy
+allows this script and this style by their hashes, and nothing else: no network, no other script.
+"""
 
 from __future__ import annotations
 
-from jinja2 import Environment
+import json
+import re
+from base64 import b64encode
+from collections.abc import Iterator
+from hashlib import sha256
+from importlib import resources
+from typing import TYPE_CHECKING
 
-from foretoken.cli.trace_view import TraceView
+from jinja2 import Environment
+from markupsafe import Markup
+
+if TYPE_CHECKING:
+    from foretoken.trace import Trace
 
 __all__ = ["html"]
 
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ title }}</title>
-<style>
-:root { color-scheme: light dark; --line: #8884; --good: #0a7a2f; --bad: #c22; --new: #06c;
-  --dim: #888; }
-@media (prefers-color-scheme: dark) { :root { --good: #5c5; --bad: #f77; --new: #6af; } }
-body { font: 16px/1.6 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; width: 100%; }
-th, td { padding: .3rem .8rem; border-bottom: 1px solid var(--line); text-align: left;
-  vertical-align: top; }
-td.number { text-align: right; color: var(--dim); }
-.token { white-space: pre-wrap; border-radius: .2rem; padding: 0 .1rem; margin-right: .1rem;
-  box-shadow: inset 0 -1px var(--line); }
-.accepted { color: var(--good); }
-.rejected { color: var(--bad); text-decoration: line-through; }
-.unreached { color: var(--dim); }
-.correction { color: var(--new); font-weight: bold; }
-.bonus { font-weight: bold; }
-</style>
-</head>
-<body>
-<h1>{{ title }}</h1>
-<p class="output">
-{%- for step in view.steps %}{% for token in step.verified %}{{ piece(token) }}{% endfor %}
-{%- endfor %}</p>
-<p>{{ view.summary.tokens }} tokens in {{ view.summary.steps }} steps,
-{{ view.summary.num_drafts }} with a draft. Mean acceptance length
-{{ "%.2f" | format(view.summary.mean_acceptance_length) }}, acceptance rate
-{{ "%.2f" | format(view.summary.acceptance_rate) }}.</p>
-<p><span class="token accepted">accepted</span> <span class="token rejected">rejected</span>
-<span class="token unreached">not reached</span>
-<span class="token correction">correction</span> <span class="token bonus">bonus</span></p>
-<table>
-<thead><tr><th>step</th><th>draft</th><th>verification</th></tr></thead>
-<tbody>
-{% for step in view.steps %}
-<tr>
-<td class="number">{{ step.number }}</td>
-<td>{% for indent, line in step.lines %}<div style="margin-left: {{ indent }}rem">
-{%- for index in line %}{{ piece(step.draft[index]) }}{% endfor %}</div>{% endfor %}</td>
-<td{% if step.reason %} title="{{ step.reason }}"{% endif %}>
-{%- for token in step.verified %}{{ piece(token) }}{% endfor %}</td>
-</tr>
-{% endfor %}
-</tbody>
-</table>
-<script type="application/json" id="trace">{{ view.as_dict() | tojson }}</script>
-</body>
-</html>
-"""
-
-MACRO = """{%- macro piece(token) -%}
-<span class="token {{ token.kind }}"
-{%- if token.q is not none %} title="q {{ "%.3f" | format(token.q) }}
-{%- if token.p is not none %}, p {{ "%.3f" | format(token.p) }}{% endif %}"{% endif %}>
-{{- token.text }}</span>
-{%- endmacro -%}
-"""
+_STATIC = resources.files("foretoken") / "serve" / "static"
+_ENTRY = "trace_page.js"
+_IMPORT = re.compile(r'^import [^;]*? from "\./(?P<file>[a-z_]+\.js)";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=function|class|const)", re.MULTILINE)
 
 
-def html(view: TraceView, title: str) -> str:
+def html(trace: Trace, title: str) -> str:
     """The page.
 
     Args:
-        view: what it shows.
+        trace: what it shows.
         title: its heading.
     """
-    template = Environment(autoescape=True).from_string(MACRO + PAGE)
-    return template.render(view=view, title=title) + "\n"
+    style, script = _read("page.css"), "".join(_modules(_ENTRY, set()))
+    policy = "; ".join(
+        [
+            "default-src 'none'",
+            f"script-src {_hash(script)}",
+            f"style-src {_hash(style)}",
+            "base-uri 'none'",
+            "form-action 'none'",
+        ]
+    )
+    # A text is data in a script element, where only "<" could end the element.
+    data = json.dumps(trace.as_dict()).replace("<", "\\u003c")
+    template = Environment(autoescape=True, keep_trailing_newline=True).from_string(
+        _read("trace.html")
+    )
+    return template.render(
+        title=title,
+        policy=Markup(policy),
+        style=Markup(style),
+        script=Markup(script),
+        trace=Markup(data),
+    )
+
+
+def _read(name: str) -> str:
+    return (_STATIC / name).read_text(encoding="utf-8")
+
+
+def _modules(name: str, seen: set[str]) -> Iterator[str]:
+    """The modules that this one imports, then itself, without imports and exports; each once."""
+    if name in seen:
+        return
+    seen.add(name)
+    source = _read(name)
+    for found in _IMPORT.finditer(source):
+        yield from _modules(found["file"], seen)
+    yield _EXPORT.sub("", _IMPORT.sub("", source))
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"

@@ -11,13 +11,17 @@ if TYPE_CHECKING:
 
 
 __all__ = [
+    "EDITED",
     "LONGEST_CONTEXT",
+    "LONGEST_GUESS",
     "LONGEST_MATCH",
     "NUM_RANKS",
     "AcceptanceRates",
     "Frequency",
     "agreed",
+    "by_guess",
     "by_match",
+    "by_prediction",
     "by_rank",
     "disagreed",
     "is_graft",
@@ -62,7 +66,13 @@ LONGEST_CONTEXT, NUM_RANKS = 3, 8
 _BY_MATCH: list[float] = [0.0, *(1 - 0.8 / length**0.7 for length in range(1, LONGEST_MATCH + 1))]
 _LATER_RANKS: list[float] = [0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01]
 _BY_RANK = [rate for first in (0.4, 0.5, 0.6) for rate in (first, *_LATER_RANKS)]
-_ALONE = [*_BY_MATCH, *_BY_RANK]
+_BY_PREDICTION: list[float] = [
+    *(0.3, 0.25, 0.2, 0.15),  # guesses behind a divergence, by its age
+    0.6,  # the first token of an edit that was seen before
+    0.6,  # the first token of the text
+    *(1 - 0.5 / length**0.7 for length in range(1, LONGEST_MATCH + 1)),
+]
+_ALONE = [*_BY_MATCH, *_BY_RANK, *_BY_PREDICTION]
 _NUM_ALONE = len(_ALONE)
 _AGREED = [(1 + rate) / 2 for rate in _ALONE]
 _DISAGREED = [rate / 4 for rate in _ALONE]
@@ -82,6 +92,28 @@ def by_match(length: int, drafted: int) -> tuple[int, ...]:
 def by_rank(rank: int, context: int = 1) -> int:
     """Feature of the token of this rank (from 0) after a context of `context` tokens."""
     return LONGEST_MATCH + 1 + NUM_RANKS * (context - 1) + rank
+
+
+LONGEST_GUESS = 4
+"""Most tokens behind a divergence from a predicted text that may be guessed."""
+
+_FIRST_GUESS = LONGEST_MATCH + 1 + len(_BY_RANK)
+
+EDITED = _FIRST_GUESS + LONGEST_GUESS
+"""Feature of the first token of an edit that was made before in a predicted text."""
+
+
+def by_guess(age: int) -> int:
+    """Feature of a guess `age` tokens (from 1) behind a divergence from a predicted text."""
+    return _FIRST_GUESS + age - 1
+
+
+def by_prediction(length: int) -> int:
+    """Feature of a token of the predicted text, behind a match of `length` tokens.
+
+    At the beginning of the text `length` is 0.
+    """
+    return EDITED + 1 + min(length, LONGEST_MATCH)
 
 
 def agreed(feature: int) -> int:

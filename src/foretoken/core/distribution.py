@@ -8,7 +8,7 @@ drafters and noise work on distributions and never see logits.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import overload
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foretoken.errors import RequestError
 
-__all__ = ["Distribution", "OneHots"]
+__all__ = ["Distribution", "LazyDistribution", "OneHots"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,10 @@ class Distribution:
         if self.support is None:
             return float(self.probs[token]) if token < len(self.probs) else 0.0
         return float(self.at(torch.tensor([token]))[0])
+
+    def shown_prob(self, token: int) -> float:
+        """`prob` for people to see: it may have rounding errors where it was not computed yet."""
+        return self.prob(token)
 
     def at(self, tokens: Tensor) -> Tensor:
         """Probabilities [K] of `tokens` [K], on the device of `probs`; 0 outside the support."""
@@ -189,6 +193,41 @@ class _OneHot(Distribution):
     def support(self) -> Tensor:
         """See `Distribution`."""
         return torch.tensor([self.__dict__["certain"]])
+
+
+class LazyDistribution(Distribution):
+    """A distribution that is computed when it is first read.
+
+    Args:
+        make: computes it.
+        shown: a token and its `shown_prob`; None if it is not known beforehand.
+    """
+
+    def __init__(
+        self, make: Callable[[], Distribution], shown: tuple[int, float] | None = None
+    ) -> None:
+        self.__dict__["_make"] = make
+        self.__dict__["_shown"] = shown
+
+    @cached_property
+    def _made(self) -> Distribution:
+        made: Distribution = self.__dict__.pop("_make")()
+        return made
+
+    def shown_prob(self, token: int) -> float:
+        """See `Distribution`."""
+        shown: tuple[int, float] | None = self.__dict__["_shown"]
+        return self.prob(token) if shown is None or shown[0] != token else shown[1]
+
+    @cached_property
+    def probs(self) -> Tensor:
+        """See `Distribution`."""
+        return self._made.probs
+
+    @cached_property
+    def support(self) -> Tensor | None:
+        """See `Distribution`."""
+        return self._made.support
 
 
 class OneHots(Sequence[Distribution]):

@@ -112,7 +112,7 @@ class Noise:
         """
         if distribution.certain is not None:
             return distribution.certain
-        best = int(self._scores(distribution, depth, trial).argmax())
+        best = int(self.scores(distribution, depth, trial).argmax())
         return best if distribution.support is None else int(distribution.support[best])
 
     def draw_distinct(self, distribution: Distribution, depth: int, count: int) -> list[int]:
@@ -128,13 +128,14 @@ class Noise:
         """
         if distribution.certain is not None:
             return [distribution.certain] if count else []
-        scores = torch.from_numpy(self._scores(distribution, depth))
+        scores = torch.from_numpy(self.scores(distribution, depth))
         best = scores.topk(min(count, len(scores))).indices.to(distribution.probs.device)
         tokens: list[int] = distribution.tokens[best].tolist()
         return tokens
 
-    def _scores(self, distribution: Distribution, depth: int, trial: int = 0) -> np.ndarray:
-        """[S] log p + noise. NumPy needs a third of PyTorch's time for it."""
+    def scores(self, distribution: Distribution, depth: int, trial: int = 0) -> np.ndarray:
+        """[S] log p + noise of the support: the largest is drawn; arguments as in `draw`."""
+        # NumPy needs a third of PyTorch's time for it.
         scores: np.ndarray = np.log(distribution.probs.cpu().numpy()) + self._gumbel(
             distribution, depth, trial
         )
@@ -153,15 +154,19 @@ class Noise:
         noise: np.ndarray = -np.log(-np.log(uniform))
         return noise
 
-    def _uniform(self, stream: Stream, depth: int, size: int, trial: int = 0) -> np.ndarray:
-        """[size] numbers in the open interval (0, 1), so that their logarithms are finite."""
+    def counter(self, stream: Stream, depth: int, trial: int = 0) -> list[int]:
+        """[4] the words of Philox' counter that a draw begins with; its key is the seed."""
         # Several steps may draft the same position: block verification may reject a position
         # because of the tokens drafted after it. Each step needs new noise for acceptance and
         # drafting, so their counter includes the step.
         step = 0 if stream is Stream.TARGET else self.position
         lane = self.lane if stream is Stream.DRAFT else 0
-        # The lowest counter word advances within a draw; the other words identify the draw.
-        counter = [0, trial << 48 | step, self.position + depth, lane << 8 | int(stream)]
+        # The lowest word advances within a draw; the other words identify the draw.
+        return [0, trial << 48 | step, self.position + depth, lane << 8 | int(stream)]
+
+    def _uniform(self, stream: Stream, depth: int, size: int, trial: int = 0) -> np.ndarray:
+        """[size] numbers in the open interval (0, 1), so that their logarithms are finite."""
+        counter = self.counter(stream, depth, trial)
         raw = np.random.Philox(key=self.seed, counter=counter).random_raw(size)
         # 52 random bits plus one half: the largest number is still less than 1.
         numbers: np.ndarray = ((raw >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52

@@ -311,3 +311,17 @@ class TreeDistributions:
     def log_probs(self, node: int) -> Tensor:
         """[V] log-probabilities after `node` under the model itself (`SamplingParams.logprobs`)."""
         return log_probs_of(self._logits[node])
+
+    def likeliest(self, count: int) -> tuple[Tensor, Tensor]:
+        """The most likely tokens after every node under the model itself, for traces.
+
+        All nodes are computed together, which is faster: the last bits may depend on the tree.
+
+        Args:
+            count: k, the number of tokens; V if that is less.
+
+        Returns:
+            [1 + n, k] tokens, the most likely first, and their probabilities.
+        """
+        best = log_probs_of(self._logits).topk(min(count, self._logits.shape[-1]), dim=-1)
+        return best.indices, best.values.exp()

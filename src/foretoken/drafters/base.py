@@ -104,6 +104,9 @@ class Drafter(ABC):
     quotes_references: bool = False
     """Whether it drafts from `Request.references`, too."""
 
+    follows_prediction: bool = False
+    """Whether it drafts from `Request.prediction`, too."""
+
     hidden_layers: tuple[int, ...] = ()
     """Layers of the target whose hidden states it needs (ids as in `runtime.network.Need`).
     `observe_prefill` and `Outcome.hidden` then show it those of all committed tokens but the last.

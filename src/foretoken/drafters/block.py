@@ -89,7 +89,9 @@ class BlockScorer(OwnModel):
         plan: GrowthPlan,
         limits: Sequence[GrowthLimit],
     ) -> list[GrownTree] | None:
-        """See `GrowingScorer`."""
+        """See `GrowingScorer`; None for drawn tokens."""
+        if any(limit.draw is not None for limit in limits):
+            return None
         self._compute(keys, pending)
         return [
             product_tree(self._levels[key][1], self._vocabulary, plan, limit)

@@ -28,6 +28,7 @@ __all__ = [
     "build_ngram_table",
     "build_none",
     "build_pad",
+    "build_prediction",
     "build_random",
     "build_recycle",
     "build_regex",
@@ -196,6 +197,24 @@ def build_hybrid(
     trained = parts.build({**given, "model": parts.model}, parts.target, parts.coupled)
     length = options.drafter.get("num_speculative_tokens")
     return Hybrid(lookup, trained, default_length(given) if length is None else length)
+
+
+def build_prediction(
+    parts: DrafterParts, default_length: Callable[[Mapping[str, Any]], int]
+) -> Drafter:
+    """The text that a request expects, in front of another drafter if one is named.
+
+    Args:
+        parts: see `DrafterParts`.
+        default_length: the default draft length of a drafter's configuration.
+    """
+    from foretoken.drafters.prediction import PredictionDrafter, with_prediction
+
+    inner = parts.options.drafter
+    if inner is None:
+        return PredictionDrafter()
+    drafter = parts.build(inner, parts.target, parts.coupled)
+    return with_prediction(drafter, default_length(inner))
 
 
 def _several(parts: DrafterParts) -> list[Drafter]:

@@ -82,6 +82,7 @@ class Cascade(Drafter):
     ) -> None:
         assert rule.lossless
         self.quotes_references = drafter.quotes_references
+        self.follows_prediction = drafter.follows_prediction
         self._model = model
         self._drafter = drafter
         self._speculation = _InnerSpeculation(drafter, options.inner_num_speculative_tokens, rule)

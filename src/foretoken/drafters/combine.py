@@ -40,6 +40,7 @@ class Several(Drafter):
         self.hidden_layers = layers_of(drafters)
         self.token_limit = max(drafter.token_limit for drafter in drafters)
         self.quotes_references = any(drafter.quotes_references for drafter in drafters)
+        self.follows_prediction = any(drafter.follows_prediction for drafter in drafters)
 
     def observe_prefill(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
         """Show the hidden states to every drafter that needs any."""

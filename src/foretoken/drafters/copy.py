@@ -19,27 +19,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import takewhile
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from foretoken.control import Budget
 from foretoken.control.evidence import by_match
 from foretoken.core.references import NO_REFERENCES, References
 from foretoken.core.tree import Draft, chain
 from foretoken.drafters.base import Drafter
+from foretoken.drafters.occurrences import SEPARATOR, Occurrences
 from foretoken.drafters.options.lookups import LONGEST_ALIGNED, CopyOptions
 from foretoken.request import Request
 
 __all__ = ["CopyDrafter", "CopyOptions"]
 
-SEPARATOR = -1
-"""Stands behind each text of the input but the last; no token has this id."""
 MOST_INSERTED = 4
 """Tokens in a row that can be inserted."""
-
-Positions = NDArray[np.int64]
 
 
 class Alignment:
@@ -64,8 +59,7 @@ class Alignment:
         self._min_match = options.copy_min_match
         self._insertions = options.copy_insertions
         self._num_inserted = 0
-        self._array = np.array(self.input, dtype=np.int64)
-        self._ends = occurrences(self._array)
+        self._found = Occurrences(self.input)
         self._seen = seen
 
     @classmethod
@@ -131,8 +125,8 @@ class Alignment:
         Of several occurrences, take the first one after the last alignment, or else the last one.
         """
         self.position = None
-        ends, self.match = self._longest(suffix)
-        if len(ends):
+        ends, self.match = self._found.longest(suffix)
+        if self.match >= self._min_match:
             later = int(np.searchsorted(ends, self._last))
             self.position = self._last = int(ends[min(later, len(ends) - 1)])
             self._num_inserted = 0
@@ -143,42 +137,12 @@ class Alignment:
         if self._num_inserted <= MOST_INSERTED:
             self.position, self.match = position, 1
 
-    def _longest(self, suffix: Sequence[int]) -> tuple[Positions, int]:
-        """Positions behind the occurrences of the longest suffix, ascending, and its length.
-
-        Without a suffix of at least `copy_min_match` tokens there are no positions.
-        """
-        ends = self._ends.get(suffix[-1], _NOWHERE)
-        length = 1
-        while len(ends) and length < min(len(suffix), LONGEST_ALIGNED):
-            longer = ends[ends > length]
-            longer = longer[self._array[longer - length - 1] == suffix[-length - 1]]
-            if not len(longer):
-                break
-            ends, length = longer, length + 1
-        return (ends if length >= self._min_match else _NOWHERE), length
-
     def rest(self, length: int) -> list[int]:
         """At most `length` tokens of one text of the input, from the aligned position on."""
         if self.position is None:
             return []
         ahead = self.input[self.position : self.position + length]
         return ahead[: ahead.index(SEPARATOR)] if SEPARATOR in ahead else ahead
-
-
-_NOWHERE: Positions = np.empty(0, dtype=np.int64)
-
-
-def occurrences(tokens: NDArray[Any]) -> dict[int, Positions]:
-    """Token -> positions behind its occurrences, ascending, without the ends of texts.
-
-    Args:
-        tokens: [N] token ids and separators.
-    """
-    (followed,) = (tokens[1:] != SEPARATOR).nonzero()
-    order = followed[tokens[followed].argsort(kind="stable")]
-    distinct, starts = np.unique(tokens[order], return_index=True)
-    return dict(zip(distinct.tolist(), np.split(order + 1, starts[1:]), strict=False))
 
 
 def _joined(tokens: Sequence[int], references: References) -> list[int]:
@@ -216,7 +180,7 @@ class CopyDrafter(Drafter):
 
     def _propose(self, request: Request, length: int) -> Draft:
         alignment = self._alignments.get(request.key)
-        given = (*request.prompt_ids, *_forced(request))
+        given = request.given_ids
         if alignment is None:
             alignment = self._alignments[request.key] = self._alignment(request, given)
         alignment.catch_up(request.token_ids)
@@ -228,7 +192,7 @@ class CopyDrafter(Drafter):
     def _alignment(self, request: Request, given: Sequence[int]) -> Alignment:
         if request.source is None:
             return Alignment.of_prompt(request.prompt_ids, self._options, request.references)
-        special = {*self._special, given[0], *_forced(request)}
+        special = {*self._special, given[0], *given[len(request.prompt_ids) :]}
         return Alignment.of_source(
             request.input_ids, given, special, self._options, request.references
         )
@@ -236,12 +200,6 @@ class CopyDrafter(Drafter):
     def release(self, request: Request) -> None:
         """Forget the request's alignment."""
         self._alignments.pop(request.key, None)
-
-
-def _forced(request: Request) -> tuple[int, ...]:
-    """The first token behind the prompt, if the model's rules leave no choice."""
-    rules = request.sampler.rules
-    return () if rules is None or rules.first is None else (rules.first,)
 
 
 def _num_leading(tokens: Sequence[int], special: Collection[int]) -> int:

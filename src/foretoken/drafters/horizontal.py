@@ -87,6 +87,7 @@ class HorizontalCascade(Drafter):
             )
         self.hidden_layers = drafters[0].hidden_layers
         self.quotes_references = any(drafter.quotes_references for drafter in drafters)
+        self.follows_prediction = any(drafter.follows_prediction for drafter in drafters)
         self._stages = [_Stage(*pair) for pair in zip(drafters, options.tokens, strict=True)]
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:

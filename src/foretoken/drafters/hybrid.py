@@ -10,7 +10,7 @@ Where a trained draft contains the beginning of the lookup, the rest of the look
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -95,6 +95,10 @@ class Hybrid(Several):
         self.stops_early = trained.stops_early
         self.independent_siblings = trained.independent_siblings and not lookup.drafts_trees
         self._adds_siblings = self.drafts_trees and not self.independent_siblings
+
+    def with_lookup(self, make: Callable[[Drafter], Drafter]) -> Hybrid:
+        """The same trained drafter beside a lookup that is made of the present one."""
+        return Hybrid(make(self._lookup), self._trained, self._max_nodes)
 
     def level_sizes(self, limit: int) -> Sequence[int]:
         """Nodes at depths 1, 2, ... of a full trained draft, also if it is a chain."""

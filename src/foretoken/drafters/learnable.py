@@ -30,6 +30,7 @@ from foretoken.drafters.heads.state_file import StateFile, load_net, write_state
 from foretoken.drafters.heads.state_head import StateHead
 from foretoken.drafters.heads.state_net import StateNet
 from foretoken.drafters.online import Learnable
+from foretoken.runtime.choices import OWN
 from foretoken.runtime.choose import network_for
 from foretoken.runtime.native.decoder import NativeDecoder
 from foretoken.runtime.target import Target
@@ -150,7 +151,9 @@ class LearnableModel(Learnable):
     ) -> None:
         self._scorer, self._given, self._target = scorer, given, target
         self._dtype, self._device = model.dtype, model.device
-        self._quantization, self._runtime = model.quantization, model.runtime
+        # Weights that were learnt are no longer the numbers of a GGUF file. int8 is near them.
+        self._quantization = "int8" if model.quantization == OWN else model.quantization
+        self._runtime = model.runtime
 
     @property
     def name(self) -> str:

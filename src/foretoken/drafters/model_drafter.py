@@ -9,10 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from math import isnan
-from operator import itemgetter
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,19 +18,27 @@ from foretoken.control import Budget
 from foretoken.core.distribution import Distribution
 from foretoken.core.noise import Noise
 from foretoken.core.tree import Draft, TokenTree
-from foretoken.core.truncation import Truncation
+from foretoken.core.truncation import Limits, Truncation
 from foretoken.drafters.allowed import allowed_part
 from foretoken.drafters.base import Drafter
+from foretoken.drafters.drawing import (
+    Drawn,
+    clearest,
+    coupled,
+    distinct,
+    grown_draws,
+    independent,
+    most_probable,
+    named,
+    truncates,
+)
 from foretoken.drafters.scorer import GrowingScorer, Scorer
 from foretoken.drafters.shapes import Node, Shape
 from foretoken.drafters.tree_options import TreeOptions
 from foretoken.request import Request
-from foretoken.runtime.network import GrownTree, GrowthLimit
+from foretoken.runtime.network import GrownTree, GrowthDraw, GrowthLimit
 
 __all__ = ["ModelDrafter"]
-
-_Drawn: TypeAlias = tuple[int, Distribution, float]
-"""A drafted token, the q it was drawn from, and its probability."""
 
 
 @dataclass
@@ -182,13 +187,18 @@ class ModelDrafter(Drafter):
         return budget
 
     def _grow_at_once(self, growths: Sequence[_Growth]) -> None:
-        """Draft trees of most probable tokens in one call, if the scorer can.
+        """Draft trees in one call, if the scorer can.
 
         `_expand` would grow the same trees level by level. Only where tokens are forbidden, by the
-        model's own rules or as bad words, it drafts others in their place; here they are cut off
-        with what is below them.
+        model's own rules or as bad words, it drafts others in the place of most probable ones; here
+        they are cut off with what is below them.
         """
-        growths = [growth for growth in growths if self._can_grow_at_once(growth.request)]
+        if isinstance(self._scorer, GrowingScorer):
+            self._grow_alike([each for each in growths if self._can_grow_at_once(each.request)])
+            self._grow_alike([each for each in growths if self._can_draw_at_once(each)])
+
+    def _grow_alike(self, growths: Sequence[_Growth]) -> None:
+        """The same for trees that all draw their tokens, or all take the most probable ones."""
         if not growths or not isinstance(self._scorer, GrowingScorer):
             return
         plan = self._shape.plan(max(growth.budget.depth for growth in growths))
@@ -198,26 +208,41 @@ class ModelDrafter(Drafter):
             [growth.request.key for growth in growths],
             [growth.pending for growth in growths],
             plan,
-            [self._growth_limit(growth.budget) for growth in growths],
+            [self._growth_limit(growth) for growth in growths],
         )
         for growth, tree in zip(growths, trees or (), strict=trees is not None):
-            if not isnan(sum(tree.probabilities)):  # `_draw` refuses NaN
+            if not tree.undecided and not isnan(sum(tree.probabilities)):  # `_draw` refuses NaN
                 self._take(growth, allowed_part(growth.request, tree))
 
-    def _growth_limit(self, budget: Budget) -> GrowthLimit:
+    def _growth_limit(self, growth: _Growth) -> GrowthLimit:
+        budget = growth.budget
         return GrowthLimit(
             budget.depth,
             None if self._shape.prunes else budget.nodes,
             self._shape.positions(budget),
             budget.min_token_prob,
             budget.min_path_prob,
+            self._growth_draw(growth.request),
         )
+
+    def _growth_draw(self, request: Request) -> GrowthDraw | None:
+        if self._takes_most_probable(request):
+            return None
+        limits: Limits = self._truncation(request) or request.params
+        noise, temperature = self._noise(request), self._temperature(request)
+        return GrowthDraw(noise, temperature, limits, self._coupled)
 
     def _take(self, growth: _Growth, tree: GrownTree) -> None:
         """Take the nodes of a tree that the scorer has grown."""
-        rows = zip(tree.parents, tree.tokens, tree.probabilities, strict=True)
-        for parent, siblings in groupby(rows, itemgetter(0)):
-            drawn = [(token, Distribution.one_hot(token), prob) for _, token, prob in siblings]
+        request = growth.request
+        draw = self._growth_draw(request)
+
+        def q_of(logits: Tensor) -> Distribution:
+            assert draw is not None
+            q = request.sampler.distribution(logits, (), draw.temperature, draw.limits)
+            return named(q, self._scorer.token_ids)
+
+        for parent, drawn in grown_draws(tree, draw, q_of):
             above = None if parent < 0 else growth.nodes[parent]
             growth.nodes += self._children(growth, above, drawn)
         growth.frontier = []
@@ -228,8 +253,18 @@ class ModelDrafter(Drafter):
 
         The model's own rules and bad words may forbid some of them, which are then not drafted.
         """
-        probable = self._options.takes_most_probable(self._temperature(request))
+        probable = self._takes_most_probable(request)
         return probable and not request.sampler.params_change_logits
+
+    def _can_draw_at_once(self, growth: _Growth) -> bool:
+        """Whether the children of a node are drawn without replacement from the raw logits."""
+        request, budget = growth.request, growth.budget
+        draw = self._growth_draw(request)
+        if draw is None or self.independent_siblings or request.sampler.changes_logits:
+            return False
+        # Of independent draws, probabilities after truncation are known only later.
+        stops = budget.min_token_prob or budget.min_path_prob
+        return draw.coupled or not (stops and truncates(draw.limits))
 
     def _expand(self, growth: _Growth, logits: Tensor) -> None:
         """Add the children of the frontier; the shape chooses the next frontier among them.
@@ -253,7 +288,7 @@ class ModelDrafter(Drafter):
         growth.frontier = list(wanted)
         growth.scored += wanted
 
-    def _children(self, growth: _Growth, node: Node | None, drawn: Sequence[_Drawn]) -> list[Node]:
+    def _children(self, growth: _Growth, node: Node | None, drawn: Sequence[Drawn]) -> list[Node]:
         ranks = () if node is None else node.ranks
         path_prob = 1.0 if node is None else node.path_prob
         children = []
@@ -265,14 +300,13 @@ class ModelDrafter(Drafter):
             return _shared(growth, children)
         return children
 
-    def _draw_level(self, growth: _Growth, logits: Tensor) -> list[list[_Drawn]]:
+    def _draw_level(self, growth: _Growth, logits: Tensor) -> list[list[Drawn]]:
         """The children of each node of the frontier, from its logits [f, V] or [f, Vd]."""
         frontier = growth.frontier
         widths = [self._shape.width(node.ranks if node else ()) for node in frontier]
         request, ids = growth.request, self._scorer.token_ids
-        most_probable = self._options.takes_most_probable(self._temperature(request))
         best = None
-        if most_probable and not request.sampler.changes_logits:
+        if self._takes_most_probable(request) and not request.sampler.changes_logits:
             best = logits.float().softmax(-1).topk(min(max(widths), logits.shape[-1]))
         if best is None or best.values.isnan().any():  # `_draw` refuses NaN
             nodes = zip(frontier, logits, widths, strict=True)
@@ -289,7 +323,7 @@ class ModelDrafter(Drafter):
             for tokens, values, width in rows
         ]
 
-    def _draw(self, growth: _Growth, node: Node | None, logits: Tensor, width: int) -> list[_Drawn]:
+    def _draw(self, growth: _Growth, node: Node | None, logits: Tensor, width: int) -> list[Drawn]:
         """The children of one node."""
         request, output = growth.request, growth.output_to(node)
         sampler, ids = request.sampler, self._scorer.token_ids
@@ -299,15 +333,24 @@ class ModelDrafter(Drafter):
         if some_excluded and _excluded(sampler.shaped(logits, output)):
             return []
         temperature = self._temperature(request)
-        if self._options.takes_most_probable(temperature):
-            return most_probable(_named(sampler.untempered(logits, output), ids), width)
+        if self._takes_most_probable(request):
+            return most_probable(named(sampler.untempered(logits, output), ids), width)
         limits = self._truncation(request)
-        distribution = _named(sampler.distribution(logits, output, temperature, limits), ids)
-        depth = 0 if node is None else node.depth
-        noise = request.noise.at(len(request.token_ids)).drafting(coupled=self._coupled)
+        distribution = named(sampler.distribution(logits, output, temperature, limits), ids)
+        depth, noise = 0 if node is None else node.depth, self._noise(request)
+        if self._shape.prunes:
+            return clearest(distribution, noise, depth, width)
         if self._options.expansion == "sample_with_replacement":
             return independent(distribution, noise, depth, width)
-        return distinct(distribution, noise, depth, width)
+        draw = coupled if self._coupled else distinct
+        return draw(distribution, noise, depth, width)
+
+    def _noise(self, request: Request) -> Noise:
+        return request.noise.at(len(request.token_ids)).drafting(coupled=self._coupled)
+
+    def _takes_most_probable(self, request: Request) -> bool:
+        """Whether children are the most probable tokens, whatever the noise is."""
+        return self._options.takes_most_probable(self._temperature(request), coupled=self._coupled)
 
     def _temperature(self, request: Request) -> float:
         own = self._options.draft_temperature
@@ -341,37 +384,6 @@ def _spread(logits: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
     return spread
 
 
-def _named(distribution: Distribution, token_ids: Tensor | None) -> Distribution:
-    """A distribution over places in `token_ids` as one over the target's tokens."""
-    return distribution if token_ids is None else distribution.renamed(token_ids)
-
-
 def _excluded(logits: Tensor) -> bool:
     """Whether the request allows none of the drafting model's tokens, so that there is no q."""
     return bool(logits.max() == -torch.inf)
-
-
-def most_probable(distribution: Distribution, width: int) -> list[_Drawn]:
-    """The `width` most probable tokens with their q (one-hot) and their probability."""
-    best = distribution.probs.topk(min(width, len(distribution.probs)))
-    tokens = distribution.tokens[best.indices].tolist()
-    return [
-        (token, Distribution.one_hot(token), probability)
-        for token, probability in zip(tokens, best.values.tolist(), strict=True)
-    ]
-
-
-def distinct(distribution: Distribution, noise: Noise, depth: int, width: int) -> list[_Drawn]:
-    """`width` draws without replacement: the q of each excludes its earlier siblings."""
-    drawn, left = [], distribution
-    for token in noise.draw_distinct(distribution, depth, width):
-        drawn.append((token, left, distribution.prob(token)))
-        if len(drawn) < width:
-            left = left.without(token)
-    return drawn
-
-
-def independent(distribution: Distribution, noise: Noise, depth: int, width: int) -> list[_Drawn]:
-    """`width` independent draws with a shared q, which may be equal."""
-    tokens = [noise.draw(distribution, depth, trial) for trial in range(width)]
-    return [(token, distribution, distribution.prob(token)) for token in tokens]

@@ -22,6 +22,7 @@ from foretoken.drafters.options.combined import (
     SwitchOptions,
 )
 from foretoken.drafters.options.lookups import (
+    LONGEST_PREDICTED,
     CopyOptions,
     CorpusNgramOptions,
     LookaheadOptions,
@@ -29,6 +30,7 @@ from foretoken.drafters.options.lookups import (
     NgramTableOptions,
     PadOptions,
     PassOptions,
+    PredictionOptions,
     RecycleOptions,
     RegexOptions,
     RestOptions,
@@ -216,6 +218,12 @@ METHODS: dict[str, DrafterSpec] = {
         build.build_copy,
         10,
         summary="the rest of the input, where the output follows it",
+    ),
+    "prediction": DrafterSpec(
+        PredictionOptions,
+        lambda parts: build.build_prediction(parts, _default_length),
+        LONGEST_PREDICTED,
+        summary="the text that a request expects (`generate(prediction=...)`)",
     ),
     "corpus_ngram": DrafterSpec(
         CorpusNgramOptions,

@@ -78,10 +78,16 @@ class TreeOptions(SampledOptions):
                     raise ValueError(f"{name} has no effect where children are the top-k.")
         return self
 
-    def takes_most_probable(self, temperature: float) -> bool:
-        """Whether children at this temperature are the top-k tokens instead of samples."""
+    def takes_most_probable(self, temperature: float, *, coupled: bool) -> bool:
+        """Whether children at this temperature are the top-k tokens, whatever the noise is.
+
+        Args:
+            temperature: of the draft.
+            coupled: whether the drafter knows the target's noise. Dynamic trees then have the
+                tokens that the target probably draws with it (`drafters.drawing.clearest`).
+        """
         if self.expansion == "auto":
-            return self.tree == "dynamic" or temperature < GREEDY_BELOW
+            return temperature < GREEDY_BELOW or (self.tree == "dynamic" and not coupled)
         return self.expansion == "top_k"
 
     def default_num_speculative_tokens(self) -> int | None:

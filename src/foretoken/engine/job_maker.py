@@ -13,6 +13,7 @@ from foretoken.engine.prompts import Prompt, as_list, one_per_prompt
 from foretoken.engine.references import ReferenceReader, check_quotes
 from foretoken.engine.strategies import Speculative, StrategyFactory
 from foretoken.engine.turns import Turns
+from foretoken.errors import CompatibilityError
 from foretoken.request import Request
 from foretoken.speculation import Speculation, Strategy
 
@@ -49,15 +50,24 @@ class JobMaker:
         self._chose_drafter = chose_drafter
 
     def jobs(
-        self, prompts: Any, params: Any, configs: Any, references: Any, *, trace: bool
+        self,
+        prompts: Any,
+        params: Any,
+        configs: Any,
+        references: Any,
+        prediction: Any,
+        *,
+        trace: bool,
     ) -> list[Job]:
         """The jobs of a call of `LLM.generate`; arguments and errors as there."""
         listed = as_list(prompts)
         all_params = one_per_prompt("sampling_params", listed, params)
         all_configs = one_per_prompt("speculative_config", listed, configs)
         texts = self._references.read_all(len(listed), references)
+        expected = self._references.predictions(len(listed), prediction)
         jobs = []
-        for index, each in enumerate(zip(listed, all_params, all_configs, texts, strict=True)):
+        columns = (listed, all_params, all_configs, texts, expected)
+        for index, each in enumerate(zip(*columns, strict=True)):
             jobs.append(self.job(*each, trace=trace))
             jobs[-1].prompt_index = index
         return jobs
@@ -68,6 +78,7 @@ class JobMaker:
         params: Sampling = None,
         speculative_config: Speculative = None,
         references: References = NO_REFERENCES,
+        prediction: References = NO_REFERENCES,
         *,
         trace: bool = False,
     ) -> Job:
@@ -77,16 +88,28 @@ class JobMaker:
         """
         params = SamplingParams.parse(params)
         beams, built = params.beam_width > 1, list[Strategy | None]()
+        if beams and prediction:
+            raise CompatibilityError(
+                "prediction: a beam search follows none: give the text as `references`."
+            )
+
+        lent = self._strategies.lent_to(speculative_config)
 
         def build() -> None:
-            strategy = self._strategies.strategy(speculative_config)
+            strategy = self._strategies.strategy(speculative_config, lent)
+            if prediction:
+                own = strategy or self._speculation.default
+                strategy = self._strategies.for_prediction(speculative_config, own)
             built.append(self._beam_strategy(strategy) if beams else strategy)
 
-        if speculative_config is not None or beams:
+        if speculative_config is not None or beams or prediction:
             # Building may load a model or time passes, so no thread may run a step meanwhile. What
             # rows keep of a source, and so whether a request fits, depends on the drafters.
             self._turns.take(build)
-        requests = self._make(prompt, params, references, trace=trace)
+        requests = self._make(prompt, params, references, prediction, trace=trace)
+        if trace:
+            for request in requests:
+                request.pass_costs = self._strategies.costs
         job = Job(prompt, requests, built[0] if built else None)
         if references:
             strategy = job.strategy or self._speculation.default

@@ -14,10 +14,10 @@ and a step advances the requests of all threads.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from itertools import count
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 from foretoken.config import SpeculativeConfig
 from foretoken.core.grammar import Grammars
@@ -33,8 +33,8 @@ from foretoken.engine.kv_budget import KVBudget
 from foretoken.engine.outbox import Outbox
 from foretoken.engine.prefix_cache import PrefixCache
 from foretoken.engine.prompts import Prompt
-from foretoken.engine.references import GivenReferences, ReferenceReader
-from foretoken.engine.runs import Runs
+from foretoken.engine.references import GivenPrediction, GivenReferences, ReferenceReader
+from foretoken.engine.runs import AfterStep, Runs, StepReport
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.strategies import Speculative, StrategyFactory
 from foretoken.engine.turns import Turns, Uninterrupted
@@ -46,13 +46,28 @@ from foretoken.runtime.packed import PackedModel
 from foretoken.runtime.target import Target
 from foretoken.speculation import Speculation
 
-__all__ = ["LLMEngine"]
+__all__ = ["EngineLoad", "LLMEngine"]
 
 _log = logging.getLogger(__name__)
 
 
 MAX_KNOWN_IDS = 100_000
 """Most request ids that are remembered, including those of requests that have ended."""
+
+
+class EngineLoad(NamedTuple):
+    """How busy an engine is.
+
+    Args:
+        waiting: requests without a row of the KV memory.
+        running: requests with one.
+        kv_usage: tokens in the target's KV memory, as a share of what fits. Without
+            `kv_cache_memory`, that is what `max_num_seqs` sequences of full length take.
+    """
+
+    waiting: int
+    running: int
+    kv_usage: float
 
 
 class LLMEngine:
@@ -152,6 +167,15 @@ class LLMEngine:
         own, *others = self._kv_budget.held_bytes
         return own, sum(others)
 
+    @property
+    def load(self) -> EngineLoad:
+        """Requests that wait and run, and how full the KV memory is; any thread may ask."""
+        slab, options = self.target.slab, self.options
+        most = slab.limit or options.max_num_seqs * self.target.max_model_len
+        return EngineLoad(
+            self._scheduler.num_waiting, self._scheduler.num_running, sum(slab.lengths) / most
+        )
+
     # Requests added by the user
 
     def add_request(
@@ -161,6 +185,7 @@ class LLMEngine:
         speculative_config: Speculative = None,
         *,
         references: GivenReferences = None,
+        prediction: GivenPrediction = None,
         trace: bool = False,
         request_id: str | None = None,
     ) -> str:
@@ -172,6 +197,7 @@ class LLMEngine:
             speculative_config: how this request speculates; None takes the `LLM`'s configuration.
                 If it has no `acceptance`, the `LLM`'s rule is used.
             references: texts that drafts may quote, or lists of token ids; see `LLM.generate`.
+            prediction: what the output is expected to repeat; see `LLM.generate`.
             trace: see `LLM.generate`.
             request_id: an id that no other request has; None generates one.
 
@@ -185,7 +211,8 @@ class LLMEngine:
                 references.
         """
         texts = self.references.read(references)
-        job = self.job(prompt, params, speculative_config, texts, trace=trace)
+        expected = self.references.prediction(prediction)
+        job = self.job(prompt, params, speculative_config, texts, expected, trace=trace)
         names: list[str] = []
 
         def add() -> None:
@@ -258,10 +285,18 @@ class LLMEngine:
     # Jobs, for `LLM`
 
     def jobs(
-        self, prompts: Any, params: Any, configs: Any, references: Any, *, trace: bool
+        self,
+        prompts: Any,
+        params: Any,
+        configs: Any,
+        references: Any,
+        prediction: Any,
+        *,
+        trace: bool,
     ) -> list[Job]:
         """See `JobMaker.jobs`."""
-        return self._job_maker.jobs(prompts, params, configs, references, trace=trace)
+        make = self._job_maker.jobs
+        return make(prompts, params, configs, references, prediction, trace=trace)
 
     def job(
         self,
@@ -269,11 +304,13 @@ class LLMEngine:
         params: Sampling = None,
         speculative_config: Speculative = None,
         references: References = NO_REFERENCES,
+        prediction: References = NO_REFERENCES,
         *,
         trace: bool = False,
     ) -> Job:
         """See `JobMaker.job`."""
-        return self._job_maker.job(prompt, params, speculative_config, references, trace=trace)
+        make = self._job_maker.job
+        return make(prompt, params, speculative_config, references, prediction, trace=trace)
 
     def lend(self) -> Target:
         """The model over rows of its own, for another engine.
@@ -290,11 +327,19 @@ class LLMEngine:
         prompt: Prompt,
         params: SamplingParams,
         references: References = NO_REFERENCES,
+        prediction: References = NO_REFERENCES,
         *,
         trace: bool = False,
     ) -> list[Request]:
         """Check a prompt and make one request per output, without queueing them."""
-        return self._maker.make(prompt, self.tokenizer, params, trace=trace, references=references)
+        return self._maker.make(
+            prompt,
+            self.tokenizer,
+            params,
+            trace=trace,
+            references=references,
+            prediction=prediction,
+        )
 
     def read(self, prompt: Prompt) -> tuple[Source | None, Sequence[int]]:
         """See `RequestMaker.read`."""
@@ -304,6 +349,21 @@ class LLMEngine:
         """See `LLM.encode`."""
         return list(self._maker.encode(prompt, self.tokenizer))
 
+    def build_strategy(self, speculative_config: Speculative, *, predicts: bool = False) -> None:
+        """Load and build what a configuration needs, before requests that have it.
+
+        Args:
+            speculative_config: the configuration; None is the `LLM`'s.
+            predicts: whether the requests have a prediction.
+        """
+
+        def build() -> None:
+            strategy = self.strategies.strategy(speculative_config) or self._speculation.default
+            if predicts:
+                self.strategies.for_prediction(speculative_config, strategy)
+
+        self._turns.take(build)
+
     def start(self, jobs: Sequence[Job]) -> None:
         """Queue the jobs' requests."""
         self._runs.start(jobs)
@@ -312,9 +372,11 @@ class LLMEngine:
         """Abort those of these jobs that have not ended."""
         self._runs.end(jobs)
 
-    def run(
-        self, jobs: Sequence[Job], after_step: Callable[[], object] | None = None
-    ) -> list[RequestOutput]:
+    def advance(self) -> StepReport | None:
+        """Advance all requests by one step, without taking chunks; see `Runs.advance`."""
+        return self._runs.advance()
+
+    def run(self, jobs: Sequence[Job], after_step: AfterStep | None = None) -> list[RequestOutput]:
         """See `Runs.run`."""
         return self._runs.run(jobs, after_step)
 

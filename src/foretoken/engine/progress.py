@@ -7,9 +7,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from foretoken.engine.jobs import Job
+from foretoken.engine.runs import AfterStep
 
 __all__ = ["UseTqdm", "progress_of"]
 
@@ -24,7 +26,7 @@ EVERY_SECONDS = 0.1
 
 
 @contextmanager
-def progress_of(jobs: Sequence[Job], wanted: UseTqdm) -> Iterator[Callable[[], object] | None]:
+def progress_of(jobs: Sequence[Job], wanted: UseTqdm) -> Iterator[AfterStep | None]:
     """Show the progress of jobs on stderr.
 
     Args:
@@ -32,7 +34,8 @@ def progress_of(jobs: Sequence[Job], wanted: UseTqdm) -> Iterator[Callable[[], o
         wanted: see `LLM.generate`.
 
     Yields:
-        A function to call after each step; None if there is nothing to show.
+        A function to call after each step with the jobs that have changed; None if there is
+        nothing to show.
     """
     if wanted is None:
         shown = sum(len(job.requests) for job in jobs) > 1 and _somebody_looks()
@@ -48,6 +51,29 @@ def progress_of(jobs: Sequence[Job], wanted: UseTqdm) -> Iterator[Callable[[], o
         bar.close()
 
 
+@dataclass(frozen=True)
+class _Tally:
+    """Tokens of prompts that have been read, tokens of outputs, and jobs that have ended."""
+
+    read: int = 0
+    written: int = 0
+    done: int = 0
+
+    @staticmethod
+    def of(job: Job) -> _Tally:
+        """Those of one job."""
+        begun = [r for r in job.requests if r.metrics.generated_tokens or r.finished]
+        read = sum(len(request.input_ids) for request in begun)
+        written = sum(request.metrics.generated_tokens for request in begun)
+        return _Tally(read, written, int(job.finished))
+
+    def __add__(self, other: _Tally) -> _Tally:
+        return _Tally(self.read + other.read, self.written + other.written, self.done + other.done)
+
+    def __sub__(self, other: _Tally) -> _Tally:
+        return self + _Tally(-other.read, -other.written, -other.done)
+
+
 class _Bar:
     """A bar over the jobs of one call.
 
@@ -58,17 +84,25 @@ class _Bar:
     """
 
     def __init__(self, jobs: Sequence[Job], make: Callable[..., Any] | None, delay: float) -> None:
-        self._jobs = jobs
+        self._total = len(jobs)
         self._make = make
         self._bar: Any = None
+        self._changed: dict[int, Job] = {}  # since the last look at them
+        self._known: dict[int, _Tally] = {}  # of each job that has begun
+        self._sum = _Tally()
         self._done = 0
         self._began = time.perf_counter()
         self._next = self._began + delay
         if not delay:
             self._bar = self._made()
 
-    def update(self) -> None:
-        """Show where the jobs are, unless that was shown just now."""
+    def update(self, changed: Sequence[Job]) -> None:
+        """Show where the jobs are, unless that was shown just now.
+
+        Args:
+            changed: the jobs that have changed since the last call.
+        """
+        self._changed.update((id(job), job) for job in changed)
         if time.perf_counter() >= self._next:
             self._show()
             self._next = time.perf_counter() + EVERY_SECONDS
@@ -82,11 +116,19 @@ class _Bar:
     def _show(self) -> None:
         if self._bar is None:
             self._bar = self._made()
-        done = sum(job.finished for job in self._jobs)
+        self._count()
         self._bar.set_postfix_str(self._speeds(), refresh=False)
-        self._bar.update(done - self._done)
+        self._bar.update(self._sum.done - self._done)
         self._bar.refresh()
-        self._done = done
+        self._done = self._sum.done
+
+    def _count(self) -> None:
+        """Bring the sum over all jobs up to date; those that have not changed cost nothing."""
+        for key, job in self._changed.items():
+            before, now = self._known.get(key, _Tally()), _Tally.of(job)
+            self._known[key] = now
+            self._sum += now - before
+        self._changed = {}
 
     def _made(self) -> Any:
         if self._make is None:
@@ -94,7 +136,7 @@ class _Bar:
 
             self._make = tqdm
         return self._make(
-            total=len(self._jobs),
+            total=self._total,
             desc="Processed prompts",
             unit=" prompts",
             dynamic_ncols=True,
@@ -103,11 +145,9 @@ class _Bar:
 
     def _speeds(self) -> str:
         """Tokens of prompts that have been read, and of outputs, per second."""
-        requests = [request for job in self._jobs for request in job.requests]
-        read = sum(len(r.input_ids) for r in requests if r.metrics.generated_tokens or r.finished)
-        written = sum(request.metrics.generated_tokens for request in requests)
         seconds = max(time.perf_counter() - self._began, 1e-9)
-        return f"input: {read / seconds:.1f} tokens/s, output: {written / seconds:.1f} tokens/s"
+        read, written = self._sum.read / seconds, self._sum.written / seconds
+        return f"input: {read:.1f} tokens/s, output: {written:.1f} tokens/s"
 
 
 def _somebody_looks() -> bool:

@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from foretoken.core.config import Config
-from foretoken.errors import ConfigError, PromptError
+from foretoken.errors import ConfigError, PromptError, in_one_line
 from foretoken.runtime.target import Target
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "check_prompt",
     "checked_ids",
     "checked_text",
+    "conversation_ids",
     "is_conversation",
     "needed",
     "one_per_prompt",
@@ -96,19 +97,46 @@ def token_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> list
     prompt = _text_of(prompt)
     if not isinstance(prompt, str) and not is_conversation(prompt):
         return checked_ids(prompt)
-    tokenizer = needed(tokenizer)
     if isinstance(prompt, str):
-        return list(tokenizer.encode(checked_text("prompt", prompt)))
+        return list(needed(tokenizer).encode(checked_text("prompt", prompt)))
+    return conversation_ids(list(prompt), tokenizer)
+
+
+def conversation_ids(
+    messages: Sequence[Any],
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    add_generation_prompt: bool = True,
+    **template: Any,
+) -> list[int]:
+    """Token ids of a conversation, which the model's chat template formats.
+
+    Args:
+        messages: the messages.
+        tokenizer: the model's tokenizer, or None if it has none.
+        add_generation_prompt: whether an answer begins behind them.
+        **template: more arguments of `apply_chat_template`, such as tools.
+
+    Raises:
+        PromptError: there is no tokenizer or no chat template, or the template refuses them.
+    """
+    tokenizer = needed(tokenizer)
     if not tokenizer.chat_template:
         raise PromptError("this model has no chat template: pass text instead of messages.")
+    listed = [_with_text(message) for message in messages]
     try:
         ids = tokenizer.apply_chat_template(
-            [_with_text(message) for message in prompt],  # type: ignore[arg-type]
-            add_generation_prompt=True,
+            listed,
+            add_generation_prompt=add_generation_prompt,
             return_dict=False,
+            **template,
         )
     except TemplateError as error:  # a template may refuse roles or their order
         raise PromptError(f"the model's chat template refuses this: {error}") from error
+    except (TypeError, ValueError, KeyError, AttributeError) as error:  # raised inside it
+        raise PromptError(
+            f"the model's chat template cannot format this: {in_one_line(error)}"
+        ) from error
     return list(ids)
 
 

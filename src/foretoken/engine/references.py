@@ -1,4 +1,4 @@
-"""The texts that a user names as references, and their conversion to token ids."""
+"""Texts beside a prompt (references and predictions), and their conversion to token ids."""
 
 from __future__ import annotations
 
@@ -14,10 +14,20 @@ from foretoken.engine.prompts import checked_text, needed, tokens_of
 from foretoken.errors import CompatibilityError, PromptError
 from foretoken.runtime.target import Target
 
-__all__ = ["QUOTING", "GivenReferences", "ReferenceReader", "check_quotes", "per_prompt"]
+__all__ = [
+    "QUOTING",
+    "GivenPrediction",
+    "GivenReferences",
+    "ReferenceReader",
+    "check_quotes",
+    "per_prompt",
+]
 
 GivenReferences: TypeAlias = Sequence[str | Sequence[int]] | None
 """What one prompt's drafts may quote: texts, or lists of token ids."""
+
+GivenPrediction: TypeAlias = str | Sequence[int] | None
+"""What the output of one prompt is expected to repeat: a text, or token ids."""
 
 QUOTING = ("copy", "ngram", "suffix")
 """The methods that draft from references, besides those that combine others."""
@@ -48,7 +58,7 @@ class ReferenceReader:
             return NO_REFERENCES
         if isinstance(given, str) or not isinstance(given, Sequence):
             raise PromptError("references: expected a list of texts, or of lists of token ids.")
-        return References(tuple(map(self._tokens, given)))
+        return References(tuple(self._tokens("references", each) for each in given))
 
     def read_all(self, count: int, given: Any) -> list[References]:
         """The references of `count` prompts; those that several prompts share are read once.
@@ -64,22 +74,51 @@ class ReferenceReader:
         read = {id(each): self.read(each) for each in {id(each): each for each in listed}.values()}
         return [read[id(each)] for each in listed]
 
-    def _tokens(self, reference: Any) -> tuple[int, ...]:
-        if isinstance(reference, str):
-            return tuple(self._encoded(reference))
-        if not _is_ids(reference):
-            raise PromptError("references: each is a text or a list of token ids.")
+    def prediction(self, given: GivenPrediction) -> References:
+        """The prediction of one prompt, as references of one text; none of an empty text.
+
+        Raises:
+            PromptError: it is neither text nor token ids, or has ids outside the vocabulary.
+        """
+        tokens = () if given is None else self._tokens("prediction", given)
+        return References((tokens,)) if tokens else NO_REFERENCES
+
+    def predictions(self, count: int, given: Any) -> list[References]:
+        """The predictions of `count` prompts; one that several prompts share is read once.
+
+        Args:
+            count: the number of prompts.
+            given: a prediction for all, or a list with one (or None) for each.
+
+        Raises:
+            PromptError: as in `prediction`, or the list has another length.
+        """
+        if given is None or isinstance(given, str) or (given and _is_ids(given)):
+            return [self.prediction(given)] * count
+        if not isinstance(given, Sequence) or len(given) != count:
+            raise PromptError(
+                f"prediction: expected a text for all prompts, or a list with one for each of the "
+                f"{count} prompts."
+            )
+        return [self.prediction(each) for each in given]
+
+    def _tokens(self, name: str, given: Any) -> tuple[int, ...]:
+        if isinstance(given, str):
+            return tuple(self._encoded(name, given))
+        if not _is_ids(given):
+            each = "each is" if name == "references" else "it is"
+            raise PromptError(f"{name}: {each} a text or a list of token ids.")
         highest = self.target.vocab_size - 1
-        for token in reference:
+        for token in given:
             if not 0 <= token <= highest:
                 raise PromptError(
-                    f"references: token id {token} is outside the vocabulary (0 to {highest})."
+                    f"{name}: token id {token} is outside the vocabulary (0 to {highest})."
                 )
-        return tuple(reference)
+        return tuple(given)
 
-    def _encoded(self, text: str) -> Sequence[int]:
+    def _encoded(self, name: str, text: str) -> Sequence[int]:
         """The tokens that an output would have, without special tokens."""
-        text, tokenizer = checked_text("references", text), needed(self.tokenizer)
+        text, tokenizer = checked_text(name, text), needed(self.tokenizer)
         return tokens_of(tokenizer, text, in_output=self.target.reads_source)
 
 

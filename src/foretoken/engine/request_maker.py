@@ -61,6 +61,7 @@ class RequestMaker:
         *,
         trace: bool,
         references: References = NO_REFERENCES,
+        prediction: References = NO_REFERENCES,
     ) -> list[Request]:
         """Make one request per output.
 
@@ -70,6 +71,7 @@ class RequestMaker:
             params: sampling parameters.
             trace: see `LLM.generate`.
             references: what drafters may quote.
+            prediction: what the output is expected to repeat.
 
         Raises:
             PromptError: the prompt is empty, too long, or has ids outside the vocabulary.
@@ -100,6 +102,7 @@ class RequestMaker:
                 source=source,
                 rules=self._rules,
                 references=references,
+                prediction=prediction,
                 bad_words=bad_words,
             )
             for index in range(params.n)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
+from typing import NamedTuple, TypeAlias
 
+from foretoken.decode import Outcome
 from foretoken.engine.jobs import Job
 from foretoken.engine.outbox import Outbox
 from foretoken.engine.scheduler import Scheduler
@@ -13,7 +15,22 @@ from foretoken.errors import RequestError
 from foretoken.outputs import RequestOutput, StreamChunk
 from foretoken.speculation import Speculation
 
-__all__ = ["Runs"]
+__all__ = ["AfterStep", "Runs", "StepReport"]
+
+AfterStep: TypeAlias = Callable[[Sequence[Job]], object]
+"""What is called between two steps, with the jobs that have changed."""
+
+
+class StepReport(NamedTuple):
+    """What a step did.
+
+    Args:
+        outcomes: of the requests that it advanced.
+        seconds: how long it took, prompts included.
+    """
+
+    outcomes: Sequence[Outcome]
+    seconds: float
 
 
 class Runs:
@@ -36,12 +53,25 @@ class Runs:
             for request in job.requests:
                 self._scheduler.add(request, job.strategy)
 
-    def step(self) -> None:
-        """Advance all requests by one step; to be called in a turn."""
-        if self._scheduler.busy:
-            began = time.perf_counter()
-            self._scheduler.step()
-            self._speculation.learn(time.perf_counter() - began)
+    def step(self) -> StepReport | None:
+        """Advance all requests by one step; to be called in a turn.
+
+        Returns:
+            What the step did, or None if no request waits or runs.
+        """
+        if not self._scheduler.busy:
+            return None
+        began = time.perf_counter()
+        outcomes = self._scheduler.step()
+        seconds = time.perf_counter() - began
+        self._speculation.learn(seconds)
+        return StepReport(outcomes, seconds)
+
+    def advance(self) -> StepReport | None:
+        """Take a turn with one step in it; see `step`."""
+        reports: list[StepReport | None] = []
+        self._turns.take(lambda: reports.append(self.step()))
+        return reports[0]
 
     def start(self, jobs: Sequence[Job]) -> None:
         """Queue the jobs' requests."""
@@ -54,19 +84,18 @@ class Runs:
         with Uninterrupted():  # even while it waits for its turn
             self._turns.take(lambda: self._scheduler.abort(r for job in jobs for r in job.requests))
 
-    def run(
-        self, jobs: Sequence[Job], after_step: Callable[[], object] | None = None
-    ) -> list[RequestOutput]:
+    def run(self, jobs: Sequence[Job], after_step: AfterStep | None = None) -> list[RequestOutput]:
         """Queue the jobs, step until they have ended, and collect their results.
 
         Args:
             jobs: the jobs.
-            after_step: called between two steps, if it is given.
+            after_step: called between two steps with the jobs that have changed since the last
+                call, if it is given.
 
         Raises:
             RequestError: a request ended with an error; `outputs` has the results of all jobs.
         """
-        new = list(jobs)
+        new, open_jobs = list(jobs), _OpenJobs(jobs)
 
         def advance() -> None:
             self.queue(new)
@@ -76,14 +105,12 @@ class Runs:
         # A SIGINT is delivered only between two steps, where `end` is sure to run.
         with Uninterrupted() as uninterrupted:
             try:
-                while not all(job.finished for job in jobs):
+                while open_jobs:
                     uninterrupted.deliver()
-                    self._turns.take(
-                        advance,
-                        unless=lambda: uninterrupted.pending or all(job.finished for job in jobs),
-                    )
+                    self._turns.take(advance, unless=lambda: uninterrupted.pending or not open_jobs)
+                    changed = open_jobs.changed()
                     if after_step is not None:
-                        after_step()
+                        after_step(changed)
             finally:
                 if not new:
                     self.end(jobs)
@@ -110,6 +137,37 @@ class Runs:
         finally:
             self.end(jobs)
         _results(jobs)
+
+
+class _OpenJobs:
+    """Which of some jobs have changed and which have ended, without looking at those that wait.
+
+    Args:
+        jobs: jobs that are not queued yet.
+    """
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._outbox = Outbox()
+        self._outbox.watch(jobs)
+        self._open = {id(job) for job in jobs}
+        self._changed: dict[int, Job] = {}
+
+    def __bool__(self) -> bool:
+        """Whether any job has not ended; steps of other threads end jobs, too."""
+        self._look()
+        return bool(self._open)
+
+    def changed(self) -> list[Job]:
+        """The jobs that have changed since the last call."""
+        self._look()
+        changed, self._changed = list(self._changed.values()), {}
+        return changed
+
+    def _look(self) -> None:
+        for job in self._outbox.take():
+            self._changed[id(job)] = job
+            if job.finished:
+                self._open.discard(id(job))
 
 
 def _results(jobs: Sequence[Job]) -> list[RequestOutput]:

@@ -76,6 +76,16 @@ class Scheduler:
         """Whether any request is waiting or running."""
         return bool(self._waiting or self._running)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a row, those that were preempted included."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests with a row, those whose prompt is being computed included."""
+        return len(self._running)
+
     def step(self) -> list[Outcome]:
         """Admit requests, compute prompt tokens, advance the requests whose prompt is computed.
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -20,7 +21,9 @@ from foretoken.core.grammar import Grammars
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.beams import BeamDrafter, beam_drafter
 from foretoken.drafters.hybrid import Hybrid
+from foretoken.drafters.options.lookups import LONGEST_PREDICTED
 from foretoken.drafters.overlap import VocabularyOverlap
+from foretoken.drafters.prediction import with_prediction
 from foretoken.drafters.spec import DrafterParts
 from foretoken.drafters.vocabulary import DraftModel
 from foretoken.engine.kv_budget import KVBudget
@@ -52,6 +55,10 @@ class LendsModel(Protocol):
     def as_draft_model(self) -> DraftModel:
         """Its model with KV rows of its own; the weights are in memory once."""
         ...
+
+
+Lent: TypeAlias = tuple[LendsModel, DraftModel]
+"""An `LLM`, and its model as a draft model."""
 
 
 class StrategyFactory:
@@ -96,21 +103,47 @@ class StrategyFactory:
         self._costs = CostCurve()  # of the target, so all controllers share it
         self._built: list[tuple[SpeculativeConfig, Strategy]] = []
         self._for_beams: list[tuple[Strategy | None, Strategy]] = []
+        self._for_predictions: list[tuple[Strategy, Strategy]] = []
+        self._lent: list[Lent] = []  # for the strategy that is being built
         self._load: Callable[[Any, str | None], DraftModel] = self._load_draft_model
 
-    def strategy(self, given: Speculative) -> Strategy | None:
-        """The strategy of a configuration, built at its first use; None for the `LLM`'s default."""
+    def strategy(self, given: Speculative, lent: Sequence[Lent] = ()) -> Strategy | None:
+        """The strategy of a configuration, built at its first use; None for the `LLM`'s default.
+
+        Args:
+            given: the configuration.
+            lent: what `lent_to` has returned for it.
+        """
         if given is None:
             return None
         config = SpeculativeConfig.parse(given)
         if config == self.config:
             return None
-        for known, strategy in self._built:
-            if known == config:
-                return strategy
-        self._built.append((config, self.build(config)))
+        if (strategy := self._known(config)) is not None:
+            return strategy
+        self._lent = list(lent)
+        try:
+            self._built.append((config, self.build(config)))
+        finally:
+            self._lent = []
         del self._built[:-MAX_STRATEGIES]
         return self._built[-1][1]
+
+    def lent_to(self, given: Speculative) -> list[Lent]:
+        """Models of other `LLM`s that building a strategy will need.
+
+        It waits for their turns, so call it outside the own one: else two `LLM`s that lend to each
+        other would wait for each other.
+        """
+        if given is None:
+            return []
+        config = SpeculativeConfig.parse(given)
+        if config == self.config or self._known(config) is not None:
+            return []
+        return [(llm, llm.as_draft_model()) for llm in _lenders(dict(config))]
+
+    def _known(self, config: SpeculativeConfig) -> Strategy | None:
+        return next((strategy for known, strategy in self._built if known == config), None)
 
     def for_beams(self, given: Strategy | None) -> Strategy:
         """The strategy of beam searches that take their proposals from this one's drafter.
@@ -131,6 +164,37 @@ class StrategyFactory:
         del self._for_beams[:-MAX_STRATEGIES]
         return self._for_beams[-1][1]
 
+    @property
+    def costs(self) -> CostCurve:
+        """What passes of the target cost; all controllers share it."""
+        return self._costs
+
+    def for_prediction(self, given: Speculative, strategy: Strategy) -> Strategy:
+        """The strategy of requests with a prediction, which drafts from it first.
+
+        Where the prediction is of no use, it drafts with the same drafter as `strategy`.
+
+        Args:
+            given: the configuration of `strategy`; None is the `LLM`'s.
+            strategy: how the requests would speculate without a prediction.
+        """
+        if strategy.drafter.follows_prediction:
+            return strategy
+        for known, predicting in self._for_predictions:
+            if known is strategy:
+                return predicting
+        config = self.config if given is None else SpeculativeConfig.parse(given)
+        drafter = with_prediction(strategy.drafter, config.gamma)
+        gamma = max(config.gamma, LONGEST_PREDICTED)
+        if not config.gamma:  # nothing was drafted, so there was no choice of how much
+            config = SpeculativeConfig(method="prediction")
+        controller = self._controller(config, drafter, strategy.rule, gamma)
+        made = Strategy(drafter, controller, strategy.rule, strategy.learner)
+        self._measure_costs(controller)
+        self._for_predictions.append((strategy, made))
+        del self._for_predictions[:-MAX_STRATEGIES]
+        return made
+
     def kept(self) -> list[Strategy]:
         """The requests' strategies that are kept."""
         return [strategy for _, strategy in self._built]
@@ -147,7 +211,8 @@ class StrategyFactory:
             learner = learner_for(
                 config.method_name, drafter, config.online, self._target, same_bits=same_bits
             )
-        strategy = Strategy(drafter, self._controller(config, drafter, rule), rule, learner)
+        controller = self._controller(config, drafter, rule, config.gamma)
+        strategy = Strategy(drafter, controller, rule, learner)
         self._kv_budget.share()
         self._measure_costs(strategy.controller)
         return strategy
@@ -171,7 +236,8 @@ class StrategyFactory:
                 loaded[key] = self._load(model, quantization)
             return loaded[key]
 
-        other._built, other._for_beams, other._load = [], [], load
+        other._built, other._for_beams, other._for_predictions = [], [], []
+        other._load = load
         return other
 
     # Inside
@@ -207,7 +273,7 @@ class StrategyFactory:
         return drafter
 
     def _controller(
-        self, config: SpeculativeConfig, drafter: Drafter, rule: AcceptanceRule
+        self, config: SpeculativeConfig, drafter: Drafter, rule: AcceptanceRule, gamma: int
     ) -> Controller:
         name = config.controller_under(rule)
         if config.controller is None and not self._is_exact(drafter):
@@ -215,12 +281,11 @@ class StrategyFactory:
         hybrid = isinstance(drafter, Hybrid)
         kind = controller_class(name, looks_up=drafter.looks_up, hybrid=hybrid)
         options = None if config.controller is None else config.controller_options
-        levels = drafter.level_sizes(config.gamma)
         controller = kind(
-            config.gamma,
+            gamma,
             options,
             self._costs,
-            levels,
+            drafter.level_sizes(gamma),
             at_once=drafter.drafts_at_once,
             stops_early=drafter.stops_early,
         )
@@ -254,13 +319,20 @@ class StrategyFactory:
                     f"draft_quantization: the {type(model).__name__} that drafts keeps its own: "
                     "remove it."
                 )
-            draft, name = model.as_draft_model(), type(model).__name__
+            draft, name = self._borrowed(model), type(model).__name__
         else:
             draft, name = self._loaded(model, quantization)
         _check_sources(name, draft.model, self._target)
         _check_device(draft.model, self._target)
         self._kv_budget.add(draft.model)
         return draft
+
+    def _borrowed(self, llm: LendsModel) -> DraftModel:
+        """The model of another `LLM`; each drafter has KV rows of its own."""
+        for index, (lender, _) in enumerate(self._lent):
+            if lender is llm:
+                return self._lent.pop(index)[1]
+        return llm.as_draft_model()
 
     def _loaded(
         self, given: str | Path | PreTrainedModel, wanted: str | None
@@ -294,6 +366,16 @@ class StrategyFactory:
             weights, quantization=quantization, runtime=self._runtime, beside=self._target
         )
         return DraftModel(model, tokenizer, given), type(module).__name__
+
+
+def _lenders(value: Any) -> Iterator[LendsModel]:
+    """The `LLM`s in a configuration, at any depth."""
+    if isinstance(value, LendsModel):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from chain.from_iterable(map(_lenders, value.values()))
+    elif isinstance(value, list | tuple):
+        yield from chain.from_iterable(map(_lenders, value))
 
 
 def _check_device(model: Target, target: Target) -> None:

@@ -12,7 +12,14 @@ from pathlib import Path
 from foretoken.errors import ModelError
 from foretoken.models.progress import bytes_text
 
-__all__ = ["CacheError", "check_space", "disk_errors", "full_disk", "tells_of_full_disk"]
+__all__ = [
+    "CacheError",
+    "FullDiskError",
+    "check_space",
+    "disk_errors",
+    "full_disk",
+    "tells_of_full_disk",
+]
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 # safetensors, tokenizers and pip report a full disk only in their messages.
@@ -21,6 +28,10 @@ _FULL_TEXTS = tuple(os.strerror(number) for number in _FULL)
 
 class CacheError(ModelError):
     """The cache folder cannot be written, or its disk is full."""
+
+
+class FullDiskError(CacheError):
+    """Its disk is full."""
 
 
 def tells_of_full_disk(message: str) -> bool:
@@ -58,7 +69,7 @@ def disk_errors(folder: Path, needed_bytes: int = 0) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in _FULL:
-            raise CacheError(
+            raise FullDiskError(
                 f"the disk is full: {folder} needs {bytes_text(needed_bytes)} free and has "
                 f"{bytes_text(_free_bytes(folder))}; free some space or set FORETOKEN_CACHE to a "
                 f"folder on another disk"

@@ -19,32 +19,18 @@ import numpy as np
 import numpy.typing as npt
 
 from foretoken.errors import ModelError
+from foretoken.models.gguf_architectures import (
+    ARCHITECTURES,
+    REQUIRED_SETTINGS,
+    Architecture,
+    named,
+)
 
 __all__ = ["GgufFile", "GgufTensor", "gguf_parts"]
 
 Bytes = npt.NDArray[np.uint8]
 
 _MAGIC = b"GGUF"
-# Decoders whose tensors only need new names; "llama" also reorders query and key rows.
-_ARCHITECTURES = ("llama", "qwen2", "qwen3")
-# Settings for which Transformers would otherwise use another model's value.
-_REQUIRED_SETTINGS = {
-    "context_length",
-    "block_count",
-    "embedding_length",
-    "feed_forward_length",
-    "attention.head_count",
-    "attention.layer_norm_rms_epsilon",
-}
-# Settings that are converted, or follow from the tensors' shapes.
-_KNOWN_SETTINGS = _REQUIRED_SETTINGS | {
-    "attention.head_count_kv",
-    "attention.key_length",
-    "attention.value_length",
-    "rope.dimension_count",
-    "rope.freq_base",
-    "vocab_size",
-}
 _HINT = "use the model's safetensors folder instead"
 _PART = re.compile(r"(.*-)(\d{5})(-of-(\d{5})\.gguf)", re.IGNORECASE)
 _FLOATS = {
@@ -201,7 +187,14 @@ class GgufFile:
         parts = gguf_parts(path)
         readers = [_reader(part) for part in parts]
         tensors = [each for part in zip(parts, readers, strict=True) for each in _tensors(*part)]
-        return cls(parts[0], readers[0], tuple(tensors))
+        file = cls(parts[0], readers[0], tuple(tensors))
+        count = file.get("split.count") or 1
+        if count != len(parts):
+            raise ModelError(
+                f"{path} is one of {count} parts, but is not named like NAME-00001-of-"
+                f"{count:05d}.gguf, so the others cannot be found; give the parts their names back"
+            )
+        return file
 
     @property
     def architecture(self) -> str:
@@ -222,30 +215,44 @@ class GgufFile:
         """The value of one of the architecture's settings, or None."""
         return self.get(f"{self.architecture}.{name}")
 
-    def _check_content(self) -> None:
-        count = self.get("split.count") or 1
-        if count != len(gguf_parts(self.path)):
-            raise ModelError(
-                f"{self.path} is one of {count} parts, but is not named like NAME-00001-of-"
-                f"{count:05d}.gguf, so the others cannot be found; give the parts their names back"
-            )
-        if self.architecture not in _ARCHITECTURES:
+    def has(self, name: str) -> bool:
+        """Whether the file has one of the architecture's settings."""
+        return f"{self.architecture}.{name}" in self.reader.fields
+
+    @property
+    def settings(self) -> set[str]:
+        """The architecture's settings that the file has."""
+        prefix = f"{self.architecture}."
+        return {key.removeprefix(prefix) for key in self.reader.fields if key.startswith(prefix)}
+
+    @property
+    def about(self) -> Architecture:
+        """Its architecture.
+
+        Raises:
+            ModelError: It is not known.
+        """
+        found = named(self.architecture, self.settings)
+        if found is None:
+            supported = ", ".join(dict.fromkeys(each.name for each in ARCHITECTURES))
             raise ModelError(
                 f"{self.path} has the GGUF architecture {self.architecture!r}, which cannot be "
-                f"converted (supported: {', '.join(_ARCHITECTURES)}); {_HINT}"
+                f"converted (supported: {supported}); {_HINT}"
             )
+        return found
+
+    def _check_content(self) -> None:
+        about = self.about
         for tensor in self.tensors:
             if not tensor.is_float and tensor.kind not in gguf.quants._type_traits:
                 raise ModelError(
                     f"{self.path} has {tensor.name} in {tensor.kind.name}, a quantization that "
                     f"cannot be read; get the model in another one"
                 )
-        prefix = f"{self.architecture}."
-        keys = self.reader.fields
-        names = {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
-        if missing := sorted(_REQUIRED_SETTINGS - names):
+        names = self.settings
+        if missing := sorted({*REQUIRED_SETTINGS, *about.required} - names):
             raise ModelError(f"{self.path} lacks settings of its model: {', '.join(missing)}")
-        if unknown := sorted(names - _KNOWN_SETTINGS):
+        if unknown := sorted(names - about.known):
             raise ModelError(
                 f"{self.path} has settings that cannot be converted: {', '.join(unknown)}; {_HINT}"
             )

@@ -20,9 +20,27 @@ if TYPE_CHECKING:
 __all__ = ["convert_tokenizer"]
 
 # `tokenizer.ggml.pre` names the pre-tokenizer. Transformers 5.23 splits text for these correctly.
-_CORRECT_SPLITS = {"gpt-2", "qwen2"}
+_CORRECT_SPLITS = {"gpt-2", "qwen2", "dbrx", "smaug-bpe", "llama-bpe", "llama3", "llama-v3"}
 # It splits text for these as for GPT-2, although they split off every digit first.
-_DIGIT_SPLITS = {"smollm"}
+_DIGIT_SPLITS = {"smollm", "refact", "starcoder", "command-r"}
+# A word that is a token by itself is not put together from pieces.
+_WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3"}
+
+# What Transformers calls the parts of a vocabulary, and the last part of GGUF's keys.
+_VOCABULARY = {
+    "tokenizer_type": "model",
+    "pre_tokenizer_type": "pre",
+    "tokens": "tokens",
+    "scores": "scores",
+    "token_type": "token_type",
+    "merges": "merges",
+}
+_SPECIAL = {
+    "bos_token": "bos",
+    "eos_token": "eos",
+    "unk_token": "unknown",
+    "pad_token": "padding",
+}
 
 # Token types whose text must not change: normal, control, user-defined.
 _CHECKED_TYPES = {1, 3, 4}
@@ -30,18 +48,17 @@ _PROBE = "  Two  spaces, 12 apples\n\n\tand 3.14 more;\r\n it's I'LL (é🎉中�
 _HINT = "use the model's safetensors folder instead"
 
 
-def convert_tokenizer(file: GgufFile, alone: Path, folder: Path) -> None:
+def convert_tokenizer(file: GgufFile, folder: Path) -> None:
     """Write the tokenizer of a GGUF file, with its chat template, into a folder.
 
     Args:
         file: The GGUF file.
-        alone: The same file, alone in its folder.
         folder: Where the tokenizer's files go, beside a `config.json`.
 
     Raises:
         ModelError: If the tokenizer cannot be converted without changing it.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     kind, split = file.get("tokenizer.ggml.model"), file.get("tokenizer.ggml.pre")
     if kind != "llama" and (kind != "gpt2" or split not in _CORRECT_SPLITS | _DIGIT_SPLITS):
@@ -49,22 +66,38 @@ def convert_tokenizer(file: GgufFile, alone: Path, folder: Path) -> None:
             f"{file.path} has a tokenizer (model {kind!r}, pre {split!r}) that cannot be "
             f"converted; {_HINT}"
         )
-    read = AutoTokenizer.from_pretrained(alone.parent, gguf_file=alone.name, local_files_only=True)
-    backend = read.backend_tokenizer
+    backend = _backend(file)
     if split in _DIGIT_SPLITS:
         _split_digits(backend)
+    if split in _WHOLE_WORDS:
+        backend.model.ignore_merges = True
     if kind == "llama":
         _keep_leading_spaces(backend, file.get("tokenizer.ggml.add_space_prefix") is not False)
-    # A new wrapper, because `read` would save how and from where it was loaded.
+    tokens = file.get("tokenizer.ggml.tokens")
+    special = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
+    # Files of these vocabularies need not say that a text begins with a token of its own.
+    begins = file.get("tokenizer.ggml.add_bos_token")
+    usual = kind == "llama" or split in _WHOLE_WORDS
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend,
         model_max_length=file.setting("context_length"),
-        chat_template=read.chat_template,
+        chat_template=file.get("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,
-        **read.special_tokens_map,
+        **{name: tokens[number] for name, number in special.items() if number is not None},
     )
+    tokenizer.add_bos_token = usual if begins is None else begins  # type: ignore[misc]
+    tokenizer.add_eos_token = bool(file.get("tokenizer.ggml.add_eos_token"))  # type: ignore[misc]
     tokenizer.save_pretrained(folder)
     _check_saved(file, tokenizer, folder)
+
+
+def _backend(file: GgufFile) -> Any:
+    """The tokenizer that Transformers makes of the file's vocabulary."""
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
+
+    given = {name: file.get(f"tokenizer.ggml.{key}") for name, key in _VOCABULARY.items()}
+    present = {name: value for name, value in given.items() if value is not None}
+    return convert_gguf_tokenizer(file.architecture, present)[0]
 
 
 def _split_digits(backend: Any) -> None:
@@ -117,9 +150,12 @@ def _check_saved(file: GgufFile, tokenizer: PreTrainedTokenizerBase, folder: Pat
         )
     tokens = file.get("tokenizer.ggml.tokens")
     types = file.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    spaces = file.get("tokenizer.ggml.model") == "llama"
     loaded_tokens = loaded.convert_ids_to_tokens(list(range(len(tokens))))
     for number, (old, new, kind) in enumerate(zip(tokens, loaded_tokens, types, strict=True)):
-        if old != new and kind in _CHECKED_TYPES:
+        # llama.cpp stores spaces of user-defined tokens as they are.
+        same = new == old or (spaces and new == old.replace(" ", "▁"))
+        if not same and kind in _CHECKED_TYPES:
             raise ModelError(
                 f"{file.path} has token {number} {old!r}, which Transformers turns into {new!r}; "
                 f"{_HINT}"

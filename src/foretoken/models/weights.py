@@ -31,8 +31,6 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 class WeightSource(Protocol):
     """Where packing reads a model's tensors."""
 
-    folder: Path
-    """A Hugging Face folder with the configuration and the tokenizer."""
     title: str
     """A short name for the model."""
 
@@ -44,10 +42,6 @@ class WeightSource(Protocol):
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors on disk."""
-        ...
-
-    def identity(self) -> str:
-        """Text that differs when the files have changed."""
         ...
 
     def read(self, name: str, dtype: torch.dtype, rows: tuple[int, int] | None = None) -> Tensor:
@@ -91,7 +85,7 @@ class FolderWeights:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.title = folder, _title(folder)
+        self._folder, self.title = folder, _title(folder)
         self._places: dict[str, _Place] = {}
         for file in weight_files(folder):
             self._places |= _places(file)
@@ -107,8 +101,8 @@ class FolderWeights:
         return sum(place.num_bytes for place in self._places.values())
 
     def identity(self) -> str:
-        """See `WeightSource.identity`."""
-        return identity_of([self.folder / "config.json", *weight_files(self.folder)])
+        """Text that differs when the files have changed."""
+        return identity_of([self._folder / "config.json", *weight_files(self._folder)])
 
     def read(self, name: str, dtype: torch.dtype, rows: tuple[int, int] | None = None) -> Tensor:
         """See `WeightSource.read`."""

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from foretoken.errors import ConfigError
-from foretoken.runtime.choices import DRAFTING, OWN, RUNTIMES
+from foretoken.runtime.choices import DRAFTING, RUNTIMES
 from foretoken.runtime.cpu import check_quantization, linear_layer
 from foretoken.runtime.cuda import StaticSlab, cuda_network
 from foretoken.runtime.cuda.network import CudaNetwork
@@ -42,8 +42,7 @@ def network_for(
 
     Args:
         model: the Transformers module.
-        quantization: "int8" and "int4" quantize the weights of linear layers, and so does "gguf"
-            (to int8). None keeps them.
+        quantization: "int8" and "int4" quantize the weights of linear layers. None keeps them.
         runtime: "native" is this library's C++, compiled at its first use. "torch" uses PyTorch's
             operations, "cuda" captures these in CUDA graphs, and "compiled" also compiles them
             with `torch.compile`. "auto" takes "cuda" on a GPU, and runs without graphs if they
@@ -62,8 +61,6 @@ def network_for(
         raise ConfigError(f"runtime: must be one of {', '.join(RUNTIMES)}, got '{runtime}'.")
     if packed is not None:
         return NativeDecoder(packed, beside=_native(beside))
-    if quantization == OWN:  # weights that were learnt, which are no longer those of the file
-        quantization = "int8"
     check_quantization(quantization, model.device)
     if model.config.is_encoder_decoder:
         return _seq2seq_network(model, quantization, runtime)

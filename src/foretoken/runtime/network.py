@@ -17,7 +17,7 @@ from weakref import WeakSet
 from torch import Tensor
 
 from foretoken.core.source import Source
-from foretoken.runtime.growth_plan import GrowthPlan
+from foretoken.runtime.growth_plan import GrowthDraw, GrowthPlan
 from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.kv_slab import KVSlab
 
@@ -26,6 +26,7 @@ __all__ = [
     "ContinuingNetwork",
     "GrowingNetwork",
     "GrownTree",
+    "GrowthDraw",
     "GrowthLimit",
     "GrowthPlan",
     "Need",
@@ -176,6 +177,7 @@ class GrowthLimit:
         scored: most drafted nodes that are computed; each takes a KV slot.
         min_token_prob: nothing is drafted below a token of a smaller probability.
         min_path_prob: nothing is drafted below a path of a smaller probability.
+        draw: how it draws its tokens; None for the most probable ones.
     """
 
     depth: int
@@ -183,6 +185,7 @@ class GrowthLimit:
     scored: int
     min_token_prob: float = 0.0
     min_path_prob: float = 0.0
+    draw: GrowthDraw | None = None
 
 
 @dataclass(frozen=True)
@@ -192,12 +195,23 @@ class GrownTree:
     Args:
         tokens: [n].
         parents: [n] index of a drafted node, or -1 for a child of the root.
-        probabilities: [n] of each token given its ancestors; NaN if the network returned NaN.
+        probabilities: [n] of each token given its ancestors; NaN if the network returned NaN. Of
+            drawn tokens before truncation, or as `GrowthDraw.coupled` says.
+        logits: [L, V] of the nodes with children and other nodes, if siblings were drawn without
+            replacement.
+        rows: [n] the row of `logits` from which each node was drawn.
+        shown: [n] their probabilities before truncation, with rounding errors of their own.
+        undecided: whether rounding errors might have changed a draw. The tree is then empty, and
+            has to be drawn level by level.
     """
 
     tokens: Sequence[int]
     parents: Sequence[int]
     probabilities: Sequence[float]
+    logits: Tensor | None = None
+    rows: Sequence[int] = ()
+    shown: Sequence[float] = ()
+    undecided: bool = False
 
     @property
     def depth(self) -> int:
@@ -209,7 +223,7 @@ class GrownTree:
 
 
 class GrowingNetwork(ABC):
-    """A network that drafts trees of most probable tokens in one call.
+    """A network that drafts trees of most probable or of drawn tokens in one call.
 
     `drafters.model_drafter` grows the same trees with a pass per level. The calls between the
     passes of a small network take as long as the passes.
@@ -230,7 +244,7 @@ class GrowingNetwork(ABC):
             inputs: the first pass; `KVSlab.begin` has prepared the slab for all nodes.
             slab: see `Network.forward`.
             plan: how all trees grow.
-            limits: [R] of the R rows that have nodes.
+            limits: [R] of the R rows that have nodes; all of them draw, or none.
             token_ids: [V] the tokens that logits stand for; None if these are 0, 1, ...
 
         Returns:

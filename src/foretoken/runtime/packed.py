@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 
 from foretoken import models
 from foretoken.errors import ModelError
-from foretoken.models import store
+from foretoken.models import aside, store
 from foretoken.models.disk import CacheError
 from foretoken.models.folder import read_config
 from foretoken.models.gguf_file import GgufFile, gguf_parts
@@ -103,12 +104,11 @@ def open_packed(
     if why_no_library() is not None:
         return None
     try:
+        form = OWN if quantization == AUTO else str(quantization)
         if gguf is not None:
-            form = OWN if quantization == AUTO else str(quantization)
-            return _opened(*_packed_gguf(gguf, dtype, form), dtype, form)
+            return _opened(partial(_packed_gguf, gguf, dtype, form), dtype, form)
         folder = models.resolve(name)
-        files = _packed_folder(folder, dtype, str(quantization))
-        return _opened(folder, files, dtype, str(quantization))
+        return _opened(partial(_packed_folder, folder, dtype, form), dtype, form)
     except (_NotNativeError, NotFiniteError):
         return None
     except CacheError as error:
@@ -118,25 +118,34 @@ def open_packed(
         return None
 
 
-def _opened(folder: Path, files: Path, dtype: torch.dtype, form: str) -> PackedModel:
+def _opened(
+    pack: Callable[[], tuple[Path, Path]], dtype: torch.dtype, form: str, *, again: bool = True
+) -> PackedModel:
     """A packed model.
 
     Args:
-        folder: its configuration and tokenizer.
-        files: its packed files.
+        pack: makes its packed files if needed. It returns the folder of its configuration and
+            tokenizer, and that of its packed files.
         dtype: see `open_packed`.
         form: how it is packed.
+        again: whether to pack once more if the files are deleted before they are mapped.
     """
-    module, rest = skeleton(folder, dtype), MappedFile(rest_file(files))
-    fill_ends(module, rest.tensors["embedding"], rest.tensors["norm"].to(dtype))
-    sizes = LlamaWeights(module)
-    sizes.norm = rest.tensors["norm"]  # as precise as it is stored
-    weights = MappedDecoder(files, rest, sizes)
+    folder, files = pack()
+    try:
+        module, rest = skeleton(folder, dtype), MappedFile(rest_file(files))
+        fill_ends(module, rest.tensors["embedding"], rest.tensors["norm"].to(dtype))
+        sizes = LlamaWeights(module)
+        sizes.norm = rest.tensors["norm"]  # as precise as it is stored
+        weights = MappedDecoder(files, rest, sizes)
+    except ModelError:
+        if files.is_dir() or not again:
+            raise
+        return _opened(pack, dtype, form, again=False)
     return PackedModel(folder, module, weights, form, rest.tensors.get("logits"))
 
 
-def _packed_folder(folder: Path, dtype: torch.dtype, form: str) -> Path:
-    """The packed files of a Hugging Face folder."""
+def _packed_folder(folder: Path, dtype: torch.dtype, form: str) -> tuple[Path, Path]:
+    """A Hugging Face folder, and its packed files."""
     if not set(read_config(folder).get("architectures") or [""]) <= ARCHITECTURES:
         raise _NotNativeError
     try:
@@ -152,22 +161,26 @@ def _packed_folder(folder: Path, dtype: torch.dtype, form: str) -> Path:
 
     needed = _num_bytes(module, form)
     title = cache_title(source.title)
-    return _kept(folder, title, source.identity, dtype, form, needed, fill)
+    build = store.build
+    return folder, _kept(build, folder, title, source.identity, dtype, form, needed, fill)
 
 
 def _packed_gguf(path: Path, dtype: torch.dtype, form: str) -> tuple[Path, Path]:
     """The packed files of a GGUF file, which have its configuration and tokenizer beside them."""
     parts = gguf_parts(path)
-    if form == OWN and all(tensor.is_float for tensor in GgufFile.read(parts[0]).tensors):
+    read = GgufFile.read(parts[0])
+    if not read.about.native:
+        raise _NotNativeError
+    if form == OWN and all(tensor.is_float for tensor in read.tensors):
         raise _NotNativeError  # there is nothing to keep in its own numbers
 
-    def fill(scratch: Path, product: Path) -> dict[str, str]:
+    def fill(_scratch: Path, product: Path) -> dict[str, str]:
         from foretoken.models.convert import convert_settings
 
         file = GgufFile.open(parts[0])
-        convert_settings(file, scratch, product)
+        convert_settings(file, product)
         module = skeleton(product, dtype)
-        source = GgufWeights(file, module, product)
+        source = GgufWeights(file, module)
         if why_not_native(module) is not None:
             raise _NotNativeError
         if form != OWN:
@@ -178,11 +191,14 @@ def _packed_gguf(path: Path, dtype: torch.dtype, form: str) -> tuple[Path, Path]
     # A number of the file takes at most twice its room, and the embedding 16 or 32 bits.
     needed = 3 * sum(part.stat().st_size for part in parts)
     title = gguf_title(parts[0])
-    files = _kept(parts[0], title, lambda: identity_of(parts), dtype, form, needed, fill)
+    files = _kept(
+        aside.build, parts[0], title, lambda: identity_of(parts), dtype, form, needed, fill
+    )
     return files, files
 
 
 def _kept(
+    build: Callable[..., Path],
     origin: Path,
     title: str,
     identity: Callable[[], str],
@@ -191,9 +207,13 @@ def _kept(
     needed: int,
     fill: Callable[[Path, Path], dict[str, str]],
 ) -> Path:
-    """A folder of packed files in the cache, made now if it is not there or out of date.
+    """A folder of packed files in the cache, made now if it is not there.
+
+    Its name tells the files that it was made from. So nobody maps some layers of an older version
+    and some of a newer one.
 
     Args:
+        build: `store.build`, or what takes its arguments.
         origin: the model.
         title: a short name of it.
         identity: text that differs when the model's files have changed.
@@ -208,16 +228,17 @@ def _kept(
     """
     before = identity()
     dtype_name = str(dtype).removeprefix("torch.")
-    name = f"{title}.{form}-{dtype_name}-{store.key_of(str(origin.resolve()))}"
+    stem = f"{title}.{form}-{dtype_name}-{store.key_of(str(origin.resolve()))}"
+    name = f"{stem}-{store.key_of(f'{before} {LAYOUT_VERSION}')}"
     kind = store.Kind("packed", LAYOUT_VERSION, before)
 
-    def build(scratch: Path, product: Path) -> dict[str, str]:
+    def checked(scratch: Path, product: Path) -> dict[str, str]:
         notes = fill(scratch, product)
         if identity() != before:
             raise ModelError(f"{origin} has changed while it was read; load it again")
         return notes
 
-    return store.find(name, kind) or store.build(name, str(origin), needed, build, kind)
+    return store.find(name, kind) or build(name, str(origin), needed, checked, kind, stem)
 
 
 def _fits(module: PreTrainedModel, source: WeightSource) -> bool:

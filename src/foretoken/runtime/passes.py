@@ -204,7 +204,7 @@ class Passes(SourceRows):
         token_ids: Tensor | None = None,
         states: Sequence[Tensor] | None = None,
     ) -> list[GrownTree] | None:
-        """Draft a tree of most probable tokens per row, in one call (see `GrowingNetwork`).
+        """Draft a tree per row, in one call (see `GrowingNetwork`).
 
         The KV of pending and drafted nodes is written behind the committed tokens, as by `verify`.
 

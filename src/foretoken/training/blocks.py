@@ -14,8 +14,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from foretoken.drafters.pad import block_nodes
+from foretoken.runtime.windows import FULL, windows_by_kind
 from foretoken.training.batches import Batch, Levels
 from foretoken.training.method import TrainingMethod
 
@@ -25,7 +27,7 @@ __all__ = ["BlockTraining", "States", "block_levels", "pass_with_blocks", "some_
 class States(Protocol):
     """A language model: [B, N] tokens -> [B, N, E] hidden states after the final norm."""
 
-    def __call__(self, tokens: Tensor, **arguments: Tensor) -> Tensor:
+    def __call__(self, tokens: Tensor, **arguments: Any) -> Tensor:
         """Compute them; `arguments` are those of Transformers' models."""
         ...
 
@@ -49,11 +51,14 @@ class BlockTraining(TrainingMethod):
         return {**super().serving(folder), "num_speculative_tokens": nodes}
 
 
-def block_levels(states: States, batch: Batch, padding: Tensor) -> Iterator[Tensor]:
+def block_levels(
+    states: States, config: PreTrainedConfig, batch: Batch, padding: Tensor
+) -> Iterator[Tensor]:
     """The states at the padding behind every root, computed in several passes.
 
     Args:
         states: the model.
+        config: of the model, whose layers may have windows.
         batch: B texts with Q roots each.
         padding: [k] the tokens of a block.
 
@@ -61,7 +66,9 @@ def block_levels(states: States, batch: Batch, padding: Tensor) -> Iterator[Tens
         [B, Q, E] for each of the k tokens.
     """
     apart = _apart(batch, len(padding))
-    passes = [pass_with_blocks(states, _some(batch, n, apart), padding)[1] for n in range(apart)]
+    passes = [
+        pass_with_blocks(states, config, _some(batch, n, apart), padding)[1] for n in range(apart)
+    ]
     found = passes[0].new_zeros(*batch.roots.shape, *passes[0].shape[2:])
     for first, each in enumerate(passes):
         found[:, first::apart] = each
@@ -74,7 +81,9 @@ def some_blocks(batch: Batch, num_pads: int) -> Batch:
     return _some(batch, int(torch.randint(apart, ())), apart)
 
 
-def pass_with_blocks(states: States, batch: Batch, padding: Tensor) -> tuple[Tensor, Tensor]:
+def pass_with_blocks(
+    states: States, config: PreTrainedConfig, batch: Batch, padding: Tensor
+) -> tuple[Tensor, Tensor]:
     """[B, T + 1, E] states of the text, and [B, Q, k, E] of the blocks [k] behind the roots."""
     size, (rows, blocks) = batch.tokens.shape[1], batch.roots.shape
     own = torch.arange(size, device=batch.tokens.device)
@@ -82,10 +91,11 @@ def pass_with_blocks(states: States, batch: Batch, padding: Tensor) -> tuple[Ten
     # Beyond the last token there is nothing to learn, and perhaps no position.
     behind = (batch.roots.unsqueeze(-1) + ahead).clamp(max=size - 1).flatten(1)
     pads = padding.to(own.device).repeat(blocks).expand(rows, -1)
+    positions = torch.cat([own.expand(rows, -1), behind], dim=1)
     found = states(
         torch.cat([batch.tokens, pads], dim=1),
-        position_ids=torch.cat([own.expand(rows, -1), behind], dim=1),
-        attention_mask=_mask(batch.roots, size, len(padding)),
+        position_ids=positions,
+        attention_mask=_masks(_mask(batch.roots, size, len(padding)), positions, config),
     )
     padded = found[:, size:]
     return found[:, :size], padded.reshape(rows, blocks, len(padding), padded.shape[-1])
@@ -100,6 +110,29 @@ def _some(batch: Batch, first: int, apart: int) -> Batch:
     """The same text with some of its roots."""
     levels = Levels(*(each[:, :, first::apart] for each in batch.levels))
     return batch._replace(roots=batch.roots[:, first::apart], levels=levels)
+
+
+def _masks(mask: Tensor, positions: Tensor, config: PreTrainedConfig) -> Tensor | dict[str, Tensor]:
+    """A mask for layers that see everything, or one for each kind of layers.
+
+    Args:
+        mask: [B, 1, S, S] who sees whom without windows.
+        positions: [B, S] of all tokens.
+        config: of the model.
+    """
+    windows = windows_by_kind(config)
+    if not windows:
+        return mask
+    keys = positions[:, None, None, :]
+    near = {
+        kind: mask & (keys >= window.first(positions)[:, None, :, None])
+        for kind, window in windows.items()
+    }
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:  # all layers have the same window
+        (found,) = near.values()
+        return found
+    return {kind: near.get(kind, mask) for kind in (FULL, *kinds)}
 
 
 def _mask(roots: Tensor, size: int, num_pads: int) -> Tensor:

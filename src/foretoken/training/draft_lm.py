@@ -83,7 +83,7 @@ def new_lm(target: PreTrainedConfig, sizes: Sizes) -> PreTrainedModel:
         num_hidden_layers=sizes.layers_for(target),
         num_attention_heads=sizes.num_heads or max(1, hidden_size // head_dim),
         head_dim=head_dim,
-        max_position_embeddings=target.max_position_embeddings,
+        max_position_embeddings=context_length(target, None),
         rms_norm_eps=getattr(target, "rms_norm_eps", 1e-5),
         rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
         tie_word_embeddings=True,

@@ -31,6 +31,7 @@ from foretoken.drafters.heads.folder import check_layers
 from foretoken.drafters.heads.probe import Probe, Seen
 from foretoken.drafters.heads.shipped import shipped_head
 from foretoken.errors import CompatibilityError, ConfigError
+from foretoken.models.support import context_length
 from foretoken.training.batches import Batch
 from foretoken.training.features import dequantize, noisy
 from foretoken.training.head_options import DraftOptions, NoiseOptions
@@ -151,7 +152,7 @@ def layer_sizes(parts: HeadParts, intermediate_size: int | None) -> dict[str, An
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "vocab_size": config.vocab_size,
         "draft_vocab_size": len(parts.draft_tokens),
-        "max_position_embeddings": config.max_position_embeddings,
+        "max_position_embeddings": context_length(config, None),
         "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-5),
         "rope_parameters": {
             "rope_type": "default",

@@ -61,10 +61,11 @@ class PadTrainee(TargetTrainee):
         super().__init__(lm, vocab_size, loss)
         self.pad, self.max_levels, self._weight = pad, num_pads, weight
         lm.set_attn_implementation("sdpa")  # it takes masks that say true and false
+        self._config = lm.config.get_text_config()
 
     def outputs(self, batch: Batch, num_levels: int) -> Iterator[Tensor]:
         """See `Trainee.outputs`: the states at the padding behind every root, in several passes."""
-        return block_levels(self.states, batch, torch.full((num_levels,), self.pad))
+        return block_levels(self.states, self._config, batch, torch.full((num_levels,), self.pad))
 
     def forward(self, batch: Batch, num_levels: int) -> Learnt:
         """See `Trainee.forward`; in training, only blocks behind some roots are learnt."""
@@ -72,7 +73,7 @@ class PadTrainee(TargetTrainee):
             return super().forward(batch, num_levels)
         some = some_blocks(batch, num_levels)
         padding = torch.full((num_levels,), self.pad)
-        text, blocks = pass_with_blocks(self.states, some, padding)
+        text, blocks = pass_with_blocks(self.states, self._config, some, padding)
         found = self.learnt(blocks.unbind(2), some)
         own, _ = self.level(at_roots(text, batch.roots + 1), 0, batch)
         first = torch.eye(num_levels, device=own.device)[0]

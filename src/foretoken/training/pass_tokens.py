@@ -52,6 +52,7 @@ class PassTrainee(Trainee):
         super().__init__(torch.arange(vocab_size), vocab_size, loss, len(rows))
         lm.requires_grad_(False)
         lm.set_attn_implementation("sdpa")  # it takes masks that say true and false
+        self._config = lm.config.get_text_config()
         extended = ExtendedEmbedding(embedding(lm), rows)
         self.rows, self._first = extended.rows, extended.first
         lm.set_input_embeddings(extended)
@@ -64,21 +65,21 @@ class PassTrainee(Trainee):
 
     def outputs(self, batch: Batch, num_levels: int) -> Iterator[Tensor]:
         """See `Trainee.outputs`: the states at the look-ahead tokens behind every root."""
-        return block_levels(self._states, batch, self._tokens(num_levels))
+        return block_levels(self._states, self._config, batch, self._tokens(num_levels))
 
     def forward(self, batch: Batch, num_levels: int) -> Learnt:
         """See `Trainee.forward`; in training, only blocks behind some roots are learnt."""
         if not self.training:
             return super().forward(batch, num_levels)
         some = some_blocks(batch, num_levels)
-        _, blocks = pass_with_blocks(self._states, some, self._tokens(num_levels))
+        _, blocks = pass_with_blocks(self._states, self._config, some, self._tokens(num_levels))
         return self.learnt(blocks.unbind(2), some)
 
     def _tokens(self, count: int) -> Tensor:
         """[k] ids of the first look-ahead tokens."""
         return torch.arange(self._first, self._first + count)
 
-    def _states(self, tokens: Tensor, **arguments: Tensor) -> Tensor:
+    def _states(self, tokens: Tensor, **arguments: Any) -> Tensor:
         lm: Any = self._lm[0]
         lm.to(self.rows.device)
         found: Tensor = decoder(lm)(input_ids=tokens, use_cache=False, **arguments)[0]

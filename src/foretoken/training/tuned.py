@@ -37,7 +37,7 @@ class TargetTrainee(DistillTrainee):
 
     keeps_logits = False
 
-    def states(self, tokens: Tensor, **arguments: Tensor) -> Tensor:
+    def states(self, tokens: Tensor, **arguments: Any) -> Tensor:
         """[B, T] tokens -> [B, T, E] hidden states after the final norm."""
         found: Tensor = self.decoder(input_ids=tokens, use_cache=False, **arguments)[0]
         return found

@@ -15,7 +15,7 @@ from pydantic import model_validator
 from foretoken.control.evidence import LONGEST_CONTEXT, NUM_RANKS
 from foretoken.core.config import PathText
 from foretoken.core.structured import Structured
-from foretoken.drafters.base import DrafterOptions
+from foretoken.drafters.base import DrafterOptions, InnerConfig
 from foretoken.drafters.sampled import SampledOptions
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "NgramTableOptions",
     "PadOptions",
     "PassOptions",
+    "PredictionOptions",
     "RecycleOptions",
     "RegexOptions",
     "RestOptions",
@@ -112,6 +113,21 @@ class CopyOptions(DrafterOptions):
     def explicit(self) -> bool:
         """Whether the input is a region instead of the whole prompt or source."""
         return self.copy_start is not None or self.copy_end is not None
+
+
+LONGEST_PREDICTED = 32
+"""Default draft length of `prediction`. Predictions are mostly right, so long drafts pay."""
+
+
+class PredictionOptions(DrafterOptions):
+    """Options of `prediction`.
+
+    Args:
+        drafter: configuration of what drafts where there is no prediction, or where it is of no
+            use: `method` and that method's own fields. None drafts nothing there.
+    """
+
+    drafter: InnerConfig | None = None
 
 
 class RecycleOptions(DrafterOptions):

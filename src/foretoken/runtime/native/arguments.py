@@ -8,20 +8,43 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import (
+    POINTER,
+    Array,
+    Structure,
+    addressof,
+    c_double,
+    c_float,
+    c_int32,
+    c_int64,
+    c_uint64,
+    c_void_p,
+)
+from dataclasses import replace
 from itertools import chain, repeat
 
 from torch import Tensor
 
 from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.native.pack import CLinear
-from foretoken.runtime.network import GrownTree, GrowthLimit, GrowthPlan, Need
+from foretoken.runtime.network import GrownTree, GrowthDraw, GrowthLimit, GrowthPlan, Need
 
-__all__ = ["CBuffers", "CDecoder", "CLayer", "CPass", "CTree", "CTrees", "NodeArrays", "TreeArrays"]
+__all__ = [
+    "CBuffers",
+    "CDecoder",
+    "CDraw",
+    "CLayer",
+    "CPass",
+    "CTree",
+    "CTrees",
+    "NodeArrays",
+    "TreeArrays",
+]
 
 _MOST_CHILDREN = 64
-"""`Ranking::MOST` in ranking.h."""
+"""See `Ranking::MOST` in ranking.h."""
 _NO_LIMIT = 2**31 - 1
+_LOW = 2**64 - 1
 
 
 class CLayer(Structure):
@@ -118,6 +141,23 @@ class CTree(Structure):
         ("depth", c_int32),
         ("nodes", c_int32),
         ("drafted", c_int32),
+        ("undecided", c_int32),
+    )
+
+
+class CDraw(Structure):
+    """`Draw` in pass.h."""
+
+    _fields_ = (
+        ("key", c_uint64 * 2),
+        ("trial", c_uint64),
+        ("stream", c_uint64),
+        ("position", c_uint64),
+        ("temperature", c_float),
+        ("min_p", c_float),
+        ("top_p", c_float),
+        ("top_k", c_int32),
+        ("coupled", c_int32),
         ("unused", c_int32),
     )
 
@@ -136,6 +176,9 @@ class CTrees(Structure):
         ("tokens", c_void_p),
         ("parents", c_void_p),
         ("probabilities", c_void_p),
+        ("draws", c_void_p),
+        ("sources", c_void_p),
+        ("shown", c_void_p),
     )
 
 
@@ -164,6 +207,9 @@ class TreeArrays:
         limits: where each ends.
         token_ids: see `GrowingNetwork.grow`.
         nodes: nodes of the first pass.
+
+    Attributes:
+        rows: rows of logits that the passes need memory for.
     """
 
     def __init__(
@@ -181,6 +227,13 @@ class TreeArrays:
         self._trees = (CTree * count)(*map(_tree, limits))
         self._tokens, self._parents = (array(kind, bytes(8 * count * most)) for kind in "qi")
         self._probabilities = array("f", bytes(4 * count * most))
+        frontiers = [frontier for frontier, _ in sizes]
+        self._draws, self._sources = _draws(limits), array("i")
+        self._shown = array("f")
+        self._keeps_logits = self._draws is not None and plan.beam is None
+        if self._draws is not None:
+            self._sources, self._shown = (array(kind, bytes(4 * count * most)) for kind in "if")
+        self.rows = count * (sum(frontiers) if self._keeps_logits else max(frontiers))
         self.arguments = CTrees(
             trees=self._trees,
             token_ids=None if token_ids is None else token_ids.data_ptr(),
@@ -188,19 +241,56 @@ class TreeArrays:
             levels=len(self._widths),
             beam=plan.beam or 0,
             most=most,
-            widest=max(nodes, count * max(frontier for frontier, _ in sizes)),
+            widest=max(nodes, count * max(frontiers)),
             tokens=self._tokens.buffer_info()[0],
             parents=self._parents.buffer_info()[0],
             probabilities=self._probabilities.buffer_info()[0],
+            draws=None if self._draws is None else addressof(self._draws),
+            sources=self._sources.buffer_info()[0],
+            shown=self._shown.buffer_info()[0],
         )
 
-    def grown(self) -> list[GrownTree]:
-        """The trees, when they have grown."""
-        most = self.arguments.most
-        places = [slice(i * most, i * most + tree.drafted) for i, tree in enumerate(self._trees)]
-        return [
-            GrownTree(self._tokens[at], self._parents[at], self._probabilities[at]) for at in places
-        ]
+    def grown(self, logits: Tensor) -> list[GrownTree]:
+        """The trees, when they have grown.
+
+        Args:
+            logits: [rows, V] those of all passes.
+        """
+        return [self._tree(index, tree, logits) for index, tree in enumerate(self._trees)]
+
+    def _tree(self, index: int, tree: CTree, logits: Tensor) -> GrownTree:
+        if tree.undecided:
+            return GrownTree((), (), (), undecided=True)
+        first = index * self.arguments.most
+        at = slice(first, first + tree.drafted)
+        found = GrownTree(self._tokens[at], self._parents[at], self._probabilities[at])
+        if not self._keeps_logits:
+            return found
+        return replace(found, logits=logits, rows=self._sources[at], shown=self._shown[at])
+
+
+def _draws(limits: Sequence[GrowthLimit]) -> Array[CDraw] | None:
+    draws = [limit.draw for limit in limits if limit.draw is not None]
+    assert len(draws) in (0, len(limits)), "all trees of a call draw, or none"
+    return (CDraw * len(draws))(*map(_draw, draws)) if draws else None
+
+
+def _draw(draw: GrowthDraw) -> CDraw:
+    noise = draw.noise
+    _, trial, position, stream = noise.counter(noise.token_stream, 0)
+    key = (c_uint64 * 2)(noise.seed & _LOW, noise.seed >> 64)
+    limits = draw.limits
+    return CDraw(
+        key=key,
+        trial=trial,
+        stream=stream,
+        position=position,
+        temperature=draw.temperature,
+        min_p=limits.min_p,
+        top_p=limits.top_p,
+        top_k=limits.top_k,
+        coupled=draw.coupled,
+    )
 
 
 def _tree(limit: GrowthLimit) -> CTree:

@@ -59,6 +59,7 @@ void foretoken_sizes(int32_t* sizes) {
     sizes[5] = sizeof(Tree);
     sizes[6] = sizeof(Trees);
     sizes[7] = sizeof(Fusion);
-    sizes[8] = MOST_HIDDEN_SIZE;
+    sizes[8] = sizeof(Draw);
+    sizes[9] = MOST_HIDDEN_SIZE;
 }
 }

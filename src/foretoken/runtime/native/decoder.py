@@ -32,6 +32,7 @@ from foretoken.runtime.llama import DecoderWeights, JointInput
 from foretoken.runtime.native.arguments import (
     CBuffers,
     CDecoder,
+    CDraw,
     CFusion,
     CLayer,
     CPass,
@@ -250,19 +251,20 @@ class NativeDecoder(GrowingNetwork):
         count = sum(map(len, inputs.rows))
         trees = TreeArrays(plan, limits, token_ids, count)
         behind = () if inputs.states is None else (self.num_layers,)
-        made = self._pass(inputs, Need(last=1, hidden=behind), trees.arguments.widest)
+        widest = trees.arguments.widest
+        made = self._pass(inputs, Need(last=1, hidden=behind), widest, trees.rows)
         with self._lock:
             self._prepare(made.arguments, slab)
             made.arguments.nodes = count
             self._library.foretoken_grow(
                 byref(self._decoder), byref(made.arguments), byref(trees.arguments)
             )
-        return trees.grown()
+        return trees.grown(made.logits)
 
-    def _pass(self, inputs: PassInputs, need: Need, later: int = 0) -> _Pass:
-        """A pass, with memory for one over `later` nodes, too."""
+    def _pass(self, inputs: PassInputs, need: Need, later: int = 0, rows: int = 0) -> _Pass:
+        """A pass, with memory for one over `later` nodes and for `rows` rows of logits, too."""
         nodes = NodeArrays(inputs, need)
-        most, scored = max(len(nodes), later), max(nodes.scored, later)
+        most, scored = max(len(nodes), later), max(nodes.scored, rows)
         logits = _empty(scored, self._vocab_size)
         argmax = array("q", bytes(8 * scored))
         shape = (len(need.hidden), most, self._decoder.hidden_size)
@@ -338,9 +340,9 @@ def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def checked(loaded: CDLL) -> CDLL:
     """The library, after a check that its structures have the sizes of the Python ones."""
     loaded.foretoken_workspace.restype = loaded.foretoken_row_bytes.restype = c_size_t
-    sizes = (c_int32 * 9)()
+    sizes = (c_int32 * 10)()
     loaded.foretoken_sizes(sizes)
-    structures = (CLinear, CLayer, CDecoder, CBuffers, CPass, CTree, CTrees, CFusion)
+    structures = (CLinear, CLayer, CDecoder, CBuffers, CPass, CTree, CTrees, CFusion, CDraw)
     ours = [sizeof(each) for each in structures]
     assert list(sizes) == [*ours, MOST_HIDDEN_SIZE]
     return loaded

@@ -11,6 +11,7 @@ The files are mapped: the system reads what is used, and processes share its mem
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -89,6 +90,9 @@ def write(path: Path, tensors: Mapping[str, Tensor], linear: Mapping[str, Packed
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in whole.values():
             file.write(tensor.flatten().view(torch.uint8).numpy().data)
+        if hasattr(os, "posix_fadvise"):  # the system writes it to disk while others are packed
+            file.flush()
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class MappedFile:
@@ -120,10 +124,15 @@ class MappedDecoder(PackedDecoder):
         folder: the files.
         rest: that of `rest_file`.
         sizes: everything but the linear layers.
+
+    Raises:
+        ModelError: a file cannot be read.
     """
 
     def __init__(self, folder: Path, rest: MappedFile, sizes: LlamaWeights) -> None:
-        self.sizes, self._folder, self._rest = sizes, folder, rest
+        self.sizes, self._rest = sizes, rest
+        # All are mapped now: a folder that is out of date may be deleted at any time.
+        self._layers = [MappedFile(layer_file(folder, x)) for x in range(sizes.num_layers)]
         self._windows = sizes.windows
 
     def head(self) -> PackedWeights:
@@ -135,7 +144,7 @@ class MappedDecoder(PackedDecoder):
 
     def layer(self, index: int) -> PackedLayer:
         """See `PackedDecoder.layer`."""
-        file = MappedFile(layer_file(self._folder, index))
+        file = self._layers[index]
         norms = {name: file.tensors.get(name) for name in _NORMS}
         linear = {name: file.linear(name) for name in _LINEAR}
         window = self._windows[index]

@@ -66,11 +66,24 @@ struct Pass {
 struct Tree {
     double least_token, least_path;  // nothing is drafted below a token of a smaller probability, or path
     int32_t depth, nodes;            // levels at most; it ends with the level that reaches so many nodes
-    int32_t drafted, unused;         // nodes so far, 0 at first
+    int32_t drafted, undecided;      // nodes so far, 0 at first; whether rounding might decide on the next
 };
 
-// Trees of the most probable tokens, one behind each scored node of a pass. A drafting head goes on from
-// its own states: then the pass returns the hidden states behind the last layer, and no others.
+// How a tree draws its tokens: the noise of its request (core/noise.py) and what truncates q.
+struct Draw {
+    uint64_t key[2];             // of Philox
+    uint64_t trial, stream;      // words 1 and 3 of its counter
+    uint64_t position;           // of the root's successor: word 2, less the depth
+    float temperature, min_p, top_p;
+    int32_t top_k;
+    int32_t coupled, unused;     // whether the noise is the target's own
+};
+
+// Trees of the most probable or of drawn tokens, one behind each scored node of a pass. A drafting head goes
+// on from its own states: then the pass returns the hidden states behind the last layer, and no others.
+//
+// Siblings are drawn without replacement. Without `beam`, the logits of all passes are then kept, one behind
+// the other. Probabilities of coupled draws say how clearly the noise decides (`Drawing` in drawing.h).
 struct Trees {
     Tree* trees;               // [L]
     const int64_t* token_ids;  // [V] the tokens that logits stand for; null if these are 0, 1, ...
@@ -80,6 +93,9 @@ struct Trees {
     int64_t* tokens;           // [L, most]
     int32_t* parents;          // [L, most] a drafted node, or -1 for the root
     float* probabilities;      // [L, most]
+    const Draw* draws;         // [L], or null for the most probable tokens
+    int32_t* sources;          // [L, most] the row of the logits that a token was drawn from
+    float* shown;              // [L, most] its probability before truncation
 };
 
 // States of T tokens: one linear layer of the hidden states of some layers, each normalised.

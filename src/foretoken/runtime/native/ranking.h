@@ -41,20 +41,26 @@ struct Best {
 
 // The most probable tokens after a node, in descending order; of equals the first.
 struct Ranking {
-    static constexpr int MOST = 64;
+    static constexpr int MOST = 80;  // 64 children, and the next one behind them
 
     int count = 0;
     int32_t tokens[MOST];
     float values[MOST];  // logits, in the end probabilities; all are NaN if a logit is NaN or infinity
 
-    void rank(const float* logits, long vocabulary, int most) {
+    // The tokens with the largest values, which `of` gives for sixteen tokens from the i-th on.
+    template <class Of>
+    void order(long vocabulary, int most, Of of) {
         count = 0;
         for (long i = 0; i < vocabulary; i += LANES) {
-            f32x16 x = some(logits, i, vocabulary);
+            f32x16 x = of(i);
             if (any(x > least(most)))
                 for (int lane = 0; lane < LANES; lane++)
                     if (x[lane] > least(most)) insert(i + lane, x[lane], most);
         }
+    }
+
+    void rank(const float* logits, long vocabulary, int most) {
+        order(vocabulary, most, [&](long i) { return some(logits, i, vocabulary); });
         if (!count) insert(0, logits[0], most);
         float largest = values[0];
         f32x16 total = {};
@@ -64,9 +70,6 @@ struct Ranking {
             store(values + i, exp(load<f32x16>(values + i) - largest) * scale);
     }
 
-private:
-    static constexpr float NONE = -std::numeric_limits<float>::infinity();
-
     // Sixteen logits; -infinity behind the last.
     static f32x16 some(const float* logits, long first, long vocabulary) {
         if (first + LANES <= vocabulary) return load<f32x16>(logits + first);
@@ -74,6 +77,9 @@ private:
         std::memcpy(&x, logits + first, (vocabulary - first) * sizeof(float));
         return x;
     }
+
+private:
+    static constexpr float NONE = -std::numeric_limits<float>::infinity();
 
     // Larger logits are among the best so far.
     float least(int most) const { return count < most ? NONE : values[count - 1]; }

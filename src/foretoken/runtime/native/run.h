@@ -89,6 +89,8 @@ public:
 
     void meet() { barrier_.wait(); }
 
+    int threads() const { return threads_; }
+
     template <class Work>
     void share(long count, int id, Work work) {
         for (long i = count * id / threads_; i < count * (id + 1) / threads_; i++) work((int)i);

@@ -150,4 +150,37 @@ inline f32x16 exp(f32x16 x) {
     return vanishes ? splat(0.0f) : y;
 }
 
+// log(2^exponent * (1 + fraction)) for a fraction between -0.3 and 0.42 (Cephes' polynomial).
+inline f32x16 log_of(f32x16 exponent, f32x16 fraction) {
+    f32x16 square = fraction * fraction;
+    f32x16 y = splat(7.0376836292e-2f);
+    y = fma(y, fraction, splat(-1.1514610310e-1f));
+    y = fma(y, fraction, splat(1.1676998740e-1f));
+    y = fma(y, fraction, splat(-1.2420140846e-1f));
+    y = fma(y, fraction, splat(1.4249322787e-1f));
+    y = fma(y, fraction, splat(-1.6668057665e-1f));
+    y = fma(y, fraction, splat(2.0000714765e-1f));
+    y = fma(y, fraction, splat(-2.4999993993e-1f));
+    y = fma(y, fraction, splat(3.3333331174e-1f));
+    y = fma(y * fraction, square, exponent * -2.12194440e-4f);
+    y = fma(square, splat(-0.5f), y);
+    return fma(exponent, splat(0.693359375f), fraction + y);
+}
+
+// x = 2^exponent * (1 + fraction), for normal numbers above 0, as `log_of` wants it.
+inline void split(f32x16 x, f32x16& exponent, f32x16& fraction) {
+    i32x16 bits = (i32x16)x;
+    fraction = (f32x16)((bits & 0x7fffff) | 0x3f000000);
+    i32x16 low = fraction < 0.70710678f;
+    exponent = __builtin_convertvector((bits >> 23) - 126 + low, f32x16);
+    fraction = (low ? fraction + fraction : fraction) - 1.0f;
+}
+
+// Natural logarithm of normal numbers above 0, to about two units in the last place.
+inline f32x16 log(f32x16 x) {
+    f32x16 exponent, fraction;
+    split(x, exponent, fraction);
+    return log_of(exponent, fraction);
+}
+
 }  // namespace foretoken

@@ -1,0 +1,194 @@
+"""Edits of a file, with the file as the prediction (`generate(prediction=...)`).
+
+The prompt has a Python file (the first lines of the standard library's `textwrap`) and asks for a
+change. The prediction is the file as it was. A small model cannot edit 300 lines, so its output is
+forced to be the changed file: a grammar admits nothing else (`structured_outputs`). The passes, the
+drafts and their verification are those of a model that writes this by itself. The grammar takes
+time at every verified token, so it makes drafts a little dearer than they are without it. With
+`--free` nothing is forced, and the model itself edits the file.
+
+`unrelated` is a prediction of no use: other code. It must not lose.
+
+Every run has the tokens of plain decoding, or the program fails. Runs alternate in one process.
+
+    python -m benchmarks.prediction
+
+Prints a Markdown table.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks import BenchmarkError, flags
+from benchmarks.report import command_line, machine, markdown_table, one_line_errors, progress_bar
+from foretoken.bench.rounds import order
+from foretoken.core.params import SamplingParams
+from foretoken.llm import LLM
+
+__all__ = ["EDITS", "Case", "Run", "cases", "main", "measure"]
+
+UNRELATED = "unrelated"
+
+EDITS: dict[str, tuple[str, str, str]] = {
+    "nothing": ("Repeat this file.", r"^$(?!)", ""),
+    "rename": ("Rename `chunk` to `fragment`.", r"\bchunk(s?)\b", r"fragment\1"),
+    "add an argument": (
+        "Give every function a last argument `strict`.",
+        r"(def \w+\([^)]*)\)",
+        r"\1, strict=False)",
+    ),
+    "remove comments": ("Remove all comment lines.", r"\n *#[^\n]*", ""),
+}
+"""What is asked for, and how it is done: a pattern and its replacement."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """An edit of a file.
+
+    Args:
+        name: of the edit.
+        prompt: the file and what to do with it.
+        before: the file, which is the prediction.
+        after: the changed file.
+        prediction: what is given as the prediction.
+    """
+
+    name: str
+    prompt: str
+    before: str
+    after: str
+    prediction: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """How an edit is generated.
+
+    Args:
+        method: the usual drafter; None is the `LLM`'s default.
+        predicted: whether the request has the prediction.
+    """
+
+    method: str | None
+    predicted: bool
+
+    @property
+    def title(self) -> str:
+        """The column of this run."""
+        return f"`{self.method or 'default'}`" + (" and prediction" if self.predicted else "")
+
+    @property
+    def config(self) -> Mapping[str, Any] | None:
+        """The `speculative_config`."""
+        return None if self.method is None else {"method": self.method}
+
+
+def cases(lines: int) -> list[Case]:
+    """The edits of the first so many lines of the file, and one with a useless prediction."""
+    source = inspect.getsource(textwrap).splitlines()
+    if lines > len(source):
+        raise BenchmarkError(f"--lines: the file has {len(source)}")
+    before = "\n".join(source[:lines]) + "\n"
+    made = []
+    for name, (asked, pattern, replacement) in EDITS.items():
+        after = re.sub(pattern, replacement, before)
+        made.append(Case(name, f"{asked}\n\n{before}", before, after, before))
+    rename = next(case for case in made if case.name == "rename")
+    other = "\n".join(inspect.getsource(re).splitlines()[:lines])
+    made.append(Case(UNRELATED, rename.prompt, before, rename.after, other))
+    return made
+
+
+def main(
+    model: flags.TinyModel = "smollm2-135m",
+    lines: Annotated[int, typer.Option(min=1, help="Lines of the file.")] = 300,
+    edits: Annotated[str, typer.Option(help="Some of the edits, by commas.")] = "",
+    methods: Annotated[
+        str, typer.Option(help="The usual drafters, by commas; the first is compared with.")
+    ] = "none,default,suffix",
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each.")] = 3,
+    free: Annotated[bool, typer.Option("--free", help="Let the model write what it will.")] = False,
+    quantization: Annotated[str, typer.Option(help="See `LLM`.")] = "auto",
+) -> None:
+    """Measure edits of a file with and without the file as the prediction."""
+    with one_line_errors():
+        wanted = [case for case in cases(lines) if not edits or case.name in edits.split(",")]
+        runs = [
+            Run(None if method == "default" else method, predicted)
+            for method in methods.split(",")
+            for predicted in (False, True)
+        ]
+        llm = LLM(model, quantization=quantization)
+        measured = {case.name: measure(llm, case, runs, rounds, free=free) for case in wanted}
+    header = ["edit", "tokens", *(run.title for run in runs), "passes", "accepted, rejected"]
+    rows = [[name, *cells] for name, cells in measured.items()]
+    print(f"{command_line('benchmarks.prediction')}\n\n{markdown_table(header, rows)}\n")
+    print(
+        f"Speed of decoding over {runs[0].title}: medians and ranges over rounds. Passes, and "
+        "tokens of the prediction, are those of the last column of speeds.\n"
+    )
+    facts = machine(llm.device, llm.dtype)
+    print("\n".join(f"- {name}: {value}" for name, value in facts.items()))
+    print(f"- model: {Path(str(model)).name}, {llm.engine.target.quantization or 'not quantized'}")
+
+
+def measure(
+    llm: LLM, case: Case, runs: Sequence[Run], rounds: int, *, free: bool = False
+) -> list[str]:
+    """The cells of an edit: its tokens, the speeds of all runs, and what the last one did.
+
+    Raises:
+        BenchmarkError: two runs have different tokens, or a forced output is another text.
+    """
+    form = None if free else {"regex": re.escape(case.after)}
+    most = 2 * len(llm.encode(case.after)) if free else None
+    params = SamplingParams(temperature=0, max_tokens=most, structured_outputs=form)
+    chats = bool(llm.tokenizer and llm.tokenizer.chat_template)
+    asked: Any = [{"role": "user", "content": case.prompt}] if chats else case.prompt
+    speeds: dict[Run, list[float]] = {run: [] for run in runs}
+    expected: tuple[int, ...] | None = None
+    with progress_bar() as bar:
+        for number in bar.track(range(rounds)):
+            seconds = {}
+            for run in order(runs, number):
+                llm.reset_drafter_memory()
+                (result,) = llm.generate(
+                    [asked],
+                    params,
+                    speculative_config=run.config,
+                    prediction=case.prediction if run.predicted else None,
+                    use_tqdm=False,
+                )
+                metrics = result.metrics
+                seconds[run] = metrics.seconds - metrics.prefill_seconds
+                if run == runs[-1]:
+                    last = metrics
+                if not free and result.text != case.after:
+                    raise BenchmarkError(f"{run.title}: the output is not the changed file.")
+                expected = expected or result.token_ids
+                if result.token_ids != expected:
+                    raise BenchmarkError(f"{run.title} has other tokens than {runs[0].title}.")
+            for run, took in seconds.items():
+                speeds[run].append(seconds[runs[0]] / took)
+    counts = f"{last.accepted_prediction_tokens}, {last.rejected_prediction_tokens}"
+    shown = [_range(values) for values in speeds.values()]
+    return [str(last.generated_tokens), *shown, str(last.target_passes), counts]
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{median(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
+
+
+if __name__ == "__main__":
+    typer.run(main)

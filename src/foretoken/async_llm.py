@@ -1,0 +1,221 @@
+"""`AsyncLLM`: the same engine for asyncio. One thread computes, and the event loop never does.
+
+    llm = AsyncLLM("smollm2-135m")
+    async for chunk in llm.generate("Hello", SamplingParams(temperature=0, max_tokens=64)):
+        print(chunk.text, end="")
+
+Leaving the loop early, or cancelling its task, ends the request and frees its memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from foretoken.core.params import Sampling
+from foretoken.engine.arguments import refuse_unknown
+from foretoken.engine.jobs import Job
+from foretoken.engine.prompts import Prompt
+from foretoken.engine.references import GivenPrediction, GivenReferences
+from foretoken.engine.strategies import Speculative
+from foretoken.engine.worker import Worker
+from foretoken.errors import ForetokenError, RequestError
+from foretoken.llm import LLM
+from foretoken.outputs import RequestOutput, StreamChunk
+
+__all__ = ["AsyncLLM", "AsyncRequest"]
+
+T = TypeVar("T")
+
+_PREPARING = 2
+"""Threads that read prompts and compile grammars, so that a slow one does not hold up all."""
+
+
+class AsyncRequest:
+    """A prompt in the engine, as an asynchronous iterator over its chunks.
+
+    It belongs to the event loop in which it was submitted.
+
+    Attributes:
+        job: the engine's job.
+    """
+
+    def __init__(self, job: Job, worker: Worker) -> None:
+        self.job = job
+        self._worker = worker
+        self._loop = asyncio.get_running_loop()
+        self._chunks: deque[StreamChunk] = deque()
+        self._failure: Exception | None = None
+        self._news = asyncio.Event()
+        self._open = len(job.requests)
+        worker.start(job, self._from_worker)
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """The prompt; of an encoder-decoder, the source."""
+        return tuple(self.job.requests[0].input_ids)
+
+    def __aiter__(self) -> AsyncRequest:
+        """The request itself."""
+        return self
+
+    async def __anext__(self) -> StreamChunk:
+        """The next chunk.
+
+        Raises:
+            RequestError: the engine was closed, or failed by a mistake of its own.
+        """
+        while not self._chunks:
+            if self._failure is not None:
+                raise RequestError(str(self._failure) or repr(self._failure)) from self._failure
+            if not self._open:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        chunk = self._chunks.popleft()
+        self._open -= chunk.finished
+        return chunk
+
+    def abort(self) -> None:
+        """End the request and free its memory, if it has not ended; returns at once."""
+        if self._open and self._failure is None:
+            self._open = 0
+            self._chunks.clear()
+            self._news.set()
+            self._worker.end(self.job)
+
+    def result(self) -> RequestOutput:
+        """All outputs with the tokens generated so far."""
+        return self.job.result()
+
+    def _from_worker(self, chunks: Sequence[StreamChunk], error: Exception | None) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(self._take, chunks, error)
+
+    def _take(self, chunks: Sequence[StreamChunk], error: Exception | None) -> None:
+        if self._open:
+            self._chunks.extend(chunks)
+        self._failure = self._failure or error
+        self._news.set()
+
+
+class AsyncLLM:
+    """An `LLM` for asyncio: many requests at once, each a stream of chunks.
+
+    Args:
+        model: as `LLM` takes it; or an `LLM`, which other threads may go on using.
+        **engine: the other arguments of `LLM`.
+
+    Attributes:
+        llm: the `LLM`.
+        worker: the thread that runs the steps.
+
+    Raises:
+        ModelError, ConfigError, CompatibilityError: as `LLM`.
+    """
+
+    def __init__(self, model: Any, **engine: Any) -> None:
+        if isinstance(model, LLM) and engine:
+            raise ForetokenError(f"{next(iter(engine))}: give it to the LLM.")
+        self.llm = model if isinstance(model, LLM) else LLM(model, **engine)
+        self.worker = Worker(self.llm.engine)
+        self._preparing = ThreadPoolExecutor(_PREPARING, "foretoken-prepare")
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: Sampling = None,
+        *,
+        speculative_config: Speculative = None,
+        references: GivenReferences = None,
+        prediction: GivenPrediction = None,
+        trace: bool = False,
+        **unknown: Any,
+    ) -> AsyncGenerator[StreamChunk, None]:
+        """Yield the tokens of one prompt as they are committed.
+
+        Arguments, chunks and errors are those of `LLM.stream` for one prompt.
+
+        Closing the generator, or cancelling the task that reads it, ends the request and frees its
+        memory at once.
+        """
+        refuse_unknown("generate", unknown)
+        request = await self.submit(
+            prompt,
+            sampling_params,
+            speculative_config=speculative_config,
+            references=references,
+            prediction=prediction,
+            trace=trace,
+        )
+        try:
+            async for chunk in request:
+                yield chunk
+            for each in request.job.requests:
+                if each.failure is not None:
+                    raise RequestError(str(each.error), [request.result()]) from each.failure
+        finally:
+            request.abort()
+
+    async def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: Sampling = None,
+        *,
+        speculative_config: Speculative = None,
+        references: GivenReferences = None,
+        prediction: GivenPrediction = None,
+        trace: bool = False,
+    ) -> AsyncRequest:
+        """Check a prompt and queue it; arguments as in `generate`.
+
+        The caller reads the request to its end, or aborts it. An output that failed while it ran
+        has `finish_reason` "error", and nothing is raised for it.
+
+        Raises:
+            PromptError, ConfigError, CompatibilityError: as `LLM.generate`.
+        """
+        engine = self.llm.engine
+        predicts = prediction is not None
+        if speculative_config is not None or predicts:  # may load models and time passes
+            build = partial(engine.build_strategy, speculative_config, predicts=predicts)
+            await self.in_engine(build)
+
+        def prepare() -> Job:
+            quoted = engine.references.read(references)
+            expected = engine.references.prediction(prediction)
+            return engine.job(
+                prompt, sampling_params, speculative_config, quoted, expected, trace=trace
+            )
+
+        return AsyncRequest(await self.off_loop(prepare), self.worker)
+
+    async def encode(self, prompt: Prompt) -> list[int]:
+        """See `LLM.encode`."""
+        return await self.off_loop(partial(self.llm.encode, prompt))
+
+    async def off_loop(self, act: Callable[[], T]) -> T:
+        """Run this in a thread that prepares requests."""
+        return await asyncio.get_running_loop().run_in_executor(self._preparing, act)
+
+    async def in_engine(self, act: Callable[[], T]) -> T:
+        """Run this in the engine's thread, between two steps."""
+        return await asyncio.wrap_future(self.worker.call(act))
+
+    def close(self) -> None:
+        """End all requests and the threads; those who wait for a chunk get a RequestError."""
+        self.worker.close()
+        self._preparing.shutdown(wait=False, cancel_futures=True)
+
+    async def __aenter__(self) -> AsyncLLM:
+        """The `AsyncLLM` itself."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close it, off the loop."""
+        await asyncio.to_thread(self.close)

@@ -1,0 +1,182 @@
+"""`Worker`: one thread that owns the steps of an engine; jobs come in by a queue, chunks go out.
+
+Other threads may still use the engine, in turns (`turns.py`). The worker's jobs then advance with
+theirs. All steps of a server are in one thread because OpenMP keeps a pool of threads for each
+thread that computes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import TypeAlias, TypeVar
+
+from foretoken.engine.jobs import Job
+from foretoken.engine.llm_engine import LLMEngine
+from foretoken.engine.outbox import Outbox
+from foretoken.engine.runs import StepReport
+from foretoken.errors import ForetokenError
+from foretoken.outputs import StreamChunk
+
+__all__ = ["Deliver", "Worker"]
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Deliver: TypeAlias = Callable[[Sequence[StreamChunk], Exception | None], object]
+"""Takes the chunks of a job after a step, in the worker's thread; with an error there are no more.
+
+It must return at once and not raise.
+"""
+
+
+class Worker:
+    """Runs an engine's jobs in a thread of its own.
+
+    Args:
+        engine: the engine.
+        observe: called with the report of each step, in the worker's thread.
+    """
+
+    def __init__(
+        self, engine: LLMEngine, observe: Callable[[StepReport], object] | None = None
+    ) -> None:
+        self._engine = engine
+        self.observe = observe
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._outbox = Outbox()
+        self._jobs: dict[int, tuple[Job, Deliver]] = {}  # by the job's id
+        self._lock = threading.Lock()  # nothing enters the inbox behind the command that closes it
+        self._closed = False
+        self._running = True
+        self._thread = threading.Thread(target=self._run, name="foretoken-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it takes jobs."""
+        return self._thread.is_alive() and not self._closed
+
+    def start(self, job: Job, deliver: Deliver) -> None:
+        """Queue a job.
+
+        Raises:
+            ForetokenError: the worker is closed.
+        """
+        self._send(lambda: self._start(job, deliver))
+
+    def end(self, job: Job) -> None:
+        """Abort a job and deliver no more of it, if it has not ended; returns at once."""
+        try:
+            self._send(lambda: self._end(job))
+        except ForetokenError:  # closing has ended it
+            return
+
+    def call(self, act: Callable[[], T]) -> Future[T]:
+        """Let the thread run this between two steps.
+
+        Raises:
+            ForetokenError: the worker is closed.
+        """
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(act())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._send(run)
+        return future
+
+    def close(self) -> None:
+        """End all jobs and the thread; nothing happens if it is closed."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._inbox.put(self._stop)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    # In the thread
+
+    def _run(self) -> None:
+        while self._running:
+            try:
+                self._obey()
+                if self._jobs:
+                    self._advance()
+            except Exception as error:  # our own mistake: it ends the jobs, and not the worker
+                _log.exception("a step failed, and its requests were ended")
+                self._give_up(error)
+
+    def _obey(self) -> None:
+        """Do what came in; wait for it if there is nothing else to do."""
+        wait = not self._jobs
+        while self._running:
+            try:
+                command = self._inbox.get(block=wait)
+            except Empty:
+                return
+            command()
+            wait = False
+
+    def _advance(self) -> None:
+        report = self._engine.advance()
+        if report is not None and self.observe is not None:
+            self.observe(report)  # first: who has read an answer finds it in the metrics
+        for job in self._outbox.take():
+            self._report(job)
+
+    def _report(self, job: Job) -> None:
+        _, deliver = self._jobs.get(id(job), (job, None))
+        if deliver is None:  # it was aborted
+            return
+        try:
+            chunks = job.take()
+        except Exception as error:  # its text or trace cannot be made
+            del self._jobs[id(job)]
+            deliver((), error)
+            self._engine.end([job])
+            return
+        if job.all_taken:
+            del self._jobs[id(job)]
+        deliver(chunks, None)
+
+    def _start(self, job: Job, deliver: Deliver) -> None:
+        self._jobs[id(job)] = job, deliver
+        self._outbox.watch([job])
+        self._engine.start([job])
+
+    def _end(self, job: Job) -> None:
+        if self._jobs.pop(id(job), None) is not None:
+            self._engine.end([job])
+
+    def _give_up(self, error: Exception) -> None:
+        """End all jobs because of an error that is not of one of them."""
+        jobs, self._jobs = list(self._jobs.values()), {}
+        for _, deliver in jobs:
+            deliver((), error)
+        for job, _ in jobs:
+            try:
+                self._engine.end([job])
+            except Exception:
+                _log.exception("a request could not be ended")
+
+    def _stop(self) -> None:
+        self._running = False
+        self._give_up(ForetokenError("the engine was closed."))
+
+    # In other threads
+
+    def _send(self, command: Callable[[], None]) -> None:
+        with self._lock:
+            if self._closed:
+                raise ForetokenError("the engine was closed: make a new AsyncLLM.")
+            self._inbox.put(command)

@@ -1,0 +1,120 @@
+"""Request bodies: read within limits of size and time, parsed strictly, checked field by field."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+from starlette.requests import ClientDisconnect, Request
+
+from foretoken.serve.errors import APIError, invalid, of_validation
+from foretoken.serve.settings import Settings
+
+__all__ = ["Body", "parsed", "read_json"]
+
+_AT_ONCE = 65536
+"""Bytes of JSON that are parsed in the event loop (under a millisecond); more in a thread."""
+
+
+class Body(BaseModel):
+    """Base of all bodies: no unknown fields, no conversion between types, null is the default."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Fields of OpenAI's API that are not supported, with the values that ask for nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        for name, neutral in cls.only.items():
+            if value.get(name) is not None and value[name] not in neutral:
+                shown = " or ".join(json.dumps(each) for each in neutral)
+                advice = f"leave it out, or send {shown}" if shown else "leave it out"
+                raise PydanticCustomError(
+                    "unsupported_field", f"it is not supported: {advice}", {"field": name}
+                )
+        unset = {name for name, field in value.items() if field is None or name in cls.only}
+        return {name: field for name, field in value.items() if name not in unset}
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def parsed(kind: type[AnyBody], value: Any) -> AnyBody:
+    """A body of this kind.
+
+    Raises:
+        APIError: 400, which names the field.
+    """
+    if not isinstance(value, dict):
+        raise invalid(None, f"the body must be a JSON object, not {type(value).__name__}.")
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise of_validation(error, kind.model_fields) from None
+
+
+async def read_json(request: Request, settings: Settings) -> Any:
+    """The JSON value of a request's body.
+
+    Raises:
+        APIError: it is too large (413), too slow (408), or not JSON (400).
+    """
+    try:
+        async with asyncio.timeout(settings.body_timeout):
+            content = await _read(request, settings.max_body_bytes)
+    except TimeoutError:
+        raise APIError(408, f"no whole body in {settings.body_timeout:g} s.") from None
+    if len(content) <= _AT_ONCE:
+        return _loads(content)
+    return await asyncio.to_thread(_loads, content)
+
+
+async def _read(request: Request, most: int) -> bytes:
+    too_large = APIError(413, f"the body is larger than {most} bytes, the limit of this server.")
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > most:
+        raise too_large
+    parts, size = [], 0
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > most:
+                raise too_large
+            parts.append(part)
+    except ClientDisconnect:
+        raise APIError(400, "the client went away.") from None
+    return b"".join(parts)
+
+
+def _loads(content: bytes) -> Any:
+    try:
+        return json.loads(
+            content.decode(), object_pairs_hook=_without_duplicates, parse_constant=_no_constant
+        )
+    except UnicodeDecodeError as error:
+        raise invalid(None, f"the body is not UTF-8: {error.reason}.") from None
+    except RecursionError:
+        raise invalid(None, "the body is not valid JSON: it is nested too deeply.") from None
+    except ValueError as error:  # also of an integer with thousands of digits
+        raise invalid(None, f"the body is not valid JSON: {error}.") from None
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen = set[str]()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise invalid(twice, f"{twice}: it is there twice: give it once.", "duplicate_field")
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise invalid(None, f"the body is not valid JSON: {name} is no JSON number.")

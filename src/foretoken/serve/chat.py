@@ -1,0 +1,242 @@
+"""`/v1/chat/completions`: the next message of a conversation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from foretoken.outputs import CompletionOutput, RequestOutput, StreamChunk
+from foretoken.serve.body import parsed, read_json
+from foretoken.serve.chat_prompt import chat_ids
+from foretoken.serve.errors import invalid
+from foretoken.serve.events import DONE, EventStream, as_json, data
+from foretoken.serve.fields import ChatBody, Tool
+from foretoken.serve.rendering import (
+    all_outputs,
+    chat_logprobs,
+    details_of,
+    new_id,
+    prompt_logprobs,
+    stop_fields,
+    usage_of,
+)
+from foretoken.serve.running import GONE, Prepared, Run, started, while_connected
+from foretoken.serve.sampling import form_of, params_of
+from foretoken.serve.schema import takes
+from foretoken.serve.state import ServerState, state_of
+from foretoken.serve.tools import Call, CallFinder, forced_form, forced_name, tools_of
+
+__all__ = ["router"]
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions", **takes(ChatBody))
+async def create_chat_completion(request: Request) -> Response:
+    """Answer a conversation."""
+    state = state_of(request)
+    body = parsed(ChatBody, await read_json(request, state.settings))
+    tools = tools_of(body)
+    _check(body)
+    run = await started(
+        request,
+        state,
+        body,
+        body.n or 1,
+        partial(_prepared, body, tools, state),
+        "messages",
+        trace=body.foretoken is not None and body.foretoken.trace,
+    )
+    answer = _Answer(body, tools, run, state)
+    if body.stream:
+        return EventStream(run, answer.events())
+    try:
+        results = await while_connected(request, run.results())
+        if results is None:
+            return GONE
+        content = await state.llm.off_loop(lambda: as_json(answer.whole(results)))
+        return Response(content, media_type="application/json")
+    finally:
+        run.close()
+
+
+def _check(body: ChatBody) -> None:
+    """Refuse combinations that would ignore a field."""
+    if body.max_tokens is not None and body.max_completion_tokens is not None:
+        raise invalid("max_tokens", "max_tokens and max_completion_tokens mean the same: send one.")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs", 'top_logprobs need "logprobs": true.')
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", 'stream_options need "stream": true.')
+    if body.parallel_tool_calls is not None and not body.tools:
+        raise invalid("parallel_tool_calls", "parallel_tool_calls needs tools.")
+    if body.add_special_tokens:
+        raise invalid("add_special_tokens", "add_special_tokens: the chat template writes them.")
+
+
+def _prepared(body: ChatBody, tools: Sequence[Tool], state: ServerState) -> Prepared:
+    tokenizer = state.llm.llm.tokenizer
+    form, forced = form_of(body, body.response_format), forced_form(body)
+    if form is not None and tools:
+        raise invalid(
+            "response_format", "response_format and tools contradict each other: send one of them."
+        )
+    params = params_of(
+        body,
+        state.settings,
+        max_tokens=body.max_tokens
+        if body.max_completion_tokens is None
+        else body.max_completion_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        form=forced or form,
+    )
+    ids = chat_ids(
+        body.messages,
+        tokenizer,
+        tools=tools,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+    prediction = None if body.prediction is None else body.prediction.text
+    return Prepared([ids], params, prediction)
+
+
+class _Answer:
+    """The response to a request, whole or in pieces."""
+
+    def __init__(self, body: ChatBody, tools: Sequence[Tool], run: Run, state: ServerState) -> None:
+        self._body, self._tools, self._run, self._state = body, tools, run, state
+        self._forced = forced_name(body)
+        self._head = {
+            "id": new_id("chatcmpl-"),
+            "created": int(time.time()),
+            "model": state.settings.model,
+        }
+
+    # Whole
+
+    def whole(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The response, to be made off the loop."""
+        outputs = all_outputs(results)
+        response = {
+            **self._head,
+            "object": "chat.completion",
+            "choices": [self._choice(output) for output in outputs],
+            "usage": usage_of(self._run, outputs),
+        }
+        if self._body.prompt_logprobs is not None:
+            response["prompt_logprobs"] = prompt_logprobs(results[0].prompt_logprobs)
+        if self._body.return_token_ids:
+            response["prompt_token_ids"] = list(results[0].prompt_token_ids)
+        return response
+
+    def _choice(self, output: CompletionOutput) -> dict[str, Any]:
+        writer = _Writer(self._tools, self._forced)
+        text, calls = writer.add(output.text, ends=True)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:  # the text of a forced call is its arguments
+            message["content"] = None if self._forced else text.strip() or None
+            message["tool_calls"] = [call.as_dict() for call in calls]
+        choice = {
+            "index": output.index,
+            "message": message,
+            "logprobs": self._logprobs(output.logprobs),
+            **stop_fields(output, "tool_calls" if calls and self._forced is None else None),
+            **details_of(self._body.foretoken, output.tokens, output),
+        }
+        return choice | ({"token_ids": output.token_ids} if self._body.return_token_ids else {})
+
+    def _logprobs(self, found: Any) -> dict[str, Any] | None:
+        if not self._body.logprobs:
+            return None
+        return chat_logprobs(found or (), self._body.top_logprobs or 0, self._state.pieces)
+
+    # In pieces
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The chunks of the response."""
+        body, options = self._body, self._body.stream_options
+        head = {**self._head, "object": "chat.completion.chunk"}
+        continuous = options is not None and options.continuous_usage_stats
+        writers = [_Writer(self._tools, self._forced) for _ in range(body.n or 1)]
+        for index in range(len(writers)):
+            delta = {"role": "assistant", "content": ""}
+            choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            yield data({**head, "choices": [choice]})
+        async for _, chunk in self._run.chunks():
+            make = partial(self._chunk_choice, writers[chunk.index], chunk)
+            traced = chunk.finished and body.foretoken is not None
+            choice = await self._state.llm.off_loop(make) if traced else make()
+            more: dict[str, Any] = {"usage": usage_of(self._run)} if continuous else {}
+            if chunk.prompt_logprobs is not None:
+                listed = partial(prompt_logprobs, chunk.prompt_logprobs)
+                more["prompt_logprobs"] = await self._state.llm.off_loop(listed)
+            yield data({**head, "choices": [choice], **more})
+        if options is not None and options.include_usage:
+            yield data({**head, "choices": [], "usage": usage_of(self._run)})
+        yield DONE
+
+    def _chunk_choice(self, writer: _Writer, chunk: StreamChunk) -> dict[str, Any]:
+        text, calls = writer.add(chunk.text, ends=chunk.finished)
+        delta: dict[str, Any] = {"content": text} if text or not calls else {}
+        if self._forced is not None:
+            delta = {"tool_calls": [writer.forced_delta(text)]}
+        elif calls:
+            first = writer.num_calls - len(calls)
+            numbered = enumerate(calls, first)
+            delta["tool_calls"] = [{"index": i, **call.as_dict()} for i, call in numbered]
+        made = writer.num_calls and self._forced is None
+        choice = {
+            "index": chunk.index,
+            "delta": delta,
+            "logprobs": self._logprobs(chunk.logprobs),
+            **stop_fields(chunk.output, "tool_calls" if made else None),
+            **details_of(self._body.foretoken, chunk.tokens, chunk.output),
+        }
+        if self._body.return_token_ids:
+            choice["token_ids"] = [token.token_id for token in chunk.tokens]
+        return choice
+
+
+class _Writer:
+    """One output's text, as text and calls.
+
+    Args:
+        tools: the functions that may be called.
+        forced: the function whose arguments the whole text is; None if it is text or calls.
+    """
+
+    def __init__(self, tools: Sequence[Tool], forced: str | None) -> None:
+        self._finder = CallFinder(tools)
+        self._call = None if forced is None else Call(forced, "")
+        self._told = False
+        self.num_calls = 0
+
+    def add(self, text: str, *, ends: bool) -> tuple[str, list[Call]]:
+        """New text and calls.
+
+        A forced call is complete at the end of a whole output; in pieces, see `forced_delta`.
+        """
+        if self._call is not None:
+            calls = [Call(self._call.name, text, self._call.id)] if ends else []
+            return text, calls
+        given, calls = self._finder.add(text)
+        if ends:
+            rest, more = self._finder.finish()
+            given, calls = given + rest, calls + more
+        self.num_calls += len(calls)
+        return given, calls
+
+    def forced_delta(self, arguments: str) -> dict[str, Any]:
+        """The next piece of a forced call's arguments; the first one has its name and id."""
+        assert self._call is not None
+        if self._told:
+            return {"index": 0, "function": {"arguments": arguments}}
+        self._told = True
+        first = self._call.as_dict()
+        return {"index": 0, **first, "function": {"name": self._call.name, "arguments": arguments}}

@@ -1,0 +1,237 @@
+"""`/v1/completions`: text behind text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from foretoken.core.logprobs import TokenLogprobs
+from foretoken.core.params import SamplingParams
+from foretoken.outputs import CompletionOutput, RequestOutput, StreamChunk, StreamedToken
+from foretoken.serve.body import parsed, read_json
+from foretoken.serve.chat_prompt import text_ids
+from foretoken.serve.errors import invalid
+from foretoken.serve.events import DONE, EventStream, as_json, data
+from foretoken.serve.fields import CompletionBody
+from foretoken.serve.rendering import (
+    all_outputs,
+    completion_logprobs,
+    details_of,
+    new_id,
+    prompt_logprobs,
+    stop_fields,
+    usage_of,
+)
+from foretoken.serve.running import GONE, Prepared, Run, started, while_connected
+from foretoken.serve.sampling import form_of, params_of
+from foretoken.serve.schema import takes
+from foretoken.serve.state import ServerState, state_of
+
+__all__ = ["router"]
+
+router = APIRouter()
+
+DEFAULT_MAX_TOKENS = 16
+
+
+@router.post("/v1/completions", **takes(CompletionBody))
+async def create_completion(request: Request) -> Response:
+    """Continue one prompt or several."""
+    state = state_of(request)
+    body = parsed(CompletionBody, await read_json(request, state.settings))
+    prompts = _prompts(body, state)
+    _check(body)
+    run = await started(
+        request,
+        state,
+        body,
+        len(prompts) * (body.n or 1),
+        partial(_prepared, body, prompts, state),
+        "prompt",
+        trace=body.foretoken is not None and body.foretoken.trace,
+    )
+    answer = _Answer(body, prompts, run, state)
+    if body.stream:
+        return EventStream(run, answer.events())
+    try:
+        results = await while_connected(request, run.results())
+        if results is None:
+            return GONE
+        content = await state.llm.off_loop(lambda: as_json(answer.whole(results)))
+        return Response(content, media_type="application/json")
+    finally:
+        run.close()
+
+
+def _prompts(body: CompletionBody, state: ServerState) -> list[str | list[int]]:
+    given: Any = body.prompt
+    listed = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
+    most = state.settings.max_prompts
+    if not 1 <= len(listed) <= most:
+        raise invalid("prompt", f"prompt: 1 to {most} prompts on this server, got {len(listed)}.")
+    return list(listed)
+
+
+def _check(body: CompletionBody) -> None:
+    """Refuse combinations that would ignore a field."""
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise invalid("best_of", "best_of: it must be n here: choose among the outputs yourself.")
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", 'stream_options need "stream": true.')
+    if body.add_special_tokens is not None and not isinstance(body.prompt, str | list):
+        raise invalid("add_special_tokens", "add_special_tokens is for text.")
+
+
+def _prepared(
+    body: CompletionBody, prompts: Sequence[str | list[int]], state: ServerState
+) -> Prepared:
+    llm = state.llm.llm
+    special = body.add_special_tokens is not False
+
+    def ids(prompt: str | list[int]) -> str | list[int]:
+        reads_source = llm.engine.target.reads_source
+        if isinstance(prompt, list) or (reads_source and special):
+            return prompt
+        return text_ids(prompt, llm.tokenizer, add_special_tokens=special)
+
+    params = params_of(
+        body,
+        state.settings,
+        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        logprobs=body.logprobs,
+        form=form_of(body, body.response_format),
+    )
+    if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
+        params = SamplingParams.model_validate(
+            {**params.model_dump(exclude_unset=True), "prompt_logprobs": body.logprobs}
+        )
+    return Prepared([ids(prompt) for prompt in prompts], params)
+
+
+class _Answer:
+    """The response to a request, whole or in pieces."""
+
+    def __init__(
+        self,
+        body: CompletionBody,
+        prompts: Sequence[str | list[int]],
+        run: Run,
+        state: ServerState,
+    ) -> None:
+        self._body, self._prompts, self._run, self._state = body, prompts, run, state
+        self._head = {
+            "id": new_id("cmpl-"),
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": state.settings.model,
+        }
+        self._lengths: dict[int, int] = {}  # of the text of each choice that was sent
+
+    def whole(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The response, to be made off the loop."""
+        choices = [
+            self._choice(index, output.index, output.tokens, output, begins=True)
+            for index, result in enumerate(results)
+            for output in result.outputs
+        ]
+        return {
+            **self._head,
+            "choices": choices,
+            "usage": usage_of(self._run, all_outputs(results)),
+        }
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The chunks of the response."""
+        options = self._body.stream_options
+        continuous = options is not None and options.continuous_usage_stats
+        async for index, chunk in self._run.chunks():
+            place = index * (self._body.n or 1) + chunk.index
+            begins = place not in self._lengths
+            make = partial(
+                self._choice, index, chunk.index, chunk.tokens, chunk.output, begins=begins
+            )
+            choice = await self._made(make, chunk, begins=begins)
+            usage = {"usage": usage_of(self._run)} if continuous else {}
+            yield data({**self._head, "choices": [choice], **usage})
+        if options is not None and options.include_usage:
+            yield data({**self._head, "choices": [], "usage": usage_of(self._run)})
+        yield DONE
+
+    async def _made(
+        self, make: Callable[[], dict[str, Any]], chunk: StreamChunk, *, begins: bool
+    ) -> dict[str, Any]:
+        """A choice, made off the loop if it has a whole prompt or a trace."""
+        large = begins and (self._body.echo or self._body.prompt_logprobs is not None)
+        traced = chunk.finished and self._body.foretoken is not None
+        return await self._state.llm.off_loop(make) if large or traced else make()
+
+    def _choice(
+        self,
+        prompt_index: int,
+        index: int,
+        tokens: Sequence[StreamedToken],
+        output: CompletionOutput | None,
+        *,
+        begins: bool,
+    ) -> dict[str, Any]:
+        """A choice with these tokens; if it begins with them, with what belongs to the prompt."""
+        body, request = self._body, self._run.requests[prompt_index].job.requests[0]
+        place = prompt_index * (body.n or 1) + index
+        text, logprobs = "".join(token.text for token in tokens), None
+        offset = self._lengths.get(place, 0)
+        echoed = self._echoed(prompt_index) if body.echo and begins else ([], [])
+        prompt_ids, prompt_texts = echoed
+        if body.logprobs is not None:
+            known: list[TokenLogprobs | None] = [token.logprobs for token in tokens]
+            if prompt_ids:
+                known = [None, *(request.prompt_scores or ()), *known]
+            ids = [*prompt_ids, *(token.token_id for token in tokens)]
+            texts = [*prompt_texts, *(token.text for token in tokens)]
+            logprobs = completion_logprobs(known, ids, texts, self._state.pieces, offset)
+        text = "".join(prompt_texts) + text
+        self._lengths[place] = offset + len(text)
+        choice: dict[str, Any] = {
+            "index": place,
+            "text": text,
+            "logprobs": logprobs,
+            **stop_fields(output),
+            **details_of(body.foretoken, tokens, output),
+        }
+        if body.return_token_ids:
+            choice["token_ids"] = [token.token_id for token in tokens]
+            if begins:
+                choice["prompt_token_ids"] = list(request.prompt_ids)
+        if body.prompt_logprobs is not None and begins:
+            choice["prompt_logprobs"] = prompt_logprobs(request.prompt_logprobs)
+        return choice
+
+    def _echoed(self, prompt_index: int) -> tuple[list[int], list[str]]:
+        """Ids of the prompt, and texts that make its text together."""
+        request, given = (
+            self._run.requests[prompt_index].job.requests[0],
+            self._prompts[prompt_index],
+        )
+        ids = list(request.prompt_ids)
+        texts = self._state.pieces.all_of(ids)
+        whole = given if isinstance(given, str) else self._decoded(ids)
+        if "".join(texts) != whole and texts:  # characters of several tokens, or special tokens
+            texts = _cut(whole, texts)
+        return ids, texts
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        tokenizer = self._state.llm.llm.tokenizer
+        return "" if tokenizer is None else str(tokenizer.decode(list(ids)))
+
+
+def _cut(whole: str, texts: Sequence[str]) -> list[str]:
+    """Cut a text into as many pieces as there are tokens, where they have it in common."""
+    cut, position = [], 0
+    for text in texts[:-1]:
+        piece = text if whole.startswith(text, position) else ""
+        cut.append(piece)
+        position += len(piece)
+    return [*cut, whole[position:]]

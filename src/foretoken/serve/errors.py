@@ -1,0 +1,103 @@
+"""Errors as OpenAI's API returns them, and their HTTP status."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from foretoken.core.config import nearest
+from foretoken.errors import ForetokenError, PromptError, RequestError, told
+
+__all__ = ["APIError", "invalid", "of_engine", "of_validation"]
+
+_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+class APIError(Exception):
+    """A request that is answered with an error object.
+
+    Args:
+        status: HTTP status.
+        message: what is wrong and what to do, in one line.
+        param: the field that is wrong.
+        code: OpenAI's code, for programs.
+        headers: more headers of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    def as_dict(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {
+            "error": {
+                "message": self.message,
+                "type": _KINDS.get(self.status, kind),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+def invalid(param: str | None, message: str, code: str | None = None) -> APIError:
+    """A field of a request that has to change."""
+    return APIError(400, message, param=param, code=code)
+
+
+def of_validation(error: ValidationError, known: Collection[str]) -> APIError:
+    """The first error of a request's body.
+
+    Args:
+        error: what pydantic found.
+        known: names of the body's fields.
+    """
+    first = error.errors()[0]
+    location = first["loc"]
+    if first["type"] == "unsupported_field":
+        location = (*location, first["ctx"]["field"])
+    param = ".".join(str(part) for part in location) or None
+    if first["type"] == "extra_forbidden":
+        advice = nearest(str(location[-1]), sorted(known)) if len(location) == 1 else ""
+        return invalid(param, f"unknown field '{param}'. {advice}".strip(), "unknown_field")
+    reason = first["msg"].removeprefix("Value error, ")
+    message = f"{param}: {reason[:1].lower()}{reason[1:]}." if param else reason
+    return invalid(
+        param, message, "unsupported_field" if first["type"] == "unsupported_field" else None
+    )
+
+
+def of_engine(error: ForetokenError, known: Collection[str], prompt: str) -> APIError:
+    """An error of the library about a request.
+
+    Args:
+        error: the error. Messages about a parameter begin with its name.
+        known: names of the body's fields.
+        prompt: the field that has the prompt.
+    """
+    message = told(error)
+    if isinstance(error, RequestError):
+        return APIError(500, message)
+    if isinstance(error, PromptError):
+        too_long = "no room in the context" in message
+        return invalid(prompt, message, "context_length_exceeded" if too_long else None)
+    named = re.match(r"[a-z_]+(?=: )", message)
+    own = {*known, "structured_outputs"}  # forms have several fields
+    return invalid(named[0] if named and named[0] in own else None, message)

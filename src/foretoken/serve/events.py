@@ -1,0 +1,75 @@
+"""Server-sent events: a response that ends its run however it ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from foretoken.errors import ForetokenError
+from foretoken.serve.errors import APIError
+from foretoken.serve.running import Run
+
+__all__ = ["DONE", "EventStream", "as_json", "data", "event"]
+
+_log = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+"""The end of a stream of completions."""
+
+
+def as_json(value: Any) -> bytes:
+    """JSON without spaces."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(
+        errors="replace"
+    )
+
+
+def data(value: Mapping[str, Any]) -> bytes:
+    """An event without a name."""
+    return b"data: " + as_json(value) + b"\n\n"
+
+
+def event(value: Mapping[str, Any]) -> bytes:
+    """An event whose name is its type."""
+    return b"event: " + str(value["type"]).encode() + b"\n" + data(value)
+
+
+class EventStream(StreamingResponse):
+    """Sends events while the client listens, and closes the run in the end.
+
+    A failure becomes a last event with OpenAI's error object.
+
+    Args:
+        run: what brings the events.
+        events: the events; they are not begun if the client has gone already.
+    """
+
+    def __init__(self, run: Run, events: AsyncIterator[bytes]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(_told(events), headers=headers, media_type="text/event-stream")
+        self._run = run
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._run.close()
+
+
+async def _told(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    try:
+        async for each in events:
+            yield each
+    except APIError as error:
+        yield data(error.as_dict())
+    except ForetokenError as error:
+        yield data(APIError(500, str(error)).as_dict())
+    except Exception:
+        _log.exception("a stream failed")
+        yield data(APIError(500, "an internal error: see the server's log.").as_dict())

@@ -1,0 +1,137 @@
+"""What a server tells about itself, and its tokenizer: `/v1/models`, `/tokenize`, `/health`, ..."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from foretoken import __version__
+from foretoken.core.checks import check_token_ids
+from foretoken.engine.prompts import needed
+from foretoken.errors import ForetokenError
+from foretoken.serve.body import parsed, read_json
+from foretoken.serve.chat_prompt import chat_ids, text_ids
+from foretoken.serve.errors import APIError, invalid, of_engine
+from foretoken.serve.fields import DetokenizeBody, TokenizeBody
+from foretoken.serve.schema import takes
+from foretoken.serve.state import ServerState, state_of
+
+__all__ = ["router"]
+
+router = APIRouter()
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """200 while the server takes requests, else 503."""
+    state = state_of(request)
+    return Response(status_code=200 if state.llm.worker.alive and not state.stopping else 503)
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """The version of Foretoken."""
+    return {"version": __version__}
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """For Prometheus, in its text format."""
+    content, media_type = state_of(request).metrics.exposition()
+    return Response(content, media_type=media_type)
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> dict[str, Any]:
+    """The names of the one model that is served."""
+    state = state_of(request)
+    listed = [_model(state, name) for name in state.settings.served_model_names]
+    return {"object": "list", "data": listed}
+
+
+@router.get("/v1/models/{name:path}", responses={404: {"description": "no such model"}})
+async def model(request: Request, name: str) -> dict[str, Any]:
+    """The model, by one of its names."""
+    state = state_of(request)
+    state.check_model(name)
+    return _model(state, name)
+
+
+def _model(state: ServerState, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "foretoken",
+        "root": state.settings.model,
+        "parent": None,
+        "max_model_len": state.llm.llm.max_model_len,
+    }
+
+
+@router.post("/tokenize", **takes(TokenizeBody))
+async def tokenize(request: Request) -> Response:
+    """The token ids of a text or a conversation."""
+    state = state_of(request)
+    body = parsed(TokenizeBody, await read_json(request, state.settings))
+    state.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("prompt", "send either prompt or messages.")
+    if body.prompt is not None:
+        for name in ("add_generation_prompt", "continue_final_message", "tools"):
+            if getattr(body, name) is not None:
+                raise invalid(name, f"{name} is for messages.")
+    return JSONResponse(await _off_loop(state, body, partial(_tokenized, body, state)))
+
+
+def _tokenized(body: TokenizeBody, state: ServerState) -> dict[str, Any]:
+    llm = state.llm.llm
+    if body.prompt is not None:
+        special = body.add_special_tokens is not False
+        ids = text_ids(body.prompt, llm.tokenizer, add_special_tokens=special)
+    else:
+        assert body.messages is not None
+        ids = chat_ids(
+            body.messages,
+            llm.tokenizer,
+            tools=body.tools or (),
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+    names = None
+    if body.return_token_strs:
+        names = needed(llm.tokenizer).convert_ids_to_tokens(ids)
+    return {
+        "count": len(ids),
+        "max_model_len": llm.max_model_len,
+        "tokens": ids,
+        "token_strs": names,
+    }
+
+
+@router.post("/detokenize", **takes(DetokenizeBody))
+async def detokenize(request: Request) -> Response:
+    """The text of token ids."""
+    state = state_of(request)
+    body = parsed(DetokenizeBody, await read_json(request, state.settings))
+    state.check_model(body.model)
+
+    def decoded() -> dict[str, str]:
+        llm = state.llm.llm
+        check_token_ids("tokens", body.tokens, llm.engine.target.vocab_size)
+        return {"prompt": str(needed(llm.tokenizer).decode(body.tokens))}
+
+    return JSONResponse(await _off_loop(state, body, decoded))
+
+
+async def _off_loop(state: ServerState, body: Any, act: Any) -> Any:
+    try:
+        return await state.llm.off_loop(act)
+    except APIError:
+        raise
+    except ForetokenError as error:
+        raise of_engine(error, type(body).model_fields, "prompt") from error

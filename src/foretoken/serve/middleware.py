@@ -1,0 +1,126 @@
+"""Around every request: its id, its log line, the API key, and what becomes of errors."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from foretoken.serve.errors import APIError
+
+__all__ = ["Authentication", "Faults", "RequestLog"]
+
+_log = logging.getLogger("foretoken.serve.requests")
+_faults = logging.getLogger(__name__)
+
+_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+_GUARDED = ("/v1/", "/tokenize", "/detokenize")
+
+
+class Faults:
+    """Answers a mistake of ours with 500: the traceback is in the log, and not in the answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        begun = False
+
+        async def send_on(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_on)
+        except Exception:
+            if begun or scope["type"] != "http":
+                raise
+            _faults.exception("%s %s failed", scope["method"], scope["path"])
+            error = APIError(500, "an internal error: see the server's log.")
+            await JSONResponse(error.as_dict(), error.status)(scope, receive, send)
+
+
+class Authentication:
+    """Refuses requests to endpoints of the model that do not have an API key.
+
+    Args:
+        app: the rest of the app.
+        keys: the keys, at least one.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        guarded = scope["type"] == "http" and scope["path"].startswith(_GUARDED)
+        if guarded and scope["method"] != "OPTIONS" and not self._has_key(scope):
+            error = APIError(
+                401,
+                "an API key is needed: send 'Authorization: Bearer KEY'.",
+                code="invalid_api_key",
+            )
+            refusal = JSONResponse(
+                error.as_dict(), error.status, headers={"WWW-Authenticate": "Bearer"}
+            )
+            await refusal(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _has_key(self, scope: Scope) -> bool:
+        kind, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        found = given.strip().encode("latin-1", errors="replace")
+        # All of them are compared, in constant time.
+        matches = [hmac.compare_digest(found, key) for key in self._keys]
+        return kind.lower() == "bearer" and any(matches)
+
+
+class RequestLog:
+    """Gives each request an id, and logs it as one line of JSON when it has ended.
+
+    The id is the header `X-Request-Id` of the request if it has a valid one, and of the response.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        began, status = time.perf_counter(), 0
+
+        async def send_on(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_on)
+        finally:
+            line = {
+                "request_id": request_id,
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": status or None,
+                "seconds": round(time.perf_counter() - began, 4),
+                **scope["state"].get("log", {}),
+            }
+            _log.info("%s", json.dumps(line))

@@ -1,0 +1,232 @@
+"""`Run`: the prompts of one HTTP request in the engine, from admission to the last chunk."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from foretoken.async_llm import AsyncRequest
+from foretoken.core.params import SamplingParams
+from foretoken.errors import ForetokenError
+from foretoken.outputs import CompletionOutput, RequestOutput, StreamChunk
+from foretoken.serve.errors import APIError, of_engine
+from foretoken.serve.fields import ResponseBody, SamplingBody
+from foretoken.serve.sampling import check_speculation
+from foretoken.serve.state import ServerState
+
+__all__ = ["GONE", "Prepared", "Run", "started", "while_connected"]
+
+T = TypeVar("T")
+
+GONE = Response(status_code=499)
+"""What nobody reads: the client has gone."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What an endpoint makes of a body, off the loop.
+
+    Args:
+        prompts: token ids, or text of an encoder-decoder.
+        params: sampling parameters.
+        prediction: what the outputs are expected to repeat.
+    """
+
+    prompts: Sequence[list[int] | str]
+    params: SamplingParams
+    prediction: str | None = None
+
+
+class Run:
+    """The prompts of one HTTP request in the engine.
+
+    Whoever has it calls `close` in the end.
+
+    Args:
+        state: the server's.
+        requests: one per prompt.
+        sequences: outputs that were counted when the request entered.
+        began: when the request came in, by `time.perf_counter`.
+
+    Attributes:
+        log: what the request's log line says of it, when it has ended.
+    """
+
+    def __init__(
+        self, state: ServerState, requests: Sequence[AsyncRequest], sequences: int, began: float
+    ) -> None:
+        self.requests = requests
+        self.log: dict[str, Any] = {}
+        self._state = state
+        self._sequences = sequences
+        self._began = began
+        self._last: dict[tuple[int, int], float] = {}  # when an output's last tokens came
+        self._closed = False
+
+    async def chunks(self) -> AsyncIterator[tuple[int, StreamChunk]]:
+        """Index of the prompt, and the chunk, as they come.
+
+        Raises:
+            APIError: an output has failed.
+        """
+        if len(self.requests) == 1:
+            async for chunk in self.requests[0]:
+                self._watch(0, chunk)
+                yield 0, chunk
+            return
+        queue: asyncio.Queue[tuple[int, StreamChunk] | BaseException | None] = asyncio.Queue()
+
+        async def pump(index: int, request: AsyncRequest) -> None:
+            try:
+                async for chunk in request:
+                    queue.put_nowait((index, chunk))
+                queue.put_nowait(None)
+            except Exception as error:
+                queue.put_nowait(error)
+
+        tasks = [asyncio.ensure_future(pump(*each)) for each in enumerate(self.requests)]
+        try:
+            left = len(tasks)
+            while left:
+                item = await queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    left -= 1
+                else:
+                    self._watch(*item)
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def results(self) -> list[RequestOutput]:
+        """All outputs, when they have ended.
+
+        Raises:
+            APIError: one of them has failed.
+        """
+        async for _ in self.chunks():
+            pass
+        return [request.result() for request in self.requests]
+
+    def close(self) -> None:
+        """End what still runs; nothing happens if it has ended."""
+        if self._closed:
+            return
+        self._closed = True
+        for request in self.requests:
+            request.abort()
+        self._state.leave(self._sequences)
+        outputs = [r for request in self.requests for r in request.job.requests]
+        self.log |= {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": sum(each.metrics.generated_tokens for each in outputs),
+            "finish_reasons": [each.finish_reason or "abort" for each in outputs],
+        }
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(request.prompt_token_ids) for request in self.requests)
+
+    def _watch(self, index: int, chunk: StreamChunk) -> None:
+        """Measure a chunk, and refuse a failed output."""
+        now, place = time.perf_counter(), (index, chunk.index)
+        if chunk.tokens:
+            before = self._last.get(place)
+            self._state.metrics.chunk(now - (before or self._began), first=before is None)
+            self._last[place] = now
+        if chunk.output is not None:
+            job = self.requests[index].job
+            self._state.metrics.finished(chunk.output, job.requests[0].params, now - self._began)
+            _refuse_failed(chunk.output)
+
+
+def _refuse_failed(output: CompletionOutput) -> None:
+    if output.finish_reason == "error":
+        raise APIError(500, f"the request failed: {output.error}")
+
+
+async def started(
+    request: Request,
+    state: ServerState,
+    body: SamplingBody | ResponseBody,
+    sequences: int,
+    prepare: Callable[[], Prepared],
+    prompt_field: str,
+    *,
+    trace: bool = False,
+) -> Run:
+    """Admit a request, prepare it off the loop, and queue its prompts.
+
+    Args:
+        request: the HTTP request.
+        state: the server's.
+        body: its body.
+        sequences: its outputs.
+        prepare: makes prompts and sampling parameters of it.
+        prompt_field: the body's field with the prompt, for error messages.
+        trace: see `LLM.generate`.
+
+    Raises:
+        APIError: the request cannot be served.
+    """
+    began = time.perf_counter()
+    state.check_model(body.model)
+    check_speculation(body.speculative_config)
+    state.enter(sequences)
+    requests: list[AsyncRequest] = []
+    run = Run(state, requests, sequences, began)
+    request.state.log = run.log
+    try:
+        prepared = await state.llm.off_loop(prepare)
+        for prompt in prepared.prompts:
+            submitted = state.llm.submit(
+                prompt,
+                prepared.params,
+                speculative_config=body.speculative_config,
+                prediction=prepared.prediction,
+                trace=trace,
+            )
+            requests.append(await submitted)
+    except BaseException as error:
+        run.close()
+        if isinstance(error, ForetokenError):
+            refused = of_engine(error, type(body).model_fields, prompt_field)
+            if refused.param == "structured_outputs":
+                refused.param = _form_field(body)
+            raise refused from error
+        raise
+    return run
+
+
+def _form_field(body: SamplingBody | ResponseBody) -> str | None:
+    """The field that says which form the output has."""
+    kinds = (f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar"))
+    names = ("structured_outputs", *kinds, "response_format", "text", "tools")
+    return next((name for name in names if getattr(body, name, None) is not None), None)
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`; None if the client went away first, which cancels it."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

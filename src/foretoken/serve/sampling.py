@@ -1,0 +1,188 @@
+"""From a request's fields to `SamplingParams`, and which speculation a request may ask for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Literal, get_args, get_origin
+
+from foretoken.control import CONTROLLERS
+from foretoken.core.acceptance import RULES
+from foretoken.core.config import PathText
+from foretoken.core.params import SamplingParams
+from foretoken.drafters.registry import METHODS
+from foretoken.serve.errors import invalid
+from foretoken.serve.fields import SamplingBody
+from foretoken.serve.settings import Settings
+
+__all__ = ["check_speculation", "form_of", "params_of"]
+
+_SAME = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
+    *("include_stop_str_in_output", "skip_special_tokens", "bad_words", "allowed_token_ids"),
+    *("truncate_prompt_tokens", "prompt_logprobs", "n"),
+)
+"""Fields with the same name and meaning in `SamplingParams`."""
+
+_WORDS = ("method", "acceptance", "controller", "rule")
+_LOADS = frozenset({"model", "draft_tokenizer", "online"})
+"""Fields of speculation that load a model or write files."""
+
+
+def params_of(
+    body: SamplingBody,
+    settings: Settings,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    form: Mapping[str, Any] | None,
+) -> SamplingParams:
+    """The sampling parameters of a request. It may compile a grammar: call it off the loop.
+
+    Args:
+        body: the request.
+        settings: has the server's limits.
+        max_tokens: as `SamplingParams` has it.
+        logprobs: the same.
+        form: fields of `StructuredOutputs`, or None.
+
+    Raises:
+        APIError: a limit of the server is exceeded.
+        ConfigError: a value is out of range or contradicts another.
+    """
+    fields = {name: getattr(body, name) for name in _SAME if getattr(body, name) is not None}
+    if (body.n or 1) > settings.max_n:
+        raise invalid("n", f"n: at most {settings.max_n} on this server, got {body.n}.")
+    for name, count in (("logprobs", logprobs), ("prompt_logprobs", body.prompt_logprobs)):
+        if count is not None and not 0 <= count <= settings.max_logprobs:
+            most = settings.max_logprobs
+            raise invalid(name, f"{name}: 0 to {most} on this server, got {count}.")
+    if body.logit_bias is not None:
+        fields["logit_bias"] = {_token_id(key): each for key, each in body.logit_bias.items()}
+    if form is not None:
+        fields["structured_outputs"] = dict(form)
+    return SamplingParams(**fields, max_tokens=max_tokens, logprobs=logprobs)
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) < 10):
+        raise invalid("logit_bias", f"logit_bias: {key!r} is no token id.")
+    return int(key)
+
+
+def form_of(
+    body: SamplingBody, response_format: Mapping[str, Any] | None, param: str = "response_format"
+) -> dict[str, Any] | None:
+    """The form that a request wants its output to have, as fields of `StructuredOutputs`.
+
+    Args:
+        body: has vLLM's ways to say so.
+        response_format: OpenAI's way.
+        param: the field that `response_format` comes from.
+
+    Raises:
+        APIError: there are several, or `response_format` is not known.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for kind in ("json", "regex", "choice", "grammar"):
+        if (value := getattr(body, f"guided_{kind}")) is not None:
+            found[f"guided_{kind}"] = {kind: value}
+    if body.structured_outputs is not None:
+        found["structured_outputs"] = body.structured_outputs
+    if response_format is not None and (form := _of_format(response_format, param)) is not None:
+        found[param] = form
+    if len(found) > 1:
+        raise invalid(
+            list(found)[1], f"{' and '.join(found)} contradict each other: send one of them."
+        )
+    return next(iter(found.values()), None)
+
+
+def _of_format(given: Mapping[str, Any], param: str) -> dict[str, Any] | None:
+    kind, rest = given.get("type"), {k: v for k, v in given.items() if k != "type"}
+    if kind == "json_schema":
+        if param == "response_format":  # /v1/responses has the same fields one level higher
+            rest = rest["json_schema"] if set(rest) == {"json_schema"} else {}
+        if not isinstance(rest, dict) or not isinstance(rest.get("schema"), dict):
+            raise invalid(param, f"{param}: json_schema needs an object under 'schema'.")
+        if unknown := set(rest) - {"name", "description", "schema", "strict"}:
+            raise invalid(param, f"{param}: json_schema has no field '{min(unknown)}'.")
+        return {"json": rest["schema"]}
+    if kind not in ("text", "json_object") or rest:
+        raise invalid(
+            param,
+            f'{param}: known are {{"type": "text"}}, {{"type": "json_object"}} and "json_schema" '
+            f"with a schema, got {json.dumps(dict(given))[:200]}.",
+        )
+    return {"json_object": True} if kind == "json_object" else None
+
+
+# Speculation
+
+
+def check_speculation(given: Any, path: str = "speculative_config") -> None:
+    """Refuse what would make the server read or write files, or load models or plugins.
+
+    Raises:
+        APIError: a field or a text of the configuration could do that.
+    """
+    if isinstance(given, Mapping):
+        for name, value in given.items():
+            here = f"{path}.{name}"
+            if name in _LOADS | _file_fields():
+                raise invalid(
+                    "speculative_config",
+                    f"{here}: a request cannot name files or models: start the server with it.",
+                )
+            if isinstance(value, str) and value not in (_names() if name in _WORDS else _words()):
+                raise invalid("speculative_config", f"{here}: {value[:100]!r} is not known here.")
+            check_speculation(value, here)
+    elif isinstance(given, list):
+        for value in given:
+            if isinstance(value, str):
+                raise invalid("speculative_config", f"{path}: text is not possible here.")
+            check_speculation(value, path)
+
+
+@cache
+def _names() -> frozenset[str]:
+    """Methods, rules and controllers of this library."""
+    return frozenset({*METHODS, *RULES, *CONTROLLERS})
+
+
+@cache
+def _file_fields() -> frozenset[str]:
+    """Options of methods that name files."""
+    (reads_path,) = get_args(PathText)[1:]
+    return frozenset(
+        name
+        for spec in METHODS.values()
+        for name, field in spec.options.model_fields.items()
+        if reads_path in field.metadata or _mentions(field.annotation, reads_path)
+    )
+
+
+def _mentions(annotation: Any, metadata: Any) -> bool:
+    return any(part is metadata or _mentions(part, metadata) for part in get_args(annotation))
+
+
+@cache
+def _words() -> frozenset[str]:
+    """Texts that options of methods, rules and controllers may have: all choose from a few."""
+    kinds = [spec.options for spec in METHODS.values()]
+    classes = [*RULES.values(), *CONTROLLERS.values()]
+    kinds += [options for each in classes if (options := getattr(each, "Options", None))]
+    return frozenset(
+        word
+        for kind in kinds
+        for field in kind.model_fields.values()
+        for word in _literals(field.annotation)
+    )
+
+
+def _literals(annotation: Any) -> list[str]:
+    if get_origin(annotation) is Literal:
+        return [each for each in get_args(annotation) if isinstance(each, str)]
+    return [word for part in get_args(annotation) for word in _literals(part)]

@@ -1,0 +1,74 @@
+"""The OpenAPI description of bodies that endpoints parse by themselves (`body.py`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+
+from foretoken.serve.body import Body
+
+__all__ = ["describe", "takes"]
+
+_REFERENCE = "#/components/schemas/{model}"
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_STATUSES = {
+    400: "a field has to change",
+    401: "no API key, or a wrong one",
+    404: "no such model",
+    408: "the body came too slowly",
+    413: "the body is too large",
+    429: "too many requests run and wait",
+    500: "the request failed",
+    503: "the server is shutting down",
+}
+_kinds: dict[str, type[Body]] = {}
+
+
+def takes(kind: type[Body]) -> dict[str, Any]:
+    """Arguments of a route whose body is of this kind."""
+    _kinds[kind.__name__] = kind
+    reference = {"$ref": _REFERENCE.format(model=kind.__name__)}
+    error = {"application/json": {"schema": {"$ref": _REFERENCE.format(model="Error")}}}
+    return {
+        "openapi_extra": {
+            "requestBody": {
+                "required": True,
+                "content": {"application/json": {"schema": reference}},
+            }
+        },
+        "responses": {
+            status: {"description": meaning, "content": error}
+            for status, meaning in _STATUSES.items()
+        },
+    }
+
+
+def describe(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI description of an app, with the bodies' schemas; made once."""
+    if app.openapi_schema is None:
+        made = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        listed = [(kind, "validation") for kind in _kinds.values()]
+        _, bodies = models_json_schema(listed, ref_template=_REFERENCE)  # type: ignore[arg-type]
+        schemas = made.setdefault("components", {}).setdefault("schemas", {})
+        schemas.update(bodies["$defs"])
+        schemas["Error"] = _ERROR
+        app.openapi_schema = made
+    return app.openapi_schema

@@ -1,0 +1,49 @@
+"""`Settings`: what a server allows, and how it is called."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from annotated_types import Ge, Gt
+
+from foretoken.core.config import Config
+
+__all__ = ["Settings"]
+
+
+class Settings(Config):
+    """Limits of a server, and what it tells about itself.
+
+    Args:
+        served_model_names: names under which requests may ask for the model; the first is shown.
+        api_keys: a request to an endpoint of the model needs one of them; without any, none.
+        allowed_origins: origins that browsers may send requests from (CORS); "*" is any.
+        max_waiting: most sequences that wait for a place among the running ones. More requests are
+            answered with 429.
+        max_body_bytes: most bytes of a request's body.
+        max_n: most outputs of a prompt.
+        max_prompts: most prompts of one request to `/v1/completions`.
+        max_logprobs: most tokens per position whose log-probabilities a request may ask for.
+        body_timeout: seconds in which the whole body has to come.
+        header_timeout: seconds in which all headers of a request have to come.
+        shutdown_timeout: seconds that running requests have left after SIGTERM.
+        log_requests: whether each request is logged when it has ended.
+    """
+
+    served_model_names: tuple[str, ...]
+    api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    max_waiting: Annotated[int, Ge(0)] = 256
+    max_body_bytes: Annotated[int, Ge(1)] = 8 * 2**20
+    max_n: Annotated[int, Ge(1)] = 16
+    max_prompts: Annotated[int, Ge(1)] = 128
+    max_logprobs: Annotated[int, Ge(0)] = 20
+    body_timeout: Annotated[float, Gt(0)] = 30.0
+    header_timeout: Annotated[float, Gt(0)] = 15.0
+    shutdown_timeout: Annotated[float, Ge(0)] = 30.0
+    log_requests: bool = True
+
+    @property
+    def model(self) -> str:
+        """The name that responses show."""
+        return self.served_model_names[0]

@@ -1,0 +1,110 @@
+"""`ServerState`: what all endpoints of an app share; and who may begin a request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import cache, cached_property
+
+from starlette.requests import Request
+
+from foretoken.async_llm import AsyncLLM
+from foretoken.serve.errors import APIError, invalid
+from foretoken.serve.metrics import ServerMetrics
+from foretoken.serve.settings import Settings
+
+__all__ = ["Pieces", "ServerState", "state_of"]
+
+
+class ServerState:
+    """What all endpoints share.
+
+    Args:
+        llm: the engine.
+        settings: limits and names.
+
+    Attributes:
+        metrics: what Prometheus reads.
+        created: when the server began, in seconds since 1970.
+        open_sequences: outputs that were begun and have not ended.
+        stopping: whether no more requests are taken.
+    """
+
+    def __init__(self, llm: AsyncLLM, settings: Settings) -> None:
+        self.llm, self.settings = llm, settings
+        self.created = int(time.time())
+        self.open_sequences = 0
+        self.stopping = False
+        self.metrics = ServerMetrics(llm.llm.engine, settings.model)
+        llm.worker.observe = self.metrics.observe_step
+
+    @property
+    def capacity(self) -> int:
+        """Most outputs that run and wait."""
+        return self.llm.llm.engine.options.max_num_seqs + self.settings.max_waiting
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """The texts of single tokens."""
+        return Pieces(self.llm)
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a model that is not served here.
+
+        Raises:
+            APIError: 404.
+        """
+        known = self.settings.served_model_names
+        if name is not None and name not in known:
+            message = f"the model '{name[:200]}' does not exist here; there is '{known[0]}'."
+            raise APIError(404, message, param="model", code="model_not_found")
+
+    def enter(self, sequences: int) -> None:
+        """Count outputs that are to begin; the caller counts them off with `leave`.
+
+        Raises:
+            APIError: there are too many (429), also if they were alone (400), or the server stops
+                (503).
+        """
+        if self.stopping or not self.llm.worker.alive:
+            raise APIError(503, "the server is shutting down.", headers={"Retry-After": "5"})
+        if sequences > self.capacity:
+            raise invalid("n", f"at most {self.capacity} outputs fit into one request here.")
+        if self.open_sequences + sequences > self.capacity:
+            self.metrics.refused()
+            raise APIError(
+                429,
+                f"{self.open_sequences} outputs run or wait, and there is room for "
+                f"{self.capacity}: try again later.",
+                code="queue_full",
+                headers={"Retry-After": "1"},
+            )
+        self.open_sequences += sequences
+
+    def leave(self, sequences: int) -> None:
+        """Count outputs off."""
+        self.open_sequences -= sequences
+
+
+class Pieces:
+    """The text of each token by itself."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        tokenizer = llm.llm.tokenizer
+
+        @cache
+        def piece(token: int) -> str:
+            return "" if tokenizer is None else str(tokenizer.decode([token]))
+
+        self.of = piece
+
+    def all_of(self, tokens: Sequence[int]) -> list[str]:
+        """The text of each of these tokens."""
+        return [self.of(token) for token in tokens]
+
+
+def state_of(request: Request) -> ServerState:
+    """The state of the app that this request came to."""
+    state = request.app.state.server
+    assert isinstance(state, ServerState)
+    return state

@@ -1,0 +1,309 @@
+"""A GGUF file of every architecture computes the logits of the same Transformers model.
+
+The files are written as llama.cpp's converter writes them (`convert_hf_to_gguf.py`): its names, its
+order of query and key rows, and norms of Gemma plus one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from foretoken import LLM, SamplingParams
+from foretoken.errors import ModelError
+from foretoken.models import cached, load_model, load_tokenizer, resolve
+from tests.models.test_convert_tokenizer import sentencepiece_settings
+from tests.tiny import reference_greedy
+
+CPU = torch.device("cpu")
+HEADS, KEY_HEADS, HEAD_SIZE, CONTEXT = 4, 2, 32, 128
+TOKENS = [3, 70, 150, 9, 201, 44, 8, 120, 77, 31, 5, 90]
+
+EXPERTS = {"expert_count": 4, "expert_used_count": 2}
+FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    # Transformers' type: llama.cpp's name, fields of the configuration, further settings
+    "gemma2": (
+        "gemma2",
+        {"query_pre_attn_scalar": HEAD_SIZE, "sliding_window": 4},
+        {
+            "attention.sliding_window": 4,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    "gemma3_text": (
+        "gemma3",
+        {
+            "query_pre_attn_scalar": HEAD_SIZE,
+            "sliding_window": 4,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "linear",
+                    "factor": 8.0,
+                    "rope_theta": 1e6,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+        {
+            "attention.sliding_window": 4,
+            "rope.freq_base": 1e6,
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": 8.0,
+        },
+    ),
+    "phi3": (
+        "phi3",
+        {"sliding_window": 5, "original_max_position_embeddings": CONTEXT},
+        {"attention.sliding_window": 5, "rope.scaling.original_context_length": CONTEXT},
+    ),
+    "granite": (
+        "granite",
+        {
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+        },
+        {
+            "attention.scale": 0.2,
+            "embedding_scale": 3.0,
+            "residual_scale": 0.5,
+            "logit_scale": 2.0,
+        },
+    ),
+    "olmo2": ("olmo2", {}, {}),
+    "smollm3": ("smollm3", {}, {}),
+    "qwen2_moe": (
+        "qwen2moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 80,
+        },
+        {
+            **EXPERTS,
+            "expert_feed_forward_length": 48,
+            "expert_shared_feed_forward_length": 80,
+        },
+    ),
+    "qwen3_moe": (
+        "qwen3moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+        },
+        {**EXPERTS, "expert_feed_forward_length": 48},
+    ),
+    "mixtral": ("llama", {"num_local_experts": 4, "num_experts_per_tok": 2}, EXPERTS),
+}
+NARROW, NARROW_SIZE = {"phi3", "olmo2", "qwen2_moe"}, 16
+"""Families whose heads are together as wide as the hidden states."""
+TIED = {"gemma2", "gemma3_text", "smollm3"}
+PAIRS = {"granite", "smollm3", "mixtral"}
+"""Families whose query and key rows the converter puts side by side."""
+
+
+def made(model_type: str, vocabulary: int, layers: int) -> PreTrainedModel:
+    fields = FAMILIES[model_type][1]
+    config = AutoConfig.for_model(
+        model_type,
+        **{
+            "vocab_size": vocabulary,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": layers,
+            "num_attention_heads": HEADS,
+            "num_key_value_heads": KEY_HEADS,
+            "head_dim": NARROW_SIZE if model_type in NARROW else HEAD_SIZE,
+            "max_position_embeddings": CONTEXT,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50_000.0},
+            "tie_word_embeddings": model_type in TIED,
+            **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+            **fields,
+        },
+    )
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # multiples of 2^-10, which stay exact when one is added
+            parameter.normal_(0, 0.02 if "embed" in name else 0.1).mul_(1024).round_().div_(1024)
+    model.train(False)
+    return model
+
+
+def tensors(model_type: str, model: PreTrainedModel) -> dict[str, np.ndarray[Any, Any]]:
+    """The weights as llama.cpp's converter writes them."""
+    architecture = FAMILIES[model_type][0]
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kinds[architecture], model.config.num_hidden_layers)
+    found = {}
+    for name, parameter in model.state_dict().items():
+        if name == "lm_head.weight" and model_type in TIED:
+            continue
+        stem, _, suffix = name.rpartition(".")
+        weight = parameter.numpy()
+        if ".experts." in name:
+            halves = np.split(weight, 2, axis=1) if suffix == "gate_up_proj" else [weight]
+            parts = ["gate", "up"] if suffix == "gate_up_proj" else ["down"]
+            block = stem.split(".")[2]
+            for part, half in zip(parts, halves, strict=True):
+                found[f"blk.{block}.ffn_{part}_exps.weight"] = np.ascontiguousarray(half)
+            continue
+        if model_type.startswith("gemma") and name.endswith("norm.weight"):
+            weight = weight + 1
+        if model_type in PAIRS and stem.endswith(("q_proj", "k_proj")):
+            heads = HEADS if stem.endswith("q_proj") else KEY_HEADS
+            halves = weight.reshape(heads, 2, len(weight) // heads // 2, weight.shape[1])
+            weight = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
+        to = f"{names.get_name(stem)}.{suffix}"
+        found[to] = weight[0] if to.endswith("gate_inp_shexp.weight") else weight
+    return found
+
+
+SPLITS = {"granite": "refact", "olmo2": "dbrx", "smollm3": "llama-bpe"}
+"""What the families' files say about their tokenizers; others have that of Qwen2."""
+SENTENCEPIECE = {"gemma2", "gemma3_text", "phi3", "mixtral"}
+
+
+def _settings(model_type: str, layers: int, vocabulary: list[str]) -> dict[str, Any]:
+    """All settings of a file."""
+    architecture, _, more = FAMILIES[model_type]
+    width = HEAD_SIZE if model_type not in NARROW else NARROW_SIZE
+    own = {
+        "context_length": CONTEXT,
+        "block_count": layers,
+        "embedding_length": 64,
+        "feed_forward_length": 96,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": KEY_HEADS,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "attention.key_length": width,
+        "attention.value_length": width,
+        "rope.freq_base": 50_000.0,
+        **more,
+    }
+    if model_type in SENTENCEPIECE:
+        text = sentencepiece_settings(not model_type.startswith("gemma"))
+    else:
+        text = {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": SPLITS.get(model_type, "qwen2"),
+            "tokenizer.ggml.tokens": vocabulary,
+            "tokenizer.ggml.token_type": [3] * 3 + [1] * (len(vocabulary) - 3),
+            "tokenizer.ggml.merges": ["Ġ t", "h e"],
+            "tokenizer.ggml.bos_token_id": 1,
+            "tokenizer.ggml.add_bos_token": False,
+        }
+    named = {f"{architecture}.{name}": value for name, value in own.items()}
+    return {**named, **text, "tokenizer.ggml.eos_token_id": 2}
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, list):
+        writer.add_array(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    elif isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    else:
+        writer.add_uint32(key, value)
+
+
+@pytest.fixture
+def write(tmp_path: Path, byte_vocabulary: list[str]) -> Callable[..., tuple[Path, Any]]:
+    """Writes a family's file; returns it and the model."""
+
+    def make(model_type: str, layers: int = 2, **more: Any) -> tuple[Path, PreTrainedModel]:
+        architecture = FAMILIES[model_type][0]
+        settings = _settings(model_type, layers, byte_vocabulary) | more
+        model = made(model_type, len(settings["tokenizer.ggml.tokens"]), layers)
+        path = tmp_path / f"{model_type}.gguf"
+        writer = gguf.GGUFWriter(path, architecture)
+        for key, value in settings.items():
+            if value is not None:
+                _add(writer, key, value)
+        for name, weight in tensors(model_type, model).items():
+            writer.add_tensor(name, weight)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path, model
+
+    return make
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_same_logits(model_type: str, write: Any) -> None:
+    # With 7 layers, Gemma 3 has one that sees all, and SmolLM3 one without positions.
+    path, model = write(model_type, layers=7 if model_type in ("gemma3_text", "smollm3") else 2)
+    loaded = load_model(resolve(path), torch.float32, CPU)
+    assert type(loaded) is type(model)
+    ids = torch.tensor([TOKENS])
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert loaded.generation_config is not None
+    assert loaded.generation_config.eos_token_id == 2
+    tokenizer = load_tokenizer(resolve(path))
+    assert tokenizer is not None
+    for text in ("the  then 12345", " it's\n\n\tI'LL (é🎉中文)"):
+        decoded = tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True)
+        assert decoded == text
+
+
+@pytest.mark.parametrize("model_type", ["granite", "qwen3_moe"])
+def test_speculation_changes_nothing(model_type: str, write: Any) -> None:
+    path, model = write(model_type)
+    ngram = {"method": "ngram", "num_speculative_tokens": 3}
+    llm = LLM(path, dtype="float32", speculative_config=ngram)
+    assert llm.runtime != "native"
+    (entry,) = cached()
+    assert entry.runs == f"dequantized; {model_type} has no native runtime"
+    (found,) = llm.generate([TOKENS], SamplingParams(temperature=0, max_tokens=8))
+    assert list(found.token_ids) == reference_greedy(model, TOKENS, 8)
+
+
+def test_mistral_is_no_mixtral(write: Any) -> None:
+    path, _ = write("mixtral", **{"llama.expert_count": None, "llama.expert_used_count": None})
+    with pytest.raises(ModelError, match=r"lacks .*, blk\.0\.ffn_down\.weight"):
+        resolve(path)
+
+
+@pytest.mark.parametrize("pattern", [3, [True, True, False, True]])
+def test_a_pattern_of_windows(pattern: Any, write: Any) -> None:
+    settings = {
+        "gemma3.attention.sliding_window_pattern": pattern,
+        "gemma3.rope.freq_base_swa": 5e4,
+    }
+    path, _ = write("gemma3_text", layers=4, **settings)
+    config: Any = AutoConfig.from_pretrained(resolve(path))
+    see = ["full" if each == "full_attention" else "window" for each in config.layer_types]
+    assert see == ["window", "window", "full", "window"]
+    assert config.rope_parameters["sliding_attention"]["rope_theta"] == 5e4
+
+
+def test_a_stretched_context_is_refused(write: Any) -> None:
+    settings = {"phi3.rope.scaling.original_context_length": 64}
+    with pytest.raises(ModelError, match="stretches its context"):
+        resolve(write("phi3", **settings)[0])
+
+
+def test_a_setting_that_differs_between_layers_is_refused(write: Any) -> None:
+    settings = {"granite.attention.head_count_kv": [1, 2]}
+    with pytest.raises(ModelError, match=r"another attention\.head_count_kv in each layer"):
+        resolve(write("granite", **settings)[0])

@@ -1,0 +1,326 @@
+"""The page of a server in a browser: a chat on a tiny model behind a real server."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from itertools import count
+from threading import Event
+from typing import Any
+
+import pytest
+from playwright.sync_api import Locator, Page, Request, Route, expect
+
+from tests.page.conftest import Open, shot
+from tests.serve.support import Served, served, tiny_llm
+
+ANSWERS = "**/v1/chat/completions"
+ENDED = re.compile("finished|most tokens reached")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    """Its draft model is the target itself, so every draft is accepted."""
+    twin = tiny_llm(speculative_config=None)
+    config = {"method": "draft_model", "model": twin, "num_speculative_tokens": 3}
+    llm = tiny_llm(speculative_config={**config, "controller": "fixed"})
+    with served(llm, max_waiting=0) as found:
+        yield found
+
+
+@pytest.fixture
+def page(server: Served, open_page: Open) -> Page:
+    page = open_page(server.url)
+    expect(page.locator("#model")).to_have_text("tiny")
+    return page
+
+
+def configure(page: Page, **values: object) -> None:
+    page.locator("summary").click()
+    for name, value in values.items():
+        page.locator(f"[name={name}]").fill(str(value))
+    page.locator("summary").click()
+
+
+def ask(page: Page, text: str = "one two one two one two") -> Locator:
+    """Send a message; the last answer."""
+    page.get_by_label("Message").fill(text)
+    page.keyboard.press("Enter")
+    return page.locator(".answer").last
+
+
+def wait_until_idle(server: Served) -> None:
+    for _ in range(600):
+        if server.state.open_sequences == 0:
+            return
+        server.http.get("/health")
+        time.sleep(0.05)
+    raise AssertionError("a request is still open")
+
+
+def test_an_answer_with_its_colours_its_tally_and_its_trace(page: Page, server: Served) -> None:
+    configure(page, max_tokens=40, temperature=0)
+    answer = ask(page)
+    expect(answer.locator(".state")).to_have_text(ENDED)
+    content = answer.locator(".text")
+    direct = server.post(
+        "/v1/chat/completions",
+        messages=[{"role": "user", "content": "one two one two one two"}],
+        max_tokens=40,
+        temperature=0,
+    ).json()
+    text, size = direct["choices"][0]["message"]["content"], direct["usage"]["completion_tokens"]
+    assert content.evaluate("element => element.textContent") == text
+    assert content.locator(".token").count() == size > 8
+    kinds = content.locator(".token").evaluate_all("all => all.map(t => t.className)")
+    assert kinds[:8] == ([*["token draft by-model"] * 3, "token bonus"]) * 2
+    tally = answer.locator(".tally").inner_text()
+    found = re.fullmatch(
+        r"tokens/s\n[\d.]+\ntokens per pass\n([\d.]+)\n(?:saved|lost) to plain\n≈ [\d.]+ .?s", tally
+    )
+    assert found, tally
+    per_pass = float(found[1])
+    assert per_pass > 3
+    shot(page, "chat")
+
+    answer.get_by_role("link", name="Trace").click()
+    expect(page.locator("#trace-title")).to_have_text("Answer 1")
+    traced = page.locator(".output").evaluate("element => element.textContent")
+    assert traced.removesuffix("<|end|>") == text, "a trace shows special tokens, too"
+    assert f"{size}\n{round(size / per_pass)} passes" in page.locator(".tiles").inner_text()
+    page.keyboard.press("End")
+    expect(page.locator(".side tbody tr")).to_have_count(5)
+    shot(page, "chat-trace", whole=True)
+    page.keyboard.press("Escape")
+    expect(answer).to_be_visible()
+
+    answer.get_by_role("button", name="Compare with plain").click()
+    expect(page.locator(".verdict")).to_have_text(
+        re.compile(r"Same text; speculative: [\d.]+ times the speed")
+    )
+    plain = page.get_by_role("region", name="Plain")
+    assert plain.locator(".text").evaluate("element => element.textContent") == text
+    assert plain.locator(".token:not(.plain)").count() == 0
+    expect(plain.locator(".tally")).not_to_contain_text("to plain")
+    shot(page, "chat-compared")
+
+    again = ask(page, "and then")
+    expect(again.locator(".state")).to_have_text(ENDED)
+    page.get_by_role("button", name="New chat").click()
+    expect(page.get_by_text("Ask something")).to_be_visible()
+    expect(page.locator(".answer")).to_have_count(0)
+
+
+def test_the_conversation_and_the_settings_are_sent(page: Page) -> None:
+    bodies: list[dict[str, Any]] = []
+
+    def asked(request: Request) -> None:
+        if request.method == "POST":
+            bodies.append(json.loads(request.post_data or ""))
+
+    page.on("request", asked)
+    configure(page, max_tokens=4, temperature=0.5, top_k=7, seed=3, system="Be brief.")
+    expect(ask(page, "first").locator(".state")).to_have_text(ENDED)
+    expect(ask(page, "second").locator(".state")).to_have_text(ENDED)
+    first, second = bodies
+    assert first["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "first"},
+    ]
+    sent = {"max_tokens": 4, "temperature": 0.5, "top_k": 7, "seed": 3, "model": "tiny"}
+    assert sent.items() <= first.items()
+    assert "top_p" not in first
+    assert [message["role"] for message in second["messages"]] == [
+        *("system", "user", "assistant", "user")
+    ]
+    page.reload()
+    page.locator("summary").click()
+    expect(page.locator("[name=top_k]")).to_have_value("7")
+    page.locator("[name=speculative_config]").fill("{")
+    expect(page.locator("details [role=status]")).to_contain_text("this is not JSON")
+    ask(page, "third")
+    expect(page.get_by_role("alert")).to_contain_text("Speculation: this is not JSON")
+    assert len(bodies) == 2
+
+
+def held(server: Served, monkeypatch: pytest.MonkeyPatch, steps: int) -> Event:
+    """Hold the engine after these steps until the event is set."""
+    verify, left, go_on = server.llm.engine.target.verify, count(steps, -1), Event()
+
+    def waiting(*arguments: Any, **options: Any) -> Any:
+        if next(left) <= 0:
+            go_on.wait(120)
+        return verify(*arguments, **options)
+
+    monkeypatch.setattr(server.llm.engine.target, "verify", waiting)
+    return go_on
+
+
+@pytest.mark.parametrize("by", ["button", "key"])
+def test_stop(page: Page, server: Served, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part that has come stays, and the engine is free at once."""
+    configure(page, max_tokens=900, seed=5)
+    go_on = held(server, monkeypatch, 3)
+    answer = ask(page)
+    expect(answer.locator(".token")).to_have_count(12)
+    shot(page, "chat-streaming")
+    expect(answer.locator(".state")).to_have_text("generating …")
+    if by == "button":
+        page.get_by_role("button", name="Stop").click()
+    else:
+        page.keyboard.press("Escape")
+    expect(answer.locator(".state")).to_have_text("stopped")
+    go_on.set()
+    expect(answer.locator(".failure")).to_have_count(0)
+    wait_until_idle(server)
+    expect(answer.locator(".token")).to_have_count(12)
+
+
+def test_what_goes_wrong_is_said_and_can_be_tried_again(page: Page, server: Served) -> None:
+    configure(page, max_tokens=4, top_p=0)
+    answer = ask(page)
+    expect(answer.locator(".failure")).to_contain_text("The server refused the request: ")
+    expect(answer.locator(".failure")).to_contain_text("top_p")
+    configure(page, top_p=1)
+
+    room, server.state.open_sequences = server.state.open_sequences, server.state.capacity
+    answer = ask(page)
+    failure = answer.locator(".failure")
+    expect(failure).to_contain_text("The server is busy: ")
+    expect(failure).to_contain_text("Try again in 1 s.")
+    server.state.open_sequences = room
+    answer.get_by_role("button", name="Try again").click()
+    answer = page.locator(".answer").last
+    expect(answer.locator(".state")).to_have_text(ENDED)
+    expect(answer.locator(".failure")).to_have_count(0)
+
+    page.context.set_offline(True)
+    answer = ask(page)
+    expect(answer.locator(".failure")).to_have_text(
+        "The server cannot be reached. Is it still running?"
+    )
+    shot(page, "chat-server-gone")
+    page.context.set_offline(False)
+    answer.get_by_role("button", name="Try again").click()
+    expect(page.locator(".answer").last.locator(".state")).to_have_text(ENDED)
+
+
+def stream(*texts: str, ends: bool = True) -> str:
+    """A response with one token per text."""
+    parts = []
+    for text in texts:
+        token = {"id": 1, "text": text, "origin": "plain"}
+        choice = {"index": 0, "finish_reason": None, "foretoken": {"tokens": [token]}}
+        parts.append(f"data: {json.dumps({'choices': [choice]})}\n\n")
+    return "".join([*parts, *(["data: [DONE]\n\n"] if ends else [])])
+
+
+ATTACK = '</script><img src=x onerror="document.title=1"><script>document.title=1</script>'
+
+
+def test_a_stream_that_breaks_or_fails_and_text_that_is_markup(page: Page) -> None:
+    error = {"error": {"message": "the request failed: no room", "type": "server_error"}}
+    failed = f"{stream('half', ends=False)}data: {json.dumps(error)}\n\n"
+    cases = {
+        stream("half", ends=False): "The connection broke before the end of the answer.",
+        failed: "the request failed: no room",
+    }
+
+    def answered(body: str, status: int = 200) -> None:
+        def fulfil(route: Route) -> None:
+            route.fulfill(status=status, body=body, content_type="text/event-stream")
+
+        page.unroute(ANSWERS)
+        page.route(ANSWERS, fulfil)
+
+    for body, told in cases.items():
+        answered(body)
+        answer = ask(page)
+        expect(answer.locator(".failure")).to_have_text(told)
+        expect(answer.locator(".text")).to_contain_text("half")
+        expect(answer.get_by_role("button", name="Try again")).to_be_visible()
+    answered(stream(ATTACK, "é", "\u202e"))
+    answer = ask(page, ATTACK)
+    expect(answer.locator(".text")).to_have_text(f"{ATTACK}é\u202e")
+    assert page.locator("img").count() == 0
+    assert page.title() == "Foretoken"
+    answered(json.dumps({"error": {"message": "an API key is needed"}}), 401)
+    answer = ask(page)
+    expect(answer.locator(".failure")).to_have_text(
+        "The server wants an API key: an API key is needed"
+    )
+    expect(page.locator("[name=key]")).to_be_focused()
+    kept = page.evaluate("localStorage.getItem('foretoken-settings')")
+    page.locator("[name=key]").fill("secret")
+    assert page.evaluate("localStorage.getItem('foretoken-settings')") == kept, "it is not kept"
+
+
+def test_keys_dark_and_narrow(server: Served, open_page: Open) -> None:
+    options: dict[str, Any] = {"viewport": {"width": 360, "height": 740}, "color_scheme": "dark"}
+    page = open_page(server.url, **options)
+    expect(page.get_by_label("Message")).to_be_focused()
+    page.keyboard.type("a?b")
+    page.keyboard.press("Shift+Enter")
+    expect(page.get_by_label("Message")).to_have_value("a?b\n")
+    expect(page.get_by_role("dialog")).to_have_count(0)
+    configure(page, max_tokens=60)
+    page.locator("h1 a").focus()
+    page.keyboard.press("?")
+    expect(page.get_by_role("dialog", name="Keys")).to_be_visible()
+    page.keyboard.press("Escape")
+    page.keyboard.press("/")
+    expect(page.get_by_label("Message")).to_be_focused()
+    answer = ask(page)
+    expect(answer.get_by_role("link", name="Trace")).to_be_visible()
+    answer.get_by_role("button", name="Compare with plain").click()
+    expect(page.locator(".verdict")).to_be_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    room = "(e => e.scrollHeight - e.scrollTop - e.clientHeight)(document.documentElement)"
+    page.wait_for_function(f"{room} < 2")  # the end of what was written can be seen
+    shot(page, "chat-narrow-dark")
+
+
+def test_a_trace_from_disk(page: Page, server: Served) -> None:
+    answer = server.post(
+        "/v1/chat/completions",
+        messages=[{"role": "user", "content": "one"}],
+        max_tokens=5,
+        foretoken={"trace": True},
+    ).json()["choices"][0]
+    page.get_by_role("button", name="Open a trace").wait_for()
+    with page.expect_file_chooser() as chooser:
+        page.get_by_role("button", name="Open a trace").click()
+    content = json.dumps(answer["foretoken"]["trace"]).encode()
+    chooser.value.set_files(
+        {"name": "mine.json", "mimeType": "application/json", "buffer": content}
+    )
+    expect(page.locator("#trace-title")).to_have_text("mine")
+    traced = page.locator(".output").evaluate("element => element.textContent")
+    assert traced.removesuffix("<|end|>") == answer["message"]["content"]
+    page.go_back()
+    expect(page.get_by_label("Message")).to_be_visible()
+
+
+def test_files_and_headers(server: Served) -> None:
+    """Nothing but the page's own files; a browser asks again with a tag."""
+    index = server.http.get("/")
+    assert index.headers["content-type"] == "text/html; charset=utf-8"
+    policy = index.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    names = re.findall(r'(?:src|href)="(page/[^"]+)"', index.text)
+    assert len(names) == 2
+    for name in [*names, "page/api.js"]:
+        found = server.http.get(f"/{name}")
+        assert found.status_code == 200
+        assert "http:" not in found.text.replace("http://www.w3.org/2000/svg", "")
+        assert "https:" not in found.text
+        tag = found.headers["etag"]
+        again = server.http.get(f"/{name}", headers={"If-None-Match": tag})
+        assert (again.status_code, again.content) == (304, b"")
+    for absent in ("page/", "page/trace.html", "page/../page.py", "page/%2e%2e/page.py"):
+        assert server.http.get(f"/{absent}").status_code == 404
+    assert server.http.head("/").status_code == 200
+    assert "/page" not in json.dumps(server.http.get("/openapi.json").json()["paths"])

@@ -1,0 +1,86 @@
+"""A tiny model behind a real server, in a thread of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx2
+
+from foretoken import LLM, AsyncLLM
+from foretoken.serve.address import bound_socket
+from foretoken.serve.app import create_app
+from foretoken.serve.run import ForetokenServer
+from foretoken.serve.settings import Settings
+from foretoken.serve.state import ServerState
+from tests.cli.conftest import ascii_tokenizer
+from tests.engine.serving import assert_empty
+from tests.tiny import tiny_model
+
+MODEL = "tiny"
+CONTEXT = 1024
+
+
+def tiny_llm(**fields: Any) -> LLM:
+    """It writes printable ASCII, has a chat template, and drafts."""
+    tokenizer = ascii_tokenizer()
+    model = tiny_model(vocab_size=len(tokenizer.get_vocab()), max_position_embeddings=CONTEXT)
+    config = {"method": "ngram", "prompt_lookup_min": 1, "controller": "fixed"}
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    return LLM(model, tokenizer=tokenizer, **{"speculative_config": config, **fields})
+
+
+class Served:
+    """A running server, as tests see it."""
+
+    def __init__(self, llm: LLM, port: int, server: ForetokenServer, state: ServerState) -> None:
+        self.llm, self.port, self.server, self.state = llm, port, server, state
+        self.url = f"http://127.0.0.1:{port}"
+        self.http = httpx2.Client(base_url=self.url, timeout=120)
+
+    def post(self, path: str, **body: Any) -> httpx2.Response:
+        return self.http.post(path, json={"model": MODEL, **body})
+
+    def complete(self, prompt: Any = "hello", **body: Any) -> Any:
+        """The response of /v1/completions, which must be 200."""
+        fields = {"temperature": 0, "max_tokens": 8, **body}
+        response = self.post("/v1/completions", prompt=prompt, **fields)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def refused(self, path: str, status: int = 400, **body: Any) -> Any:
+        """The error object of a request that is refused."""
+        response = self.post(path, **body)
+        assert response.status_code == status, response.text
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return error
+
+
+@contextmanager
+def served(llm: LLM | None = None, **settings: Any) -> Iterator[Served]:
+    """A server on a free port; nothing may be left in the engine when it has ended."""
+    llm = llm or tiny_llm()
+    asynchronous = AsyncLLM(llm)
+    chosen = Settings(**{"served_model_names": (MODEL,), **settings})
+    app = create_app(asynchronous, chosen)
+    started = threading.Event()
+    server = ForetokenServer(app, chosen, started.set)
+    with bound_socket("127.0.0.1", 0) as at:
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([at])))
+        thread.start()
+        assert started.wait(60)
+        found = Served(llm, at.getsockname()[1], server, app.state.server)
+        try:
+            yield found
+        finally:
+            found.http.close()
+            server.should_exit = True
+            thread.join(60)
+            asynchronous.close()
+    assert not thread.is_alive()
+    assert found.state.open_sequences == 0
+    assert_empty(llm)

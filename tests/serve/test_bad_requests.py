@@ -1,0 +1,272 @@
+"""What is wrong in a request gets OpenAI's error object, which names it; nothing is ignored."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.serve.support import MODEL, Served
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b"[]", "must be a JSON object, not list"),
+        (b'"text"', "must be a JSON object, not str"),
+        (b"\xff\xfe", "not UTF-8"),
+        (b'{"a": NaN}', "NaN is no JSON number"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b'{"a": ' + b"9" * 10_000 + b"}", "not valid JSON"),
+        (b'{"model": "tiny", "prompt": "a", "prompt": "b"}', "prompt: it is there twice"),
+        (b'{"model": "tiny", "prompt": "\\ud800"}', "half of a character"),
+        (b'{"model": "tiny", "prompt": "a", "\\ud800": 1}', "valid string"),
+        (b'{"model": "tiny", "logit_bias": {"1": 0, "1": 1}}', "1: it is there twice"),
+    ],
+)
+def test_no_json_object(server: Served, content: bytes, message: str) -> None:
+    response = server.http.post(COMPLETIONS, content=content)
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+FIELDS: list[tuple[dict[str, Any], str | None]] = [
+    ({"colour": 1}, "colour"),
+    ({"max_token": 1}, "max_token"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": "1"}, "temperature"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"n": 0}, "n"),
+    ({"n": 17}, "n"),
+    ({"n": 10**30}, "n"),
+    ({"n": 2, "temperature": 0}, None),
+    ({"seed": -1}, "seed"),
+    ({"seed": 2**63}, "seed"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 2, "min_tokens": 3}, None),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"frequency_penalty": -3}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["a"] * 65}, "stop"),
+    ({"stop": "a" * 1001}, "stop"),
+    ({"stop": [1]}, "stop"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"stop_token_ids": [10**6]}, "stop_token_ids"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"100000": 1}}, "logit_bias"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"bad_words": [" "]}, "bad_words"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"usage": True}}, "stream_options"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"response_format": {"type": "text", "colour": 1}}, "response_format"),
+    ({"guided_json": {"type": "nothing"}}, "guided_json"),
+    ({"guided_regex": "("}, "guided_regex"),
+    ({"guided_choice": []}, "guided_choice"),
+    ({"guided_grammar": "start: nothing"}, "guided_grammar"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+    ({"structured_outputs": {"colour": 1}}, "structured_outputs"),
+    ({"foretoken": {"colour": True}}, "foretoken"),
+    ({"speculative_config": {"method": "nogram"}}, "speculative_config"),
+    ({"speculative_config": {"method": "ngram", "prompt_lookup": 1}}, None),
+    ({"speculative_config": "ngram"}, "speculative_config"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), FIELDS, ids=[json.dumps(f)[:50] for f, _ in FIELDS])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_fields(server: Served, path: str, fields: dict[str, Any], param: str | None) -> None:
+    prompt: dict[str, Any] = {"prompt": "a"} if path == COMPLETIONS else {"messages": HELLO}
+    error = server.refused(path, **prompt, **fields)
+    assert error["type"] == "invalid_request_error"
+    assert (error["param"] or "").partition(".")[0] == (param or "")
+    assert "\n" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [100_000]}, "prompt"),
+        ({"prompt": ["a"] * 129}, "prompt"),
+        ({"prompt": {"prompt": "a"}}, "prompt"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "best_of": 2}, "best_of"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs"),
+        ({"prompt": "a", "logprobs": True}, "logprobs"),
+        ({"prompt": "a", "messages": HELLO}, "messages"),
+    ],
+)
+def test_prompts(server: Served, fields: dict[str, Any], param: str) -> None:
+    assert server.refused(COMPLETIONS, **fields)["param"].partition(".")[0] == param
+
+
+def test_a_prompt_that_is_too_long(server: Served) -> None:
+    error = server.refused(COMPLETIONS, prompt="a" * 2000)
+    assert error["code"] == "context_length_exceeded"
+    assert "2000 tokens" in error["message"]
+
+
+def tool(name: str = "f", **parameters: Any) -> Any:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [{"role": "king", "content": "a"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "a", "colour": 1}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "a", "audio": {"id": "1"}}]}, "messages"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ({"logprobs": 2}, "logprobs"),
+        ({"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens"),
+        ({"store": True}, "store"),
+        ({"audio": {}}, "audio"),
+        ({"functions": []}, "functions"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [tool("f"), tool("f")]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [tool()], "tool_choice": "f"}, "tool_choice"),
+        (
+            {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice",
+        ),
+        ({"tools": [tool(type="none")], "tool_choice": "required"}, "tools"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"tools": [tool()], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ],
+)
+def test_conversations(server: Served, fields: dict[str, Any], param: str) -> None:
+    error = server.refused(CHAT, **{"messages": HELLO, **fields})
+    assert error["param"].partition(".")[0] == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": "a", "store": True}, "store"),
+        ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools"),
+        ({"input": "a", "text": {"format": {"type": "xml"}}}, "text"),
+        ({"input": "a", "text": {"verbosity": "low"}}, "text"),
+        ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "a", "colour": 1}, "colour"),
+        ({"input": "a", "temperature": -1}, "temperature"),
+    ],
+)
+def test_responses(server: Served, fields: dict[str, Any], param: str) -> None:
+    assert server.refused("/v1/responses", **fields)["param"].partition(".")[0] == param
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/responses", "/tokenize", "/detokenize"])
+def test_an_unknown_model(server: Served, path: str) -> None:
+    given: dict[str, dict[str, Any]] = {
+        COMPLETIONS: {"prompt": "a"},
+        CHAT: {"messages": HELLO},
+        "/v1/responses": {"input": "a"},
+    }
+    given |= {"/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [1]}}
+    body = {**given[path], "model": "other"}
+    error = server.refused(path, 404, **body)
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"method": "draft_model", "model": "/etc"},
+        {"model": "ORG/NAME"},
+        {"method": "ensemble", "drafters": "/etc"},
+        {"method": "ensemble", "drafters": ["/etc", "/etc"]},
+        {
+            "method": "ensemble",
+            "drafters": [{"method": "ngram"}, {"method": "rest", "datastore": "x"}],
+        },
+        {"method": "rest", "datastore": "/etc/passwd"},
+        {"method": "corpus_ngram", "corpus": "/etc/passwd"},
+        {"method": "layer_skip", "layers": "/etc/passwd"},
+        {"method": "early_exit", "tree": "/etc/passwd.json"},
+        {"method": "hybrid", "model": "/etc"},
+        {"method": "ngram", "online": {"save": "/tmp/x"}},
+        {"method": "ngram", "acceptance": {"rule": "/etc"}},
+        {"method": "a.plugin"},
+    ],
+)
+def test_a_request_names_no_files(
+    server: Served, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the configuration reached the engine")
+
+    monkeypatch.setattr(server.llm.engine, "build_strategy", opened)
+    error = server.refused(COMPLETIONS, prompt="a", speculative_config=config)
+    assert error["param"] == "speculative_config"
+
+
+def test_other_paths_and_methods(server: Served) -> None:
+    for method, path, status in (("GET", "/nothing", 404), ("GET", COMPLETIONS, 405)):
+        response = server.http.request(method, path)
+        assert response.status_code == status
+        assert response.json()["error"]["message"].startswith(f"{method} {path}")
+    assert server.http.get("/v1/models/other").status_code == 404
+
+
+def test_tokens(server: Served) -> None:
+    assert server.refused("/tokenize")["param"] == "prompt"
+    assert server.refused("/tokenize", prompt="a", messages=HELLO)["param"] == "prompt"
+    assert server.refused("/tokenize", prompt="a", tools=[])["param"] == "tools"
+    assert server.refused("/detokenize", tokens=[10**6])["param"] == "tokens"
+    found = server.post("/tokenize", prompt="ab", return_token_strs=True).json()
+    assert found["token_strs"] == ["a", "b"]
+    assert found["count"] == 2
+    assert server.post("/detokenize", tokens=found["tokens"]).json() == {"prompt": "ab"}
+
+
+def test_nulls_are_defaults(server: Served) -> None:
+    names = ("temperature", "n", "stop", "suffix", "logit_bias", "user", "stream", "logprobs")
+    assert server.post(COMPLETIONS, prompt="a", **dict.fromkeys(names)).status_code == 200
+    assert server.post(COMPLETIONS, prompt="a", suffix="", user="me").status_code == 200
+
+
+def test_the_engine_still_serves(server: Served) -> None:
+    """After all of the above, nothing is left of it (the fixture looks at the end)."""
+    assert server.complete()["choices"][0]["text"]
+    assert server.state.open_sequences == 0
+    assert server.http.get("/v1/models").json()["data"][0]["id"] == MODEL

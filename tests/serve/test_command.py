@@ -1,0 +1,116 @@
+"""`foretoken serve` as a process: its address, its end by signals, and what it refuses at once."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.cli.conftest import Run, error_of, save_tiny
+from tests.cli.terminal import environment
+from tests.programs import MAIN, Program
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@contextmanager
+def process(*arguments: object) -> Iterator[tuple[Program, str]]:
+    """A running server and its URL."""
+    with Program(MAIN, "serve", *arguments, "--port", 0, env=environment()) as program:
+        assert program.stderr is not None
+        line = program.stderr.readline().decode()
+        found = re.search(r"at (http://\S+)/v1; Ctrl-C", line)
+        assert found, line + program.stderr.read().decode()
+        yield program, found[1]
+
+
+BODY: dict[str, Any] = {"model": "mine", "prompt": "hello", "ignore_eos": True}
+
+
+def test_sigterm_lets_running_requests_end(tiny_folder: Path) -> None:
+    with process(tiny_folder, "--served-model-name", "mine", "--api-key", "k") as (program, url):
+        assert httpx2.post(f"{url}/v1/completions", json=BODY).status_code == 401
+        headers, fields = {"Authorization": "Bearer k"}, {"stream": True, "max_tokens": 300}
+        with (
+            httpx2.Client(base_url=url, headers=headers, timeout=120) as client,
+            client.stream("POST", "/v1/completions", json=BODY | fields) as response,
+        ):
+            pieces = response.iter_text()
+            text = next(pieces)
+            program.send_signal(signal.SIGTERM)
+            text += "".join(pieces)
+        assert text.count('"finish_reason":"length"') == 1
+        assert text.endswith("data: [DONE]\n\n")
+        assert program.wait() == 0
+        assert program.stderr is not None
+        lines = [json.loads(line) for line in program.stderr.read().splitlines()]
+        assert [line["status"] for line in lines] == [401, 200]
+        assert not any("Traceback" in str(line) for line in lines)
+
+
+def test_ctrl_c_and_the_grace_period(tiny_folder: Path) -> None:
+    """An output without an end is cut off when its time is over."""
+    limits = ("--shutdown-timeout", 0, "--no-log-requests", "--max-model-len", 8000)
+    with process(tiny_folder, *limits, "--served-model-name", "mine") as (program, url):
+        body = BODY | {"stream": True, "max_tokens": 7000}
+        with (
+            httpx2.Client(base_url=url, timeout=120) as client,
+            client.stream("POST", "/v1/completions", json=body) as response,
+        ):
+            next(response.iter_text())
+            program.send_signal(signal.SIGINT)
+            assert program.wait() == 130
+        assert program.stderr is not None
+        assert program.stderr.read().splitlines()[-1] == b"interrupted"
+
+
+def test_a_port_in_use(run: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        result = run("serve", "no-such-model", "--port", port)  # the port is tried first
+    assert result.exit_code == 1
+    assert f"127.0.0.1:{port}: Address already in use: choose another --port" in error_of(result)
+
+
+def test_a_model_that_is_missing(run: Run) -> None:
+    result = run("serve", "no-such-model", "--port", 0)
+    assert result.exit_code == 2
+    assert "no-such-model" in error_of(result)
+
+
+@pytest.mark.parametrize("name", ["fastapi", "uvicorn", "prometheus_client"])
+def test_an_extra_that_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    result = run("serve", "no-such-model", "--port", 0)
+    assert result.exit_code == 2
+    assert "pip install 'foretoken[serve]'" in error_of(result)
+    assert name in error_of(result)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--port", "70000"], "--port"),
+        (["--api-key", ""], "--api-key"),
+        (["--max-body-size", "much"], "--max-body-size"),
+        (["--host", "256.1.1.1"], "256.1.1.1"),
+        (["--speculative-config", "{"], "--speculative-config"),
+        (["--method", "nogram"], "did you mean 'ngram'?"),
+    ],
+)
+def test_wrong_options(run: Run, arguments: list[str], message: str) -> None:
+    result = run("serve", "no-such-model", *arguments)
+    assert result.exit_code in (1, 2)
+    assert message in error_of(result)

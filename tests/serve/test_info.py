@@ -1,0 +1,121 @@
+"""What a server tells about itself: metrics under vLLM's names, and its OpenAPI description."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from foretoken import __version__
+from tests.serve.support import Served, served
+
+LABELS = {"model_name": "tiny", "engine": "0"}
+
+
+def samples(running: Served) -> dict[str, float]:
+    """All values without further labels; positions are part of the name."""
+    response = running.http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    found = {}
+    for family in text_string_to_metric_families(response.text):
+        for sample in family.samples:
+            assert LABELS.items() <= sample.labels.items()
+            more = [value for key, value in sample.labels.items() if key not in LABELS]
+            found["/".join([sample.name, *more])] = sample.value
+    return found
+
+
+def test_metrics() -> None:
+    with served() as running:
+        before = samples(running)
+        fields: Any = {"max_tokens": 40, "ignore_eos": True, "foretoken": {"metrics": True}}
+        prompt = "ab" * 80
+        metrics = [
+            running.complete(prompt, **fields)["choices"][0]["foretoken"]["metrics"]
+            for _ in range(2)
+        ]
+        after = samples(running)
+        running.refused("/v1/completions", prompt="")
+        assert samples(running)["vllm:request_success_total/length"] == 2
+
+    def total(name: str) -> int:
+        return sum(each[name] for each in metrics)
+
+    expected = {
+        "vllm:prompt_tokens_total": 320,
+        "vllm:generation_tokens_total": 80,
+        "vllm:prefix_cache_queries_total": 320,
+        "vllm:prefix_cache_hits_total": total("cached_prompt_tokens"),
+        "vllm:num_preemptions_total": 0,
+        "vllm:request_success_total/length": 2,
+        "vllm:spec_decode_num_drafts_total": total("num_drafts"),
+        "vllm:spec_decode_num_draft_tokens_total": total("num_draft_tokens"),
+        "vllm:spec_decode_num_accepted_tokens_total": total("num_accepted_tokens"),
+        "vllm:time_to_first_token_seconds_count": 2,
+        "vllm:e2e_request_latency_seconds_count": 2,
+        "vllm:request_generation_tokens_sum": 80,
+        "foretoken:drafter_failures_total": 0,
+        "foretoken:requests_refused_total": 0,
+    }
+    assert {name: after[name] - before.get(name, 0) for name in expected} == expected
+    assert expected["vllm:prefix_cache_hits_total"] > 0
+    assert expected["vllm:spec_decode_num_drafts_total"] > 0
+    positions = zip(*(each["accepted_per_position"] for each in metrics), strict=False)
+    first = sum(next(positions))
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total/0"
+    assert after.get(name, 0) == first
+    assert after["foretoken:step_seconds_total"] > 0
+    assert after["foretoken:goodput_tokens_per_second"] > 0
+    assert "foretoken:seconds_saved" in after
+
+
+def test_the_load_while_requests_run(server: Served) -> None:
+    with server.http.stream(
+        "POST",
+        "/v1/completions",
+        json={
+            "model": "tiny",
+            "prompt": "a",
+            "stream": True,
+            "max_tokens": 900,
+            "n": 2,
+            "ignore_eos": True,
+        },
+    ) as response:
+        next(response.iter_text())
+        load = server.llm.engine.load
+        assert load.running == 2
+        assert load.waiting == 0
+        assert 0 < load.kv_usage < 1
+
+
+def test_the_openapi_description(server: Served) -> None:
+    made = server.http.get("/openapi.json").json()
+    post = made["paths"]["/v1/chat/completions"]["post"]
+    schema = post["requestBody"]["content"]["application/json"]["schema"]
+    schemas = made["components"]["schemas"]
+    name = schema["$ref"].rpartition("/")[2]
+    assert {"messages", "tools", "temperature"} <= set(schemas[name]["properties"])
+    assert schemas[name]["additionalProperties"] is False
+    references = set()
+
+    def walk(value: Any) -> None:
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if key == "$ref":
+                references.add(item.removeprefix("#/components/schemas/"))
+            elif isinstance(item, dict | list):
+                walk(item)
+
+    walk(made)
+    assert references <= set(schemas)
+    assert server.http.get("/docs").status_code == 404  # it would load scripts from elsewhere
+
+
+def test_health_and_version(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert server.http.get("/health").status_code == 200
+    assert server.http.get("/version").json() == {"version": __version__}
+    monkeypatch.setattr(server.state, "stopping", True)
+    assert server.http.get("/health").status_code == 503
+    error = server.refused("/v1/completions", 503, prompt="a")
+    assert "shutting down" in error["message"]

@@ -1,0 +1,287 @@
+"""Limits, keys, clients that go away, and faults: one request never reaches another."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from foretoken import LLM
+from tests.serve.support import MODEL, Served, served, tiny_llm
+
+ENDLESS = {"model": MODEL, "prompt": "hello", "max_tokens": 900, "ignore_eos": True}
+KEYS = ("first-key", "second-key")
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[Served]:
+    """A server with small limits and keys."""
+    with served(
+        api_keys=KEYS,
+        allowed_origins=("https://here.example",),
+        max_body_bytes=2000,
+        max_n=2,
+        body_timeout=0.3,
+        header_timeout=0.3,
+    ) as running:
+        running.http.headers["Authorization"] = f"Bearer {KEYS[1]}"
+        yield running
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that has to come; the time limit of tests ends it otherwise."""
+    while not condition():
+        time.sleep(0.005)
+
+
+class Gate:
+    """Lets the engine's steps through, or holds them back."""
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open, advance = False, llm.engine.advance
+
+        def wait() -> Any:
+            until(lambda: self.open)
+            return advance()
+
+        monkeypatch.setattr(llm.engine, "advance", wait)
+
+
+def raw(served: Served, content: bytes) -> socket.socket:
+    """A connection that has sent these bytes."""
+    connection = socket.create_connection(("127.0.0.1", served.port), timeout=60)
+    connection.sendall(content)
+    return connection
+
+
+def request_of(body: Any, path: str = "/v1/completions") -> bytes:
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+    return head.encode() + content
+
+
+# Keys
+
+
+@pytest.mark.parametrize(
+    "given", [None, "", "Bearer", "Bearer wrong", f"Basic {KEYS[0]}", "Bearer é"]
+)
+def test_without_a_key(strict: Served, given: str | None) -> None:
+    headers = {} if given is None else {"Authorization": given.encode("latin-1")}
+    for path in ("/v1/models", "/v1/completions", "/tokenize", "/v1/nothing"):
+        request = strict.http.build_request("GET", path)
+        request.headers.pop("Authorization")
+        request.headers.update(headers)  # type: ignore[arg-type]
+        response = strict.http.send(request)
+        assert response.status_code == 401
+        assert response.headers["www-authenticate"] == "Bearer"
+        assert response.json()["error"]["type"] == "authentication_error"
+
+
+def test_with_a_key(strict: Served) -> None:
+    for key in KEYS:
+        headers = {"Authorization": f"bearer {key}"}
+        assert strict.http.get("/v1/models", headers=headers).status_code == 200
+    for path in ("/health", "/version", "/metrics"):
+        assert strict.http.get(path, headers={"Authorization": ""}).status_code == 200
+
+
+def test_origins(strict: Served, server: Served) -> None:
+    header = "access-control-allow-origin"
+    for origin, allowed in (("https://here.example", True), ("https://there.example", False)):
+        ask = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        answer = strict.http.options("/v1/completions", headers=ask)
+        assert (answer.headers.get(header) == origin) is allowed
+        assert header not in server.http.options("/v1/completions", headers=ask).headers
+        assert header not in server.http.get("/health", headers={"Origin": origin}).headers
+
+
+# Limits
+
+
+def test_a_large_body(strict: Served) -> None:
+    error = strict.refused("/v1/completions", 413, prompt="a" * 3000)
+    assert "2000 bytes" in error["message"]
+    pieces = (b"a" * 500 for _ in range(10))  # without its length
+    assert strict.http.post("/v1/completions", content=pieces).status_code == 413
+    assert strict.complete()["choices"]
+
+
+def test_too_many_outputs(strict: Served) -> None:
+    assert strict.refused("/v1/completions", prompt="a", n=3)["param"] == "n"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"POST /v1/completions HT", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nA: b\r\n"],
+)
+def test_headers_that_do_not_come(strict: Served, content: bytes) -> None:
+    with raw(strict, content) as connection:
+        assert connection.recv(100) == b""
+
+
+def test_headers_of_a_second_request_that_do_not_come(strict: Served) -> None:
+    with raw(strict, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n") as connection:
+        assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+        connection.sendall(b"GET /health HTTP/1.1\r\n")
+        assert connection.recv(100) == b""
+
+
+def test_a_body_that_does_not_come(strict: Served) -> None:
+    key = f"Authorization: Bearer {KEYS[0]}"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{key}\r\nContent-Length: 100\r\n\r\n" + "{"
+    with raw(strict, head.encode()) as connection:
+        assert connection.recv(1000).startswith(b"HTTP/1.1 408")
+
+
+def test_no_http(strict: Served) -> None:
+    with raw(strict, b"\x16\x03\x01 hello\r\n\r\n") as connection:
+        assert connection.recv(1000).startswith(b"HTTP/1.1 400")
+
+
+def test_a_full_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = tiny_llm(max_num_seqs=2)
+    with served(llm, max_waiting=1) as running:
+        too_many = running.refused("/v1/completions", prompt=["a"] * 4)
+        assert too_many["param"] == "n"
+        gate = Gate(llm, monkeypatch)
+        connections = [raw(running, request_of(ENDLESS)) for _ in range(3)]
+        until(lambda: running.state.open_sequences == 3)
+        response = running.post("/v1/completions", prompt="a")
+        assert response.status_code == 429
+        assert response.headers["retry-after"] == "1"
+        assert response.json()["error"]["code"] == "queue_full"
+        assert "foretoken:requests_refused_total" in running.http.get("/metrics").text
+        assert running.http.get("/health").status_code == 200
+        gate.open = True
+        for connection in connections:
+            connection.close()
+        until(lambda: running.state.open_sequences == 0)
+        assert running.complete()["choices"]
+
+
+# Clients that go away
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_a_client_that_goes_away(
+    monkeypatch: pytest.MonkeyPatch, server: Served, path: str, stream: bool
+) -> None:
+    body: dict[str, Any] = {"model": MODEL, "stream": stream}
+    if path == "/v1/completions":
+        body = {**ENDLESS, "stream": stream, "n": 2}
+    elif path == "/v1/responses":
+        body |= {"input": "hello", "max_output_tokens": 900}
+    else:
+        body |= {"messages": [{"role": "user", "content": "hello"}], "ignore_eos": True}
+    gate = Gate(server.llm, monkeypatch)
+    connection = raw(server, request_of(body, path))
+    until(lambda: server.state.open_sequences > 0)
+    if stream:  # after the first bytes of the answer
+        gate.open = True
+        assert connection.recv(10)
+    connection.close()
+    gate.open = True
+    until(lambda: server.state.open_sequences == 0)
+    until(lambda: not server.llm.engine._scheduler.busy)
+
+
+# Faults
+
+
+def test_a_fault_in_one_request(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = server.complete(max_tokens=30)["choices"]
+    rule = server.llm.engine._speculation.default.rule
+    accept = type(rule).accept
+
+    def failing(self: Any, draft: Any, p: Any, noise: Any) -> Any:
+        if p._sampler.params.seed == 13:
+            raise RuntimeError("made to fail")
+        return accept(self, draft, p, noise)
+
+    monkeypatch.setattr(type(rule), "accept", failing)
+    error = server.refused("/v1/completions", 500, prompt="a", seed=13)
+    assert error["type"] == "server_error"
+    assert "made to fail" in error["message"]
+    response = server.post("/v1/completions", prompt="a", seed=13, stream=True)
+    assert '"type":"server_error"' in response.text
+    assert "[DONE]" not in response.text
+    streamed = server.post("/v1/responses", input="a", seed=13, stream=True).text
+    assert "event: response.failed" in streamed
+    assert server.complete(max_tokens=30)["choices"] == alone
+
+
+def test_a_mistake_of_ours(
+    server: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr("foretoken.serve.completions.params_of", failing)
+    error = server.refused("/v1/completions", 500, prompt="a")
+    assert "secret" not in error["message"]
+    assert "secret" in caplog.text
+    assert server.state.open_sequences == 0
+
+
+def test_a_drafter_that_fails(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = server.complete("aaaa", max_tokens=30)["choices"][0]["text"]
+
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("made to fail")
+
+    drafter = server.llm.engine._speculation.default.drafter
+    monkeypatch.setattr(type(drafter), "propose", failing)
+    choice = server.complete("aaaa", max_tokens=30, foretoken={"metrics": True})["choices"][0]
+    assert choice["text"] == alone
+    assert "made to fail" in choice["foretoken"]["metrics"]["drafter_failure"]
+    found = server.http.get("/metrics").text
+    assert 'foretoken:drafter_failures_total{engine="0",model_name="tiny"} 1.0' in found
+
+
+# Logs
+
+
+def test_what_is_logged_of_a_generation(server: Served, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "foretoken.serve.requests")
+    body = {"model": MODEL, "prompt": "hello", "max_tokens": 3, "ignore_eos": True}
+    for request_id, more in (("whole", {}), ("stream", {"stream": True}), ("bad", {"colour": 1})):
+        headers = {"X-Request-Id": request_id}
+        server.http.post("/v1/completions", json=body | more, headers=headers)
+
+    def lines() -> dict[str, Any]:
+        found = [json.loads(record.getMessage()) for record in caplog.records]
+        return {line.pop("request_id"): line for line in found}
+
+    until(lambda: {"whole", "stream", "bad"} <= set(lines()))
+    for request_id in ("whole", "stream"):
+        line = lines()[request_id]
+        assert (line["prompt_tokens"], line["completion_tokens"]) == (5, 3)
+        assert line["finish_reasons"] == ["length"]
+    assert (lines()["bad"]["status"], lines()["bad"]["param"]) == (400, "colour")
+
+
+def test_request_ids_and_logs(server: Served, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "foretoken.serve.requests")
+    given = {"X-Request-Id": "mine-1"}
+    assert server.http.get("/v1/models", headers=given).headers["x-request-id"] == "mine-1"
+    bad = {"X-Request-Id": "a b\tc"}
+    made = server.http.get("/nothing", headers=bad).headers["x-request-id"]
+    assert len(made) == 32
+
+    def logged() -> list[dict[str, Any]]:
+        lines = [json.loads(record.getMessage()) for record in caplog.records]
+        return [line for line in lines if line["request_id"] in ("mine-1", made)]
+
+    until(lambda: len(logged()) == 2)  # a line may come a little after the response
+    lines = logged()
+    assert [(line["method"], line["path"], line["status"]) for line in lines] == [
+        ("GET", "/v1/models", 200),
+        ("GET", "/nothing", 404),
+    ]

@@ -1,0 +1,258 @@
+"""`AsyncLLM`: the outputs of `LLM`, many at once, and nothing left of those that were given up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from functools import cache
+from threading import Event
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from foretoken import (
+    LLM,
+    AsyncLLM,
+    ConfigError,
+    ForetokenError,
+    RequestError,
+    SamplingParams,
+    StreamChunk,
+)
+from tests.engine.serving import assert_empty, bits
+from tests.tiny import tiny_model, tiny_tokenizer
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20, logprobs=1)
+SEVERAL = SamplingParams(n=3, seed=1, max_tokens=9, logprobs=2)
+ENDLESS = SamplingParams(temperature=0, max_tokens=None)
+PROMPTS = ["one", "two and three", "four"]
+
+
+@cache
+def model() -> PreTrainedModel:
+    return tiny_model()
+
+
+def llm_of(**fields: Any) -> LLM:
+    config = {"method": "ngram", "prompt_lookup_min": 1, "controller": "fixed"}
+    return LLM(model(), tokenizer=tiny_tokenizer(), speculative_config=config, **fields)
+
+
+def run(llm: LLM, work: Any) -> Any:
+    """Run a coroutine function with an `AsyncLLM`, which leaves nothing behind."""
+
+    async def main() -> Any:
+        async with AsyncLLM(llm) as asynchronous:
+            found = await asyncio.wait_for(work(asynchronous), 120)
+            await asynchronous.in_engine(lambda: None)  # what was aborted before is gone now
+            assert_empty(llm)
+            return found
+
+    return asyncio.run(main())
+
+
+async def collected(llm: AsyncLLM, prompt: Any, params: Any, **fields: Any) -> list[StreamChunk]:
+    return [chunk async for chunk in llm.generate(prompt, params, **fields)]
+
+
+def test_the_outputs_are_those_of_generate() -> None:
+    llm = llm_of(max_num_seqs=2)
+    expected = llm.generate(PROMPTS, [GREEDY, SEVERAL, GREEDY])
+
+    async def all_at_once(asynchronous: AsyncLLM) -> list[list[StreamChunk]]:
+        pairs = zip(PROMPTS, [GREEDY, SEVERAL, GREEDY], strict=True)
+        return await asyncio.gather(*(collected(asynchronous, *pair) for pair in pairs))
+
+    for chunks, result in zip(run(llm, all_at_once), expected, strict=True):
+        ends = {chunk.index: chunk.output for chunk in chunks if chunk.output}
+        assert {i: bits(each) for i, each in ends.items()} == {
+            each.index: bits(each) for each in result.outputs
+        }
+        for index, output in ends.items():
+            pieces = [chunk for chunk in chunks if chunk.index == index]
+            assert tuple(t for piece in pieces for t in piece.tokens) == output.tokens
+
+
+def test_leaving_the_loop_frees_the_request() -> None:
+    llm = llm_of()
+
+    async def leave(asynchronous: AsyncLLM) -> None:
+        generator = asynchronous.generate("one", ENDLESS)
+        async for _ in generator:
+            break
+        await generator.aclose()
+
+    run(llm, leave)
+
+
+def test_cancelling_the_task_frees_the_request() -> None:
+    llm = llm_of()
+
+    async def cancel(asynchronous: AsyncLLM) -> None:
+        begun = asyncio.Event()
+
+        async def read() -> None:
+            async for _ in asynchronous.generate("one", ENDLESS):
+                begun.set()
+
+        task = asyncio.create_task(read())
+        await begun.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run(llm, cancel)
+
+
+def test_a_request_that_waits_can_be_aborted() -> None:
+    llm = llm_of(max_num_seqs=1)
+
+    async def abort(asynchronous: AsyncLLM) -> list[StreamChunk]:
+        first = await asynchronous.submit("one", GREEDY)
+        second = await asynchronous.submit("two", GREEDY)
+        second.abort()
+        assert [chunk async for chunk in second] == []
+        return [chunk async for chunk in first]
+
+    chunks = run(llm, abort)
+    assert bits(chunks[-1].output) == bits(llm.generate("one", GREEDY)[0])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error"),
+    [
+        ("", GREEDY, "empty"),
+        ("one", {"temperature": -1}, "temperature"),
+        ([1, 1000], GREEDY, "outside the vocabulary"),
+    ],
+)
+def test_errors_come_before_the_first_chunk(prompt: Any, params: Any, error: str) -> None:
+    async def refused(asynchronous: AsyncLLM) -> None:
+        with pytest.raises(ForetokenError, match=error):
+            await collected(asynchronous, prompt, params)
+
+    run(llm_of(), refused)
+
+
+def test_arguments_that_belong_elsewhere() -> None:
+    async def refused(asynchronous: AsyncLLM) -> None:
+        with pytest.raises(ConfigError, match=r"generate\(\) takes max_tokens"):
+            await collected(asynchronous, "one", None, max_tokens=3)
+
+    run(llm_of(), refused)
+    with pytest.raises(ForetokenError, match="max_num_seqs: give it to the LLM"):
+        AsyncLLM(llm_of(), max_num_seqs=3)
+
+
+def test_a_configuration_of_its_own() -> None:
+    llm = llm_of()
+    (expected,) = llm.generate("one", GREEDY)
+
+    async def plain(asynchronous: AsyncLLM) -> list[StreamChunk]:
+        return await collected(asynchronous, "one", GREEDY, speculative_config={"method": "none"})
+
+    output = run(llm, plain)[-1].output
+    assert bits(output) == bits(expected)
+    assert output.metrics.num_drafts == 0
+
+
+def test_a_failed_request_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = llm_of()
+    (expected,) = llm.generate("two", GREEDY)
+    rule = llm.engine._speculation.default.rule
+    accept = type(rule).accept
+
+    def failing(self: Any, draft: Any, p: Any, noise: Any) -> Any:
+        if p._sampler.params.seed == 13:
+            raise RuntimeError("made to fail")
+        return accept(self, draft, p, noise)
+
+    monkeypatch.setattr(type(rule), "accept", failing)
+
+    async def both(asynchronous: AsyncLLM) -> Any:
+        bad = collected(asynchronous, "one", GREEDY.model_copy(update={"seed": 13}))
+        good = collected(asynchronous, "two", GREEDY)
+        return await asyncio.gather(bad, good, return_exceptions=True)
+
+    bad, good = run(llm, both)
+    assert isinstance(bad, RequestError)
+    assert "made to fail" in str(bad)
+    assert bad.outputs[0].finish_reason == "error"
+    assert bits(good[-1].output) == bits(expected)
+
+
+def test_a_failed_step_ends_its_requests_and_not_the_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = llm_of()
+    advance, calls = llm.engine.advance, list[None]()
+
+    def once() -> Any:
+        calls.append(None)
+        if len(calls) == 3:
+            raise AssertionError("made to fail")
+        return advance()
+
+    monkeypatch.setattr(llm.engine, "advance", once)
+
+    async def again(asynchronous: AsyncLLM) -> list[StreamChunk]:
+        with pytest.raises(RequestError, match="made to fail"):
+            await collected(asynchronous, "one", ENDLESS)
+        return await collected(asynchronous, "one", GREEDY)
+
+    chunks = run(llm, again)
+    assert bits(chunks[-1].output) == bits(llm.generate("one", GREEDY)[0])
+    assert "a step failed" in caplog.text
+
+
+def test_the_event_loop_goes_on_while_a_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step waits for the loop: if the loop waited for the step, neither would go on."""
+    llm, loop_ran = llm_of(), Event()
+    advance = llm.engine.advance
+
+    def waiting() -> Any:
+        assert loop_ran.wait(60)
+        return advance()
+
+    monkeypatch.setattr(llm.engine, "advance", waiting)
+
+    async def work(asynchronous: AsyncLLM) -> Any:
+        request = await asynchronous.submit("one", GREEDY)
+        await asyncio.sleep(0)
+        loop_ran.set()
+        return [chunk async for chunk in request]
+
+    assert run(llm, work)
+
+
+def test_closing_ends_what_runs() -> None:
+    llm = llm_of()
+
+    async def main() -> None:
+        asynchronous = AsyncLLM(llm)
+        request = await asynchronous.submit("one", ENDLESS)
+        await request.__anext__()
+        await asyncio.to_thread(asynchronous.close)
+        with pytest.raises(RequestError, match="closed"):
+            async for _ in request:
+                pass
+        with pytest.raises(ForetokenError, match="closed"):
+            await asynchronous.in_engine(lambda: None)
+        asynchronous.close()
+        request.abort()
+
+    asyncio.run(main())
+    assert_empty(llm)
+
+
+def test_other_threads_may_use_the_same_llm() -> None:
+    llm = llm_of()
+    (expected,) = llm.generate("one", GREEDY)
+
+    async def both(asynchronous: AsyncLLM) -> Any:
+        other: Coroutine[Any, Any, Any] = asyncio.to_thread(llm.generate, "one", GREEDY)
+        return await asyncio.gather(collected(asynchronous, "one", GREEDY), other)
+
+    chunks, (result,) = run(llm, both)
+    assert bits(chunks[-1].output) == bits(result) == bits(expected)
