@@ -7,10 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
+
+PATIENCE = 60_000
+"""Milliseconds: far more than anything takes, on a busy machine, too."""
+expect.set_options(timeout=PATIENCE)
 
 Open = Callable[..., Page]
 """Opens an address in a page of its own; other arguments are those of `Browser.new_context`."""
@@ -36,7 +40,7 @@ def open_page(browser: Browser) -> Iterator[Open]:
         context = browser.new_context(**options)  # type: ignore[arg-type]
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(PATIENCE)
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("dialog", lambda dialog: problems.append(f"a dialog: {dialog.message}"))
         page.goto(address)

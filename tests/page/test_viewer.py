@@ -161,8 +161,6 @@ def test_keys(page: Page) -> None:
     assert page.evaluate(background) == light
     page.keyboard.press("t")
     assert page.evaluate(background) != light
-    page.reload()
-    assert page.evaluate(background) != light, "the choice is kept"
 
 
 def test_dark_and_narrow(open_page: Open, tmp_path: Path) -> None:
