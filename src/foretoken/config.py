@@ -100,11 +100,21 @@ class SpeculativeConfig(Config):
                     )
         if spec.takes_model and self.model is None:
             raise ConfigError(f"method '{name}' needs a draft model: set 'model'.")
-        if spec.takes_head and not isinstance(self.model, str | Path):
+        takes_head = spec.takes_head and not self._passes_a_model_on
+        if takes_head and not isinstance(self.model, str | Path):
             raise ConfigError(f"method '{name}' needs a trained head: set 'model' to its folder.")
         if self.model is not None and not (spec.takes_model or spec.takes_head):
             raise ConfigError(f"method '{name}' takes no draft model: remove 'model'.")
         return self
+
+    @property
+    def _passes_a_model_on(self) -> bool:
+        """Whether its inner drafter takes the model, and takes draft models of all kinds."""
+        inner = dict(self.options).get("drafter")
+        if not self.drafter_spec.takes_head or inner is None:
+            return False
+        SpeculativeConfig.parse({**inner, "model": self.model})
+        return drafter_spec(inner["method"]).takes_model
 
     @property
     def drafter_spec(self) -> DrafterSpec:

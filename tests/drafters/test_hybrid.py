@@ -299,3 +299,47 @@ def test_what_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None
         hybrid(**fields)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+# With a draft model
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("controller", ["fixed", "cost_model", "confidence"])
+def test_a_draft_model_may_be_the_trained_drafter(controller: str, temperature: float) -> None:
+    """Lookups and its drafts change no bit, greedy and sampled, in a batch."""
+    draft = tiny_model(seed=1)
+    params = SamplingParams(temperature=temperature, seed=5, max_tokens=24, ignore_eos=True)
+    llm = hybrid(model=draft, drafter={"method": "draft_model"}, controller=controller)
+    plain = llm.generate(PROMPTS, params, speculative_config={"method": "none"})
+    found = llm.generate(PROMPTS, params)
+    assert [o.token_ids for o in found] == [o.token_ids for o in plain]
+    assert all(o.metrics.drafter_failure is None for o in found)
+    assert sum(o.metrics.num_draft_tokens for o in found) > 0
+
+
+def test_a_draft_model_is_continued_by_a_lookup() -> None:
+    """The target as its own draft model, in text that repeats itself."""
+    target = tiny_model()
+    config = {
+        "method": "hybrid",
+        "model": LLM(target),
+        "lookup": NGRAM,
+        "drafter": {"method": "draft_model", "num_speculative_tokens": 2},
+        "num_speculative_tokens": 9,
+        "controller": "fixed",
+    }
+    llm = LLM(target, speculative_config=config)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    (output,) = llm.generate([PROMPTS[0]], params)
+    lengths = {len(step.drafted) for step in output.trace}
+    assert max(lengths) > 2
+    assert 2 in lengths
+    assert output.metrics.acceptance_rate > 0.5
+
+
+def test_a_loaded_model_is_no_head() -> None:
+    with pytest.raises(ConfigError, match="needs a trained head"):
+        hybrid(model=tiny_model(seed=1))
+    with pytest.raises(ConfigError, match="has no field 'tre'"):
+        hybrid(model=tiny_model(seed=1), drafter={"method": "draft_model", "tre": 1})

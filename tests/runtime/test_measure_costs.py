@@ -8,7 +8,7 @@ import pytest
 
 from foretoken.core.tree import TokenTree
 from foretoken.runtime.network import PassOutput
-from foretoken.runtime.profiling import measure_costs
+from foretoken.runtime.profiling import SIZES, measure_costs
 from foretoken.runtime.target import Target
 from tests.tiny import tiny_model
 
@@ -40,7 +40,7 @@ class Clock:
 
 @pytest.mark.parametrize(
     ("seconds", "first", "sizes"),
-    [(0.001, 0.01, 9), (0.01, 0.1, 8), (0.1, 0.2, 3), (3.0, 0.0, 1), (0.001, 5.0, 1)],
+    [(0.001, 0.01, 11), (0.01, 0.1, 8), (0.1, 0.2, 3), (3.0, 0.0, 1), (0.001, 5.0, 1)],
 )
 def test_first_passes_do_not_count(
     monkeypatch: pytest.MonkeyPatch, seconds: float, first: float, sizes: int
@@ -64,7 +64,7 @@ def test_rounds_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(tiny_model())
     clock = Clock(monkeypatch, 0.001, 0.0)
     measure_costs(target, most_rows=1)
-    sizes = clock.passes[:7]
-    assert sizes == [(1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (1, 32), (1, 64)]
+    sizes = clock.passes[: len(SIZES)]
+    assert sizes == [(1, size) for size in SIZES]
     # A pass over as many rows as the last one is not the first of its kind: that one is not timed.
     assert clock.passes == sizes + [(1, 1), *sizes] * 5

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from foretoken import LLM, SamplingParams
-from foretoken.errors import CompatibilityError, ModelError
+from foretoken.errors import CompatibilityError, ConfigError, ModelError
 from foretoken.models import cached, load_model, remove, resolve, store
 from foretoken.models.weights import FolderWeights
 from foretoken.runtime import packed, packing
@@ -244,3 +244,28 @@ def test_what_the_native_runtime_cannot_run_is_loaded_as_a_whole(tmp_path: Path)
     opened(saved(tmp_path / "other"), runtime="torch")
     LLM(tmp_path / "other", dtype="float32")
     assert not cached()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "runs"),
+    [(None, "int4-draft"), ("int4", "int4-draft"), ("int8", "int8"), ("none", None)],
+)
+def test_the_quantization_of_a_draft_model(
+    wanted: str | None, runs: str | None, tmp_path: Path
+) -> None:
+    """By default int4 beside a target in int4, and then its output layer is in int4, too."""
+    target, draft = saved(tmp_path / "target"), saved(tmp_path / "draft", seed=1)
+    config = {"model": str(draft), "draft_quantization": wanted, "controller": "fixed"}
+    llm = opened(target, "int4", speculative_config=config)
+    drafter: Any = llm.engine._speculation.default.drafter
+    model = drafter.scorer._model
+    assert model.quantization == runs
+    formats = {"int4-draft": 3, "int8": 2, None: 0}
+    assert model.network._decoder.head.format == formats[runs]
+    assert output(llm) == output(opened(target, "int4"))
+
+
+def test_a_lent_model_keeps_its_quantization(tmp_path: Path) -> None:
+    target = saved(tmp_path / "target")
+    with pytest.raises(ConfigError, match="draft_quantization: the LLM that drafts keeps its own"):
+        opened(target, speculative_config={"model": opened(target), "draft_quantization": "int8"})

@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from foretoken.runtime.choices import DRAFTING
+
 __all__ = ["BYTES", "kv_bytes", "peak_bytes", "weight_bytes"]
 
 
-BYTES = {"int8": 34 / 32, "int4": 20 / 32}
+BYTES = {"int8": 34 / 32, "int4": 20 / 32, DRAFTING: 20 / 32}
 """Per quantized weight. Groups of 32 share a scale of 16 bits; int4 groups an offset, too."""
 
 

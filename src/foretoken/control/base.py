@@ -91,6 +91,7 @@ class Controller(ABC):
         levels: number of nodes at each level of a full draft, as far as known beforehand, if the
             drafter drafts trees; None for chains.
         at_once: whether one pass of the drafter makes all levels (see `Drafter.drafts_at_once`).
+        stops_early: whether its chains can end below improbable tokens (see `Drafter.stops_early`).
     """
 
     class Options(Config):
@@ -109,11 +110,12 @@ class Controller(ABC):
         levels: Sequence[int] | None = None,
         *,
         at_once: bool = False,
+        stops_early: bool = False,
     ) -> None:
         self.num_speculative_tokens = num_speculative_tokens
         self.options = self.Options() if options is None else options
         self.costs = CostCurve() if costs is None else costs
-        self.levels, self.at_once = levels, at_once
+        self.levels, self.at_once, self.stops_early = levels, at_once, stops_early
         self.setup()
 
     def setup(self) -> None:  # noqa: B027

@@ -35,7 +35,7 @@ cost of a plain pass up to date.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from operator import mul
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -48,6 +48,7 @@ from foretoken.control.history import History
 from foretoken.control.lengths import OutputLengths
 from foretoken.control.planning import Chances, Plan, best_plan
 from foretoken.control.rest import Rest
+from foretoken.control.stopping import Stopping
 from foretoken.core.config import Config
 
 if TYPE_CHECKING:
@@ -59,8 +60,16 @@ __all__ = ["CostModel"]
 _MEMORY_OF_ONE, _MEMORY_OF_ALL = 0.9, 0.98
 """Weight of the past after each draft, in the estimates of one request and of all requests."""
 
+_PRIOR_OF_STOPPING = 4.0
+"""Weight of the prior acceptance rates of chains that may end early, in drafts. A request's first
+drafts are often wrong: answers begin with phrases of which there are many."""
+
 _PRICE, _SOONEST = 0.01, 8
 """Share of the time that plain steps and first drafts may cost; fewest steps between two."""
+
+_SOONEST_AGAIN, _CREDIT = 2, 3.0
+"""Where drafts usually save time: fewest steps until a request tries again, and the plain steps
+that its drafts may lose before it tries less often."""
 
 _LEAST_NODES = 0.01
 """A level is taken to add at least this many nodes, even if noisy averages say less."""
@@ -110,6 +119,7 @@ class CostModel(Controller):
         assert isinstance(self.options, self.Options)
         self._probe_every = self.options.probe_every
         self._trees = self.levels is not None
+        self._stopping = Stopping() if self.stops_early else None
         sizes = [1] * self.num_speculative_tokens if self.levels is None else self.levels
         self._nodes = [float(nodes) for nodes in accumulate(sizes)]  # of a draft, by its depth
         self._histories: dict[int, History] = {}
@@ -119,6 +129,8 @@ class CostModel(Controller):
         self._steps_without_trial = 0.0  # since a request tried its first draft
         self._gain = 1.0  # tokens per second as last planned, over those without drafts
         self._drafted_steps = 0  # since the last step without drafts
+        self._saved = 0.5  # mean saving of the last drafting steps, in plain steps
+        self._price = 0.0  # of a drafted token in the last plan, in tokens; see `Stopping`
         self.patient = False  # whether to wait until drafts are clearly worth it
         self._plan: _Planned | None = None  # None if something was learnt since
         self.planned = Expected.plain(1)  # the last step of which depths were chosen
@@ -126,7 +138,10 @@ class CostModel(Controller):
         self._rest = Rest()
 
     def _new(self, memory: float) -> History:
-        return History(memory, len(self._nodes), trees=self._trees)
+        levels = len(self._nodes)
+        if self._stopping:
+            return History(memory, levels, alike=False, prior_weight=_PRIOR_OF_STOPPING)
+        return History(memory, levels, alike=not self._trees)
 
     def _history(self, request: Request) -> History:
         history = self._histories.get(request.key)
@@ -234,7 +249,10 @@ class CostModel(Controller):
         budget = within(request, depth)
         history.allow(budget.depth, wanted=depth > 0, counts=counts)
         if self._trees and depth:
-            return Budget(self.num_speculative_tokens, budget.depth)
+            budget = Budget(self.num_speculative_tokens, budget.depth)
+        if self._stopping and budget.depth > 1:
+            least = self._stopping.least_path_prob(self._price)
+            budget = replace(budget, min_path_prob=least)
         return budget
 
     def _best_depths(
@@ -311,7 +329,19 @@ class CostModel(Controller):
             at_once=self.at_once,
         )
         self._gain = plan.rate * costs(rows, rows) / rows
+        if self._stopping:
+            self._price = self._price_of_a_token(plan, rows, per_level)
         return plan
+
+    def _price_of_a_token(self, plan: Plan, rows: int, per_level: float) -> float:
+        """What drafting and verifying one more token of a draft takes, in tokens of the plan."""
+        deepest, drafting = max(plan.depths), sum(depth > 0 for depth in plan.depths)
+        if deepest < 2:
+            return 0.0
+        fewest, most = rows + drafting, rows + sum(plan.depths)
+        node = (self.costs(most, rows) - self.costs(fewest, rows)) / (most - fewest)
+        shared = levels_of_one(1.0, float(drafting)) / drafting
+        return plan.rate * (node + per_level * shared * (not self.at_once))
 
     def _chances(self, batch: Sequence[Request]) -> Chances:
         nodes = [max(upto - above, _LEAST_NODES) for above, upto in pairwise((0.0, *self._nodes))]
@@ -319,7 +349,8 @@ class CostModel(Controller):
         histories = [self._history(request) for request in batch]
         drafts = [history.draft_rate(prior_drafts) for history in histories]
         passed = [list(accumulate(h.acceptance_rates(prior), mul)) for h in histories]
-        return Chances(drafts, passed, nodes)
+        drafted = nodes if self._stopping else [1.0] * len(nodes)
+        return Chances(drafts, passed, nodes, drafted)
 
     def gains(self, batch: Sequence[Request], rows: int, node_cost: float) -> list[float]:
         """For each request the saving of its best draft: see `Chances.gains`."""
@@ -351,6 +382,9 @@ class CostModel(Controller):
         thus pay for one trial together.
         """
         history = self._history(request)
+        credit = _CREDIT if self._saved > 0 else 0.0
+        if self._stopping and history.saved + credit > 0:
+            return self._probe_soon(history, rows) - history.plain_steps
         if history.tried or not self._drafting_costs.known:
             return self._probe_every - history.plain_steps
         nodes, plain = num_requests * self._nodes[0], self.costs(rows, rows)
@@ -358,6 +392,18 @@ class CostModel(Controller):
         price = (drafting + self.costs(rows + nodes, rows)) / plain - 1
         unpaid = price / _PRICE - self._steps_without_trial
         return max(_SOONEST - history.plain_steps, unpaid + 1 if unpaid > 0 else 0.0)
+
+    def _probe_soon(self, history: History, rows: int) -> float:
+        """In how many plain steps a request tries again whose drafts may only have had bad luck.
+
+        Its earlier drafts have saved time, or those of other requests do. Then probes may cost one
+        percent of the time.
+        """
+        nodes, plain = self._nodes[0], self.costs(rows, rows)
+        rates = history.acceptance_rates(self._overall.acceptance_rates())
+        seconds = self._level_seconds + self.costs(rows + nodes, rows)
+        lost = seconds / plain - 1 - history.draft_rate() * rates[0] / rows
+        return min(self._probe_every / 4, max(_SOONEST_AGAIN, lost / _PRICE))
 
     # After a step
 
@@ -375,7 +421,9 @@ class CostModel(Controller):
                 history.add(outcome, allowed)
                 self._overall.add(outcome, allowed)
                 may_draft, caught_up = True, caught_up and history.caught_up
-            if depth and self._trees:
+            if depth and self._stopping:
+                self._learn_lengths(outcome, min(allowed, len(self._nodes)))
+            elif depth and self._trees:
                 index = min(allowed, len(self._nodes)) - 1
                 self._nodes[index] += 0.1 * (tree.num_drafted - self._nodes[index])
             deepest, drafted = max(deepest, depth), drafted + depth
@@ -387,6 +435,28 @@ class CostModel(Controller):
                 deepest, drafted = min(deepest, 1), num_drafting
             levels, cost = levels_of_one(deepest, drafted), draft_seconds / self.costs(1, 1)
             self._drafting_costs.add(cost, levels, caught_up=caught_up, read=read)
+            self._learn_saving(outcomes, levels)
+
+    def _learn_saving(self, outcomes: Sequence[Outcome], levels: float) -> None:
+        """Learn how much time the drafts of a step have saved."""
+        rows = len(outcomes)
+        positions = sum(len(outcome.draft.tree) for outcome in outcomes)
+        tokens = rows + sum(len(outcome.accepted.path) for outcome in outcomes)
+        seconds = levels * self._level_seconds + self.costs(positions, rows)
+        saved = tokens / rows - seconds / self.costs(rows, rows)
+        self._saved += 0.05 * (saved - self._saved)
+        for outcome in outcomes:
+            history = self._history(outcome.request)
+            if history.depth:
+                history.saved += saved
+
+    def _learn_lengths(self, outcome: Outcome, allowed: int) -> None:
+        """Learn from a chain that may have ended early how long chains become."""
+        assert self._stopping is not None
+        self._stopping.learn(outcome)
+        drafted = outcome.draft.tree.num_drafted
+        for index in range(allowed):
+            self._nodes[index] += 0.1 * (min(drafted, index + 1) - self._nodes[index])
 
     def release(self, request: Request) -> None:
         """Forget the request; the estimates over all requests stay."""

@@ -22,25 +22,32 @@ class History:
     Args:
         memory: weight of the past after each draft.
         levels: number of levels of the deepest draft.
-        trees: whether drafts are trees. Each level of a tree has its own acceptance rate; the
-            levels of a chain share one, alpha.
+        alike: whether all levels share one acceptance rate, alpha. Each level of a tree, or of a
+            chain that may end early, has its own: the share of drafts that pass it, of those that
+            pass the level above.
+        prior_weight: of the prior of an acceptance rate, in drafts.
 
     Attributes:
         depth: how deep the request may draft in the current step.
         caught_up: whether it could also draft in the previous step.
         tried: whether it has ever drafted.
         plain_steps: number of steps since it could last draft; served ones count more.
+        saved: plain steps that its drafts have saved.
         missed: seconds that drafts would have saved before the first one.
     """
 
-    def __init__(self, memory: float, levels: int, *, trees: bool) -> None:
+    def __init__(
+        self, memory: float, levels: int, *, alike: bool, prior_weight: float = 2.0
+    ) -> None:
         self._levels = levels
-        self._trees = trees
-        # A draft counts once for each level of a tree, but once per token for alpha.
-        memory_of_rates = memory**0.5 if trees else memory
-        self._passed = [Frequency(memory_of_rates, 2.0) for _ in range(levels if trees else 1)]
+        self._alike = alike
+        # A draft counts once for each level, but once per token for alpha.
+        memory_of_rates = memory if alike else memory**0.5
+        self._passed = [
+            Frequency(memory_of_rates, prior_weight) for _ in range(1 if alike else levels)
+        ]
         self._drafted = Frequency(memory, 2.0)
-        self.depth, self.plain_steps, self.missed = 0, 0.0, 0.0
+        self.depth, self.plain_steps, self.missed, self.saved = 0, 0.0, 0.0, 0.0
         self.caught_up = self.tried = False
 
     @property
@@ -77,7 +84,7 @@ class History:
         if not drafted:
             return
         self.tried = True
-        if not self._trees:
+        if self._alike:
             self._passed[0].add(passed, len(outcome.accepted.rejected))
             return
         for level, frequency in enumerate(self._passed):
@@ -93,7 +100,7 @@ class History:
 
         A level without observations gets the rate of the level above.
         """
-        if not self._trees:
+        if self._alike:
             return [self._passed[0].given(prior[0] if prior else _UNKNOWN)] * self._levels
         rates, above = list[float](), _UNKNOWN
         for level, frequency in enumerate(self._passed):

@@ -81,7 +81,12 @@ class HybridModel(Controller):
         levels = self.levels or [1] * self.num_speculative_tokens
         self._lookups = LookupModel(self.num_speculative_tokens, self.options, self.costs)
         self._trained = CostModel(
-            sum(levels), self.options, self.costs, levels, at_once=self.at_once
+            sum(levels),
+            self.options,
+            self.costs,
+            levels,
+            at_once=self.at_once,
+            stops_early=self.stops_early,
         )
         self._trained.patient = True  # in the meantime there are lookups
         self._best_trained = sum(_BEST_RATE**level for level in range(1, len(levels) + 1))

@@ -24,11 +24,13 @@ class Chances:
         drafts: [R] the probability that a request has a draft.
         passed: [R, L] the probability that a level of a draft is accepted.
         nodes: [L] the nodes of each level.
+        drafted: [L] the share of drafts that get so deep, if their budgets do.
     """
 
     drafts: Sequence[float]
     passed: Sequence[Sequence[float]]
     nodes: Sequence[float]
+    drafted: Sequence[float]
 
     def ranked(self) -> list[tuple[float, int, int]]:
         """Expected tokens per node, request and level, the best first."""
@@ -57,10 +59,11 @@ class Chances:
         requests = len(self.drafts)
         per_level = level_cost * levels_of_one(1.0, float(requests)) / requests
         gains = []
+        times = [0 if at_once and level else per_level * d for level, d in enumerate(self.drafted)]
         for has, of_row in zip(self.drafts, self.passed, strict=True):
             levels = [
-                has * (reached / rows - each * node_cost) - (0 if at_once and level else per_level)
-                for level, (reached, each) in enumerate(zip(of_row, self.nodes, strict=True))
+                has * (reached / rows - each * node_cost) - seconds
+                for reached, each, seconds in zip(of_row, self.nodes, times, strict=True)
             ]
             gains.append(max(accumulate(levels)))
         return gains
@@ -103,16 +106,20 @@ def best_plan(
     ranked = chances.ranked()
     drafts, passed, nodes = chances.drafts, chances.passed, chances.nodes
     tokens, positions = beside.tokens, beside.positions
-    likely, deepest = 0.0, 0  # lower bound of P(any has a draft); number of levels
+    upto = list(accumulate(chances.drafted))  # levels of a draft, by the depth of its budget
+    likely, deepest, levels_of_all = 0.0, 0.0, 0.0  # lower bound of P(any has a draft); levels
     drafting_rows = 0
     rate, length, expected = 0.0, 0, beside
     # Not by NumPy: for a few levels, its calls take several times as long.
     for count, (_, row, level) in enumerate(ranked, 1):
         tokens += drafts[row] * passed[row][level]
         positions += drafts[row] * nodes[level]
-        likely, deepest = max(likely, drafts[row]), max(deepest, level + 1)
+        likely, deepest = max(likely, drafts[row]), max(deepest, upto[level])
+        levels_of_all += chances.drafted[level]
         drafting_rows += level == 0
-        levels = levels_of_one(1, drafting_rows) if at_once else levels_of_one(deepest, count)
+        levels = levels_of_one(1, drafting_rows)
+        if not at_once:
+            levels = levels_of_one(deepest, levels_of_all)
         drafting = per_level * likely * levels
         of_count = tokens / (drafting + seconds(positions))
         if of_count > rate:

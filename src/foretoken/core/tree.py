@@ -130,16 +130,20 @@ class Draft:
         draws: (node, q) of all draws in order, if a token that was drawn several times below the
             same path has one node for these draws; `q` has that of the first. Empty if every node
             was drawn once.
+        path_probs: [n] the drafter's probability of the path down to each drafted node, or empty
+            if it has none.
     """
 
     tree: TokenTree
     q: Sequence[Distribution]
     features: tuple[int, ...] = ()
     draws: tuple[tuple[int, Distribution], ...] = ()
+    path_probs: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.q) == self.tree.num_drafted, "every drafted node has a distribution"
         assert len(self.features) in (0, len(self.q)), "every drafted node has a feature, or none"
+        assert len(self.path_probs) in (0, len(self.q)), "every path has a probability, or none"
 
     @staticmethod
     def empty(root: int) -> Draft:
@@ -205,6 +209,7 @@ class Draft:
             OneHots(tokens) if one_hot else tuple(self.q[node - 1] for node in nodes),
             tuple(self.features[node - 1] for node in nodes) if self.features else (),
             tuple((new_index[node], q) for node, q in self.draws if node in new_index),
+            tuple(self.path_probs[node - 1] for node in nodes) if self.path_probs else (),
         )
 
     def q_of(self, node: int) -> Distribution:

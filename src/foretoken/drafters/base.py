@@ -93,6 +93,10 @@ class Drafter(ABC):
     """Whether one pass of its model makes all levels of a draft, so that a deep one costs about as
     much as a shallow one."""
 
+    stops_early: bool = False
+    """Whether its drafts are chains that have `Draft.path_probs` and end below an improbable token,
+    which saves the time of those that would follow (`Budget.min_path_prob`)."""
+
     reads_target_kv: bool = False
     """Whether it drafts on the target's own KV. It can then continue only the committed tokens, not
     another drafter's tokens."""

@@ -92,6 +92,7 @@ class Hybrid(Several):
         self.drafts_trees = lookup.drafts_trees or trained.drafts_trees
         self.reads_target_kv = trained.reads_target_kv
         self.drafts_at_once = trained.drafts_at_once
+        self.stops_early = trained.stops_early
         self.independent_siblings = trained.independent_siblings and not lookup.drafts_trees
         self._adds_siblings = self.drafts_trees and not self.independent_siblings
 
@@ -169,4 +170,5 @@ def graft(trained: Draft, found: Draft, limit: int, *, siblings: bool) -> Draft:
     grafted = range(len(tree), len(tokens))
     draws = trained.draws and (*trained.draws, *((n, distributions[n - 1]) for n in grafted))
     grown = TokenTree(tuple(tokens), tuple(parents))
-    return Draft(grown, tuple(distributions), tuple(features), draws)
+    probs = trained.path_probs and (*trained.path_probs, *(0.0 for _ in grafted))
+    return Draft(grown, tuple(distributions), tuple(features), draws, probs)

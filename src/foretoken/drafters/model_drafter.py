@@ -94,7 +94,8 @@ class _Growth:
         tree = TokenTree((self.request.root, *(n.token for n in nodes)), (-1, *parents))
         if draws:
             return Draft.drawn(tree, [(index[id(node)], q) for node, q in draws])
-        return Draft(tree, tuple(node.distribution for node in nodes))
+        path_probs = () if shape.branches else tuple(node.path_prob for node in nodes)
+        return Draft(tree, tuple(node.distribution for node in nodes), path_probs=path_probs)
 
 
 class ModelDrafter(Drafter):
@@ -115,6 +116,7 @@ class ModelDrafter(Drafter):
         self._shape = shape
         self._coupled = coupled
         self.drafts_trees = shape.branches
+        self.stops_early = not shape.branches
         self.reads_target_kv = scorer.reads_target_kv
         self.independent_siblings = options.expansion == "sample_with_replacement"
 

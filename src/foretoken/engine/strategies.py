@@ -29,6 +29,7 @@ from foretoken.drafters.vocabulary import DraftModel
 from foretoken.engine.kv_budget import KVBudget
 from foretoken.engine.online import learner_for
 from foretoken.errors import CompatibilityError, ConfigError
+from foretoken.runtime.choices import DRAFTING, OWN
 from foretoken.runtime.costs import CostCurve
 from foretoken.runtime.kv_slab import SlabFull, is_out_of_memory
 from foretoken.runtime.packed import PackedModel, open_packed
@@ -104,7 +105,7 @@ class StrategyFactory:
         self._for_beams: list[tuple[Strategy | None, Strategy]] = []
         self._for_predictions: list[tuple[Strategy, Strategy]] = []
         self._lent: list[Lent] = []  # for the strategy that is being built
-        self._load: Callable[[Any], DraftModel] = self._load_draft_model
+        self._load: Callable[[Any, str | None], DraftModel] = self._load_draft_model
 
     def strategy(self, given: Speculative, lent: Sequence[Lent] = ()) -> Strategy | None:
         """The strategy of a configuration, built at its first use; None for the `LLM`'s default.
@@ -229,10 +230,10 @@ class StrategyFactory:
         other = copy(self)
         loaded: dict[str, DraftModel] = {}
 
-        def load(model: Any) -> DraftModel:
-            key = str(model) if isinstance(model, str | Path) else str(id(model))
+        def load(model: Any, quantization: str | None) -> DraftModel:
+            key = f"{model if isinstance(model, str | Path) else id(model)} {quantization}"
             if key not in loaded:
-                loaded[key] = self._load(model)
+                loaded[key] = self._load(model, quantization)
             return loaded[key]
 
         other._built, other._for_beams, other._for_predictions = [], [], []
@@ -257,7 +258,9 @@ class StrategyFactory:
             share_memory=self._kv_budget.add,
             tokenizer=self._tokenizer,
             grammars=self._grammars,
-            load_model=lambda: self._load(config.model),
+            load_model=lambda: self._load(
+                config.model, getattr(config.options, "draft_quantization", None)
+            ),
             build=lambda inner, model, couples: self._drafter(
                 _inner_config(inner), model, couples, shares
             ),
@@ -278,9 +281,14 @@ class StrategyFactory:
         hybrid = isinstance(drafter, Hybrid)
         kind = controller_class(name, looks_up=drafter.looks_up, hybrid=hybrid)
         options = None if config.controller is None else config.controller_options
-        levels = drafter.level_sizes(gamma)
-        at_once = drafter.drafts_at_once
-        controller = kind(gamma, options, self._costs, levels, at_once=at_once)
+        controller = kind(
+            gamma,
+            options,
+            self._costs,
+            drafter.level_sizes(gamma),
+            at_once=drafter.drafts_at_once,
+            stops_early=drafter.stops_early,
+        )
         if isinstance(drafter, Hybrid) and isinstance(controller, HybridModel):
             drafter.chooser = controller
         return controller
@@ -304,11 +312,16 @@ class StrategyFactory:
                 raise
             # The costs are learnt from the steps instead.
 
-    def _load_draft_model(self, model: Any) -> DraftModel:
+    def _load_draft_model(self, model: Any, quantization: str | None) -> DraftModel:
         if isinstance(model, LendsModel):
+            if quantization is not None:
+                raise ConfigError(
+                    f"draft_quantization: the {type(model).__name__} that drafts keeps its own: "
+                    "remove it."
+                )
             draft, name = self._borrowed(model), type(model).__name__
         else:
-            draft, name = self._loaded(model)
+            draft, name = self._loaded(model, quantization)
         _check_sources(name, draft.model, self._target)
         _check_device(draft.model, self._target)
         self._kv_budget.add(draft.model)
@@ -321,23 +334,36 @@ class StrategyFactory:
                 return self._lent.pop(index)[1]
         return llm.as_draft_model()
 
-    def _loaded(self, given: str | Path | PreTrainedModel) -> tuple[DraftModel, str]:
-        """A draft model by its name, or a loaded one; and the name of its class."""
+    def _loaded(
+        self, given: str | Path | PreTrainedModel, wanted: str | None
+    ) -> tuple[DraftModel, str]:
+        """A draft model by its name, or a loaded one; and the name of its class.
+
+        Args:
+            given: the model.
+            wanted: its `draft_quantization`.
+        """
         tokenizer = None
+        quantization = DRAFTING if wanted == "int4" else wanted or self._quantization
         weights: PreTrainedModel | PackedModel
         if isinstance(given, PreTrainedModel):
             weights = module = given
         else:
             dtype, device = self._target.dtype, self._target.device
-            packed = open_packed(
-                given, dtype, device, quantization=self._quantization, runtime=self._runtime
+            tries = [quantization]
+            if wanted is None and self._target.quantization in ("int4", OWN):
+                tries.insert(0, DRAFTING)
+            opened = (
+                open_packed(given, dtype, device, quantization=each, runtime=self._runtime)
+                for each in tries
             )
+            packed = next(filter(None, opened), None)
             folder = packed.folder if packed else models.resolve(given)
             tokenizer = models.load_tokenizer(folder)
             module = packed.module if packed else models.load_model(folder, dtype, device)
             weights = packed or module
         model = Target(
-            weights, quantization=self._quantization, runtime=self._runtime, beside=self._target
+            weights, quantization=quantization, runtime=self._runtime, beside=self._target
         )
         return DraftModel(model, tokenizer, given), type(module).__name__
 

@@ -5,7 +5,7 @@ This file does not import PyTorch, so that the command line's help pages appear 
 
 from __future__ import annotations
 
-__all__ = ["AUTO", "NONE", "OWN", "QUANTIZATIONS", "QUANTIZATION_OPTIONS", "RUNTIMES"]
+__all__ = ["AUTO", "DRAFTING", "NONE", "OWN", "QUANTIZATIONS", "QUANTIZATION_OPTIONS", "RUNTIMES"]
 
 QUANTIZATIONS = ("int8", "int4")
 AUTO = "auto"
@@ -15,4 +15,7 @@ NONE = "none"
 QUANTIZATION_OPTIONS = (AUTO, NONE, *QUANTIZATIONS)
 OWN = "gguf"
 """What `Target.quantization` says of a GGUF file in its own numbers."""
+DRAFTING = "int4-draft"
+"""What `Target.quantization` says of a draft model in int4 whose output layer is in int4, too.
+Users write "int4" as `draft_quantization`."""
 RUNTIMES = ("auto", "native", "torch", "cuda", "compiled")

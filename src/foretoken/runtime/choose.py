@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from foretoken.errors import ConfigError
-from foretoken.runtime.choices import RUNTIMES
+from foretoken.runtime.choices import DRAFTING, RUNTIMES
 from foretoken.runtime.cpu import check_quantization, linear_layer
 from foretoken.runtime.cuda import StaticSlab, cuda_network
 from foretoken.runtime.cuda.network import CudaNetwork
@@ -83,7 +83,7 @@ def network_for(
         raise ConfigError(
             f"runtime: native is not available for this model on this machine: {reason}."
         )
-    if quantization == "int4":
+    if quantization in ("int4", DRAFTING):
         raise ConfigError(
             f"quantization: int4 needs the native runtime, which cannot be used here: {reason}."
         )

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from foretoken.errors import CompatibilityError, ConfigError
-from foretoken.runtime.choices import QUANTIZATION_OPTIONS, QUANTIZATIONS
+from foretoken.runtime.choices import DRAFTING, QUANTIZATION_OPTIONS, QUANTIZATIONS
 from foretoken.runtime.share import share
 
 __all__ = [
@@ -121,7 +121,7 @@ def check_quantization(quantization: str | None, device: torch.device) -> None:
     """
     if quantization is None:
         return
-    if quantization not in QUANTIZATIONS:
+    if quantization not in (*QUANTIZATIONS, DRAFTING):
         raise ConfigError(
             f"quantization: must be one of {', '.join(QUANTIZATION_OPTIONS)}, got '{quantization}'."
         )

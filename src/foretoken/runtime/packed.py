@@ -27,7 +27,7 @@ from foretoken.models.identity import identity_of
 from foretoken.models.resolver import cache_title, gguf_file, gguf_title
 from foretoken.models.skeleton import skeleton
 from foretoken.models.weights import FolderWeights, WeightSource
-from foretoken.runtime.choices import AUTO, OWN
+from foretoken.runtime.choices import AUTO, DRAFTING, OWN
 from foretoken.runtime.llama import ARCHITECTURES, LlamaWeights
 from foretoken.runtime.native.packed import QUANTIZED
 from foretoken.runtime.native.packed_files import (
@@ -83,7 +83,7 @@ def open_packed(
         name: as `LLM` takes it.
         dtype: of the embedding and the KV, and of the weights before they are rounded.
         device: where the model is to run.
-        quantization: as `LLM` takes it.
+        quantization: as `LLM` takes it, or `DRAFTING`.
         runtime: as `LLM` takes it.
 
     Returns:
@@ -254,6 +254,6 @@ def _num_bytes(module: PreTrainedModel, form: str) -> int:
     """About how large the packed files of a rounded model are, rounded up."""
     embedding = module.config.vocab_size * module.config.hidden_size
     layers = sum(each.numel() for name, each in module.named_parameters() if "layers." in name)
-    per_weight = {"int8": 34 / 32, "int4": 20 / 32}[form]
+    per_weight = {"int8": 34 / 32, "int4": 20 / 32, DRAFTING: 20 / 32}[form]
     ends = embedding * (34 / 32 + module.dtype.itemsize)
     return int(1.01 * (layers * per_weight + ends)) + 1_000_000

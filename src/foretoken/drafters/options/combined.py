@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from foretoken.drafters.base import DrafterOptions, InnerConfig
 from foretoken.drafters.model_set import drafters_in
+from foretoken.drafters.options.models import DraftQuantization
 
 __all__ = [
     "CascadeOptions",
@@ -27,10 +28,12 @@ class CascadeOptions(DrafterOptions):
         drafter: configuration of the inner drafter: `method` and that method's own fields. It may
             be another cascade.
         inner_num_speculative_tokens: draft length of the inner drafter, in tokens.
+        draft_quantization: see `DraftQuantization`.
     """
 
     drafter: InnerConfig
     inner_num_speculative_tokens: Annotated[int, Ge(1), Le(64)] = 3
+    draft_quantization: DraftQuantization = None
 
 
 class CombineOptions(DrafterOptions):

@@ -15,6 +15,7 @@ from foretoken.drafters.tuned_layers import LayerIndices, TunedLayers
 
 __all__ = [
     "DraftModelOptions",
+    "DraftQuantization",
     "EagleOptions",
     "EarlyExitOptions",
     "LayerSkipOptions",
@@ -38,6 +39,12 @@ def _tokenizer(value: Any) -> Any:
 _Tokenizer: TypeAlias = Annotated[Any, AfterValidator(_tokenizer)]
 
 
+DraftQuantization: TypeAlias = Literal["none", "int8", "int4"] | None
+"""How a draft model's weights are rounded. None chooses: int4 if the model is loaded by its name
+and the target runs in int4 or in a GGUF file's own numbers, else as the target's. int4 includes the
+output layer. The output does not depend on it."""
+
+
 class DraftModelOptions(TreeOptions):
     """Options of `draft_model`, besides those of trees.
 
@@ -49,10 +56,12 @@ class DraftModelOptions(TreeOptions):
             half of the target's tokens, else `text`. `LLM.vocabulary_overlap` reports the choice.
         draft_tokenizer: the draft model's tokenizer, or a folder or alias that holds it. None takes
             the tokenizer in the draft model's folder.
+        draft_quantization: see `DraftQuantization`.
     """
 
     vocabulary: Literal["auto", "same", "intersection", "text"] = "auto"
     draft_tokenizer: _Tokenizer = None
+    draft_quantization: DraftQuantization = None
 
     @model_validator(mode="after")
     def _text_is_drafted_greedily(self) -> Self:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from foretoken.runtime.choices import DRAFTING
 from foretoken.runtime.llama import DecoderWeights, LinearWeights, MixedInput
 from foretoken.runtime.native.pack import Format, PackedWeights, in_turns, pack
 from foretoken.runtime.native.support import FORMATS
@@ -17,7 +18,7 @@ from foretoken.runtime.windows import Window
 
 __all__ = ["QUANTIZED", "PackedDecoder", "PackedLayer", "Packing"]
 
-QUANTIZED = {"int8": Format.INT8, "int4": Format.INT4}
+QUANTIZED = {"int8": Format.INT8, "int4": Format.INT4, DRAFTING: Format.INT4}
 """The format of linear layers by the name of a quantization."""
 
 
@@ -63,12 +64,15 @@ class Packing(PackedDecoder):
 
     Args:
         sizes: the weights, in float32 or bfloat16.
-        quantization: "int8", "int4" (with the head in int8), or None.
+        quantization: "int8", "int4" (with the head in int8), `DRAFTING`, or None.
     """
 
     def __init__(self, sizes: DecoderWeights, quantization: str | None) -> None:
         self.sizes = sizes
         dtype = sizes.embedding.dtype
+        # In int4 the head, which ranks all tokens, would lose more accuracy than the layers. That
+        # of a draft model may: it is a large part of a small model.
+        self._finer_head = quantization == "int4"
         self._form = FORMATS[dtype] if quantization is None else QUANTIZED[quantization]
 
     def head(self) -> PackedWeights:
@@ -77,8 +81,7 @@ class Packing(PackedDecoder):
 
     def pack_head(self, head: LinearWeights) -> PackedWeights:
         """Pack the output layer, or some of its rows."""
-        # In int4 the head, which ranks all tokens, would lose more accuracy than the layers.
-        return pack(head, Format.INT8 if self._form is Format.INT4 else self._form)
+        return pack(head, Format.INT8 if self._finer_head else self._form)
 
     def mix(self) -> PackedWeights | None:
         """See `PackedDecoder.mix`."""

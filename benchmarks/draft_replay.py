@@ -1,0 +1,271 @@
+"""The default controller against fixed draft lengths, on recorded texts of two models.
+
+A live comparison of few percent takes an hour on a quiet machine. So this records once what the
+target writes, where the draft model agrees with it and how sure it is (one pass over the finished
+text tells both), and how long passes of the two take. It then replays the texts in seconds. The
+controller is the real one. Time passes as recorded, so every replay gives the same figures.
+
+    python -m benchmarks.draft_replay --model TARGET --draft-model DRAFT --recorded pair.json
+
+Records if the file does not exist. The last kind of text has pieces of all others and of a text of
+which the draft model knows nothing, 32 tokens each, so it changes its nature all the time. What the
+draft model would draft behind a wrong token is not known. It counts as drafted with the probability
+of the token that really came.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Annotated, Any, TypeAlias
+
+import torch
+import typer
+
+from benchmarks import flags
+from benchmarks.report import command_line, markdown_table, one_line_errors
+from foretoken import LLM, SamplingParams
+from foretoken.bench.encode import encode
+from foretoken.bench.prompts_file import read_prompts, stratified
+from foretoken.control import Budget, Controller, CostCurve, Fixed, controller_class
+from foretoken.core.acceptance import Accepted
+from foretoken.core.sampler import TreeDistributions
+from foretoken.core.tree import Draft, chain
+from foretoken.decode import Outcome
+from foretoken.request import Request
+from foretoken.runtime.network import PassOutput
+
+__all__ = ["Text", "main", "replay"]
+
+CODE_PROMPTS = Path(__file__).with_name("code_prompts.jsonl")
+LENGTHS = (0, 2, 3, 4, 5, 8)
+SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12)
+MIXED, NOISE, PIECE = "changing", "noise", 32
+
+Text: TypeAlias = tuple[Sequence[bool], Sequence[float]]
+"""For each token of an output whether the draft model drafts it behind those before it, and the
+probability of what it drafts."""
+
+
+def main(
+    recorded: Annotated[Path, typer.Option(help="JSON file; recorded if it does not exist.")],
+    prompts: Annotated[Path, typer.Option(help="Prompts to record.")] = CODE_PROMPTS,
+    model: flags.Model = "smollm2-135m",
+    draft_model: Annotated[str, typer.Option(help="Draft model.")] = "smollm2-135m",
+    draft_quantization: Annotated[str, typer.Option(help="Of the draft model.")] = "int4",
+    per_kind: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 4,
+    max_tokens: flags.MaxTokens = 128,
+    temperature: Annotated[float, typer.Option(min=0)] = 0.0,
+    most: Annotated[int, typer.Option(min=1, help="num_speculative_tokens of the default.")] = 5,
+    draft_cost: Annotated[
+        float | None, typer.Option(help="Of a draft token, in plain passes, as if it was recorded.")
+    ] = None,
+    seed: flags.Seed = 0,
+) -> None:
+    """Replay the recording and print a Markdown table of speeds over plain decoding."""
+    with one_line_errors():
+        if not recorded.exists():
+            sample = stratified(read_prompts(prompts), per_kind, seed)
+            target = LLM(model, max_num_seqs=1, speculative_config={"method": "none"})
+            draft = LLM(draft_model, max_num_seqs=1, quantization=draft_quantization)
+            params = SamplingParams(
+                temperature=temperature, seed=seed, max_tokens=max_tokens, ignore_eos=True
+            )
+            texts = dict[str, list[Text]]()
+            for prompt in sample:
+                ids = encode(target, prompt.text, 1024)
+                (output,) = target.generate([ids], params)
+                text = _agreement(draft, ids, output.token_ids, params)
+                texts.setdefault(prompt.kind, []).append(text)
+            data = {"texts": texts, "passes": _passes(target), "level": _passes(draft)[1]}
+            recorded.write_text(json.dumps(data))
+        data = json.loads(recorded.read_text())
+    passes = {int(nodes): seconds for nodes, seconds in data["passes"].items()}
+    level = data["level"] if draft_cost is None else draft_cost * passes[1]
+    texts = with_changes(data["texts"], seed)
+    speeds = replay(texts, passes, level, most)
+    header = ["text", "default", *map(str, LENGTHS), "default over the best"]
+    table = [
+        [kind, *(f"{row[name]:.3f}" for name in ("default", *LENGTHS)), f"{_share(row):.3f}"]
+        for kind, row in speeds.items()
+    ]
+    print(f"{command_line('benchmarks.draft_replay')}, speed over plain decoding\n")
+    print(markdown_table(header, table))
+
+
+# Recording
+
+
+def _agreement(
+    draft: LLM, prompt: Sequence[int], output: Sequence[int], params: SamplingParams
+) -> Text:
+    """Read a finished text with the draft model, in one pass over the output."""
+    model, key = draft.engine.target, -(10**9)
+    model.add(key)
+    model.prefill(key, prompt[:-1])
+    (computed,) = model.verify([key], [chain([prompt[-1], *output[:-1]])])
+    model.remove(key)
+    request = Request(
+        prompt, params, vocab_size=model.vocab_size, max_model_len=model.max_model_len
+    )
+    noise = request.noise.at(len(prompt))
+    agrees, sure = list[bool](), list[float]()
+    for place, token in enumerate(output):
+        logits = computed.scores[place]
+        q = request.sampler.distribution(logits, output[:place])
+        drafted = noise.draw(q, place)
+        agrees.append(drafted == token)
+        untempered = request.sampler.untempered(logits, output[:place])
+        sure.append((untempered if params.greedy else q).prob(drafted))
+    return agrees, sure
+
+
+@torch.inference_mode()
+def _passes(llm: LLM) -> dict[int, float]:
+    """Median seconds of passes over so many nodes."""
+    target, key = llm.engine.target, -(10**9)
+    target.add(key)
+    target.prefill(key, [1] * 128)
+    taken = dict[int, list[float]]()
+    for _ in range(9):
+        for size in SIZES:
+            began = time.perf_counter()
+            target.verify([key], [chain([1] * size)])
+            taken.setdefault(size, []).append(time.perf_counter() - began)
+    target.remove(key)
+    return {size: median(seconds) for size, seconds in taken.items()}
+
+
+# Replaying
+
+
+def with_changes(texts: Mapping[str, Sequence[Any]], seed: int) -> dict[str, list[Text]]:
+    """The texts of each kind, and one more kind of pieces of all."""
+    dice = random.Random(seed)
+    found: dict[str, list[Text]] = {kind: list(each) for kind, each in texts.items()}
+    every = [text for each in found.values() for text in each]
+    noise = [dice.random() < 0.1 for _ in every[0][0]], [0.3 * dice.random() for _ in every[0][0]]
+    found[MIXED] = []
+    for _ in range(4):
+        pieces = [noise if n % 2 else dice.choice(every) for n in range(8)]
+        starts = [dice.randrange(max(1, len(piece[0]) - PIECE)) for piece in pieces]
+        parts = [
+            (agrees[at : at + PIECE], sure[at : at + PIECE])
+            for (agrees, sure), at in zip(pieces, starts, strict=True)
+        ]
+        found[MIXED].append(([a for p, _ in parts for a in p], [s for _, p in parts for s in p]))
+    return found
+
+
+def replay(
+    texts: Mapping[str, Sequence[Text]], passes: Mapping[int, float], level: float, most: int
+) -> dict[str, dict[str | int, float]]:
+    """Speeds over plain decoding: by kind of text, of the default and of fixed lengths.
+
+    Args:
+        texts: by kind.
+        passes: seconds of a pass of the target by its nodes.
+        level: seconds of a pass of the draft model.
+        most: most tokens that the default drafts.
+    """
+
+    def seconds(nodes: int) -> float:
+        below = max(size for size in passes if size <= nodes)
+        above = min((size for size in passes if size >= nodes), default=below)
+        share = (nodes - below) / (above - below) if above > below else 0.0
+        return passes[below] + share * (passes[above] - passes[below])
+
+    speeds: dict[str, dict[str | int, float]] = {}
+    default = _default(passes, most)
+    for kind, of_kind in texts.items():
+        # The first text warms the controller up, as earlier requests of the same kind would.
+        _run(default, of_kind[0], seconds, level)
+        row: dict[str | int, float] = {"default": _speed(default, of_kind, seconds, level)}
+        for length in LENGTHS:
+            row[length] = _speed(Fixed(length), of_kind, seconds, level)
+        speeds[kind] = row
+    speeds["all"] = {
+        name: geometric_mean(row[name] for row in speeds.values()) for name in ("default", *LENGTHS)
+    }
+    return speeds
+
+
+def _default(passes: Mapping[int, float], most: int) -> Controller:
+    costs = CostCurve({size: passes[size] for size in (1, 2, 4, 6, 8, 12) if size in passes})
+    return controller_class("cost_model")(most, None, costs, stops_early=True)
+
+
+def _share(row: Mapping[str | int, float]) -> float:
+    return row["default"] / max(row[length] for length in LENGTHS)
+
+
+def _speed(
+    controller: Controller,
+    texts: Sequence[Text],
+    seconds: Callable[[int], float],
+    level: float,
+) -> float:
+    taken = sum(_run(controller, text, seconds, level) for text in texts)
+    return sum(len(agrees) for agrees, _ in texts) * seconds(1) / taken
+
+
+def _run(
+    controller: Controller, text: Text, seconds: Callable[[int], float], level: float
+) -> float:
+    """Seconds that a text takes."""
+    agrees, sure = text
+    request, taken = _Replayed(len(agrees)), 0.0
+    while request.remaining:
+        done = len(request.output_ids)
+        (budget,) = controller.budgets([request], 1)
+        probs = _drafted(budget, sure[done:])
+        passed = next((n for n in range(len(probs)) if not agrees[done + n]), len(probs))
+        verifying = seconds(1 + len(probs))
+        taken += len(probs) * level + verifying
+        controller.costs.observe(1 + len(probs), verifying, 1)
+        controller.observe([_outcome(request, probs, passed)], len(probs) * level)
+        request.token_ids += [0] * (passed + 1)
+    controller.release(request)
+    return taken
+
+
+class _Replayed(Request):
+    """A request whose output has a known length."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__([1, 2], SamplingParams(temperature=0), vocab_size=9, max_model_len=2**17)
+        self._length = length
+
+    @property
+    def remaining(self) -> int:
+        return self._length - len(self.output_ids)
+
+
+def _drafted(budget: Budget, sure: Sequence[float]) -> list[float]:
+    """The path probabilities of a draft."""
+    probs, path = list[float](), 1.0
+    for token in sure[: budget.chain]:
+        path *= token
+        probs.append(path)
+        if budget.stops_below(token, path):
+            break
+    return probs
+
+
+def _outcome(request: Request, probs: Sequence[float], passed: int) -> Outcome:
+    tree = chain([0] * (1 + len(probs)))
+    rejected = (passed + 1,) if passed < len(probs) else ()
+    accepted = Accepted(tuple(range(1, passed + 1)), 0, rejected, "rejected" if rejected else "")
+    one_hot = Draft.deterministic(tree)
+    draft = Draft(tree, one_hot.q, path_probs=tuple(probs))
+    logits = torch.zeros(1, 9).expand(len(tree), 9)
+    p = TreeDistributions(logits, tree, request.sampler, ())
+    return Outcome(request, draft, accepted, (), PassOutput(logits), p)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,103 @@
+"""Chains that end where the drafter is unsure."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from benchmarks.draft_replay import LENGTHS, Text, replay
+
+from foretoken.control.cost_model import CostModel
+from foretoken.control.stopping import Stopping
+from foretoken.core.tree import Draft
+from tests.control.worlds import cpu, learn, measured, outcome, request_of
+
+PASSES = {1: 1.0, 4: 1.08, 6: 1.2, 8: 1.55, 12: 1.8}
+"""Seconds of a pass, by nodes: those of a kernel that reads a weight once for six nodes."""
+
+
+def learnt(rate_above: dict[float, float], count: int = 400) -> Stopping:
+    """Behind paths of these probabilities, tokens are accepted so often."""
+    dice, stopping = random.Random(0), Stopping()
+    for _ in range(count):
+        probability = dice.choice(list(rate_above))
+        right = dice.random() < rate_above[probability]
+        made = outcome(request_of(), (1, 1), 2 if right else 1)
+        draft = Draft(made.draft.tree, made.draft.q, path_probs=(probability, probability / 2))
+        object.__setattr__(made, "draft", draft)
+        stopping.learn(made)
+    return stopping
+
+
+def test_what_is_dear_needs_a_probable_path() -> None:
+    thresholds = [Stopping().least_path_prob(price / 10) for price in range(11)]
+    assert thresholds == sorted(thresholds)
+    assert thresholds[0] == 0
+    assert 0.3 < thresholds[6] < 0.6
+    assert thresholds[10] == 1
+
+
+def test_the_threshold_is_where_a_token_is_worth_its_price() -> None:
+    """Whatever the drafter says: one is right half as often, the other one twice as often."""
+    modest = learnt({0.1: 0.3, 0.3: 0.7, 0.4: 0.9})
+    boastful = learnt({0.4: 0.1, 0.7: 0.3, 0.95: 0.5})
+    assert 0.1 < modest.least_path_prob(0.6) < 0.4
+    assert boastful.least_path_prob(0.6) > 0.9
+
+
+@pytest.mark.parametrize(("rate", "threshold"), [(0.9, 0.0), (0.1, 1.0)])
+def test_probabilities_that_tell_nothing(rate: float, threshold: float) -> None:
+    flat = learnt({0.2: rate, 0.5: rate, 0.9: rate}, 3000)
+    assert flat.least_path_prob(0.5) == pytest.approx(threshold, abs=0.2)
+
+
+def text(dice: random.Random, sure: tuple[float, ...], bias: float = 1.0) -> Text:
+    """A drafter with these probabilities for its tokens, which are right in that share of cases."""
+    probs = [dice.choice(sure) for _ in range(128)]
+    return [dice.random() < probability for probability in probs], [p**bias for p in probs]
+
+
+TEXTS = {
+    "easy": (0.99, 0.97),
+    "hard": (0.3, 0.5),
+    "mixed": (0.99, 0.98, 0.97, 0.4),
+    "hopeless": (0.02,),
+}
+
+
+@pytest.mark.parametrize(("bias", "level"), [(1.0, 0.3), (0.3, 0.15), (3.0, 0.15)])
+def test_it_is_as_fast_as_the_best_length(bias: float, level: float) -> None:
+    """On texts of every kind, whether the drafter is sure of itself or not."""
+    dice = random.Random(1)
+    texts = {kind: [text(dice, sure, bias) for _ in range(8)] for kind, sure in TEXTS.items()}
+    for kind, speeds in replay(texts, PASSES, level, 5).items():
+        best = max(speeds[length] for length in LENGTHS)
+        assert speeds["default"] > 0.97 * best, kind
+        if kind == "mixed" and bias >= 1:
+            assert speeds["default"] > 1.03 * best
+
+
+def test_a_request_that_had_bad_luck_tries_again_soon() -> None:
+    """Of a drafter that saves time, not of one that never did."""
+    tries = []
+    for good in (30, 0):
+        model = CostModel(5, costs=measured(cpu), stops_early=True)
+        request = request_of()
+        for passed in [5] * good + [0] * 12:
+            (budget,) = model.budgets([request], 1)
+            drafted = outcome(request, (1,) * budget.depth, min(passed, budget.depth))
+            learn(model, [drafted], 0.002 * budget.depth, cpu(1 + budget.depth))
+        depths = []
+        for _ in range(200):
+            depths.append(model.budgets([request], 1)[0].depth)
+            sizes = (1,) * depths[-1]
+            learn(model, [outcome(request, sizes, 0)], 0.002 * len(sizes), cpu(1 + len(sizes)))
+        tries.append(sum(depth > 0 for depth in depths[40:]))
+    assert tries[0] >= 10
+    assert tries[1] <= 5
+
+
+def test_a_request_without_a_plan_for_more_than_one_token_has_no_threshold() -> None:
+    model = CostModel(1, costs=measured(cpu), stops_early=True)
+    (budget,) = model.budgets([request_of()], 1)
+    assert (budget.depth, budget.min_path_prob) == (1, 0.0)
