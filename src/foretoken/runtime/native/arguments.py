@@ -228,11 +228,12 @@ class TreeArrays:
         self._tokens, self._parents = (array(kind, bytes(8 * count * most)) for kind in "qi")
         self._probabilities = array("f", bytes(4 * count * most))
         frontiers = [frontier for frontier, _ in sizes]
-        self._draws, self._sources = _draws(limits), array("i")
-        self._shown = array("f")
+        self._draws = _draws(limits)
+        self._sources, self._shown = array("i"), array("f")
         self._keeps_logits = self._draws is not None and plan.beam is None
         if self._draws is not None:
-            self._sources, self._shown = (array(kind, bytes(4 * count * most)) for kind in "if")
+            self._sources = array("i", bytes(4 * count * most))
+            self._shown = array("f", bytes(4 * count * most))
         self.rows = count * (sum(frontiers) if self._keeps_logits else max(frontiers))
         self.arguments = CTrees(
             trees=self._trees,
