@@ -12,6 +12,8 @@ PyTorch.
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,6 +46,12 @@ if TYPE_CHECKING:
         StreamedToken,
     )
     from foretoken.trace import StepTrace, Trace
+
+# PyTorch's threads spin for milliseconds after all that they did together, also when other programs
+# wait for the cores. OpenMP reads this when PyTorch is loaded: about 0.2 ms, which covers the time
+# between two passes.
+if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 __version__ = "0.1.0"
 

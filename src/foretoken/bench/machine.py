@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import foretoken
+from foretoken.runtime.cores import available_cores
 
 __all__ = [
-    "available_cores",
     "host",
     "package_version",
     "processor_flags",
@@ -31,13 +30,6 @@ def host() -> dict[str, Any]:
         "foretoken": foretoken.__version__,
         "source": source_digest(),
     }
-
-
-def available_cores() -> int:
-    """Cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def package_version(name: str) -> str | None:

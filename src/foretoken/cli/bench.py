@@ -174,7 +174,7 @@ def _threads() -> int:
     """OMP_NUM_THREADS if it is set, or all cores."""
     import os
 
-    from foretoken.bench.machine import available_cores
+    from foretoken.runtime.cores import available_cores
 
     threads = os.environ.get("OMP_NUM_THREADS", "")
     return int(threads) if threads.isdigit() and int(threads) > 0 else available_cores()

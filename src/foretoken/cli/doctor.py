@@ -73,7 +73,8 @@ def doctor(
 
 
 def _processor() -> list[_Finding]:
-    from foretoken.bench.machine import available_cores, host, processor_flags
+    from foretoken.bench.machine import host, processor_flags
+    from foretoken.runtime.cores import available_cores
 
     all_cores = os.cpu_count() or 1
     cores = f"{available_cores()} of {all_cores}"
@@ -138,20 +139,14 @@ def _dtype() -> _Finding:
 def _threads() -> _Finding:
     import torch
 
-    from foretoken.bench.machine import available_cores
+    from foretoken.runtime.cores import available_cores
 
     threads, cores = torch.get_num_threads(), available_cores()
     text = f"{threads} for the passes"
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if threads > cores:
         return _Finding(
             "threads", text, f"There are only {cores} cores: set OMP_NUM_THREADS to that."
         )
-    if load > cores and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive":
-        busy = (
-            f"The load is {load:.1f}. Other programs need the cores, too: OMP_WAIT_POLICY=passive."
-        )
-        return _Finding("threads", text, busy)
     return _Finding("threads", text)
 
 

@@ -18,8 +18,9 @@ void foretoken_forward(const foretoken::Decoder* decoder, const foretoken::Pass*
 #pragma omp parallel num_threads(pass->threads)
     {
 #pragma omp single
-        run.begin(omp_get_num_threads());
+        run.begin(omp_get_num_threads(), run.pieces());
         run.thread(omp_get_thread_num());
+        run.meet(omp_get_thread_num());  // OpenMP would spin for milliseconds where a thread is missing
     }
     run.choose();
 }
@@ -41,6 +42,7 @@ void foretoken_fuse(const foretoken::Fusion* fusion) {
 #pragma omp single
         fusing.begin(omp_get_num_threads());
         fusing.thread(omp_get_thread_num());
+        fusing.meet(omp_get_thread_num());
     }
 }
 

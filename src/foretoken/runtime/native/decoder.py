@@ -46,6 +46,7 @@ from foretoken.runtime.native.kept_weights import KeptWeights
 from foretoken.runtime.native.pack import CLinear, PackedWeights
 from foretoken.runtime.native.packed import PackedDecoder, PackedLayer, Packing
 from foretoken.runtime.native.support import MOST_HIDDEN_SIZE
+from foretoken.runtime.native.threads import num_threads
 from foretoken.runtime.network import (
     GrowingNetwork,
     GrownTree,
@@ -272,7 +273,7 @@ class NativeDecoder(GrowingNetwork):
         arguments = CPass(
             nodes=most,
             scored=nodes.scored,
-            threads=torch.get_num_threads(),
+            threads=num_threads(),
             most_seen=inputs.span,
             logits=logits.data_ptr(),
             argmax=argmax.buffer_info()[0],

@@ -4,6 +4,7 @@
 
 #include "pass.h"
 #include "rows.h"
+#include "team.h"
 
 namespace foretoken {
 
@@ -11,18 +12,20 @@ class Fusing {
 public:
     explicit Fusing(const Fusion& fusion) : f_(fusion) {}
 
-    void begin(int threads) {
-        threads_ = threads;
-        barrier_.expect(threads);
-    }
+    void begin(int threads) { team_.expect(threads, 1); }
 
     void thread(int id) {
-        for (int node = f_.nodes * id / threads_; node < f_.nodes * (id + 1) / threads_; node++) join(node);
-        barrier_.wait();
-        multiply<1>(f_.fc, f_.inputs, f_.nodes, id, threads_, [&](long node, long panel, const float* sums) {
-            narrow_to(sums, PANEL, f_.is_bf16, f_.states, node * f_.fc.outputs + panel * PANEL);
+        team_.each(id, [&](int part) {
+            for (int node = f_.nodes * part / team_.parts(); node < f_.nodes * (part + 1) / team_.parts(); node++) join(node);
+        });
+        team_.each(id, [&](int part) {
+            multiply<1>(f_.fc, f_.inputs, f_.nodes, part, team_.parts(), [&](long node, long panel, const float* sums) {
+                narrow_to(sums, PANEL, f_.is_bf16, f_.states, node * f_.fc.outputs + panel * PANEL);
+            });
         });
     }
+
+    void meet(int id) { team_.meet(id); }
 
 private:
     void join(int node) {
@@ -37,8 +40,7 @@ private:
     }
 
     const Fusion& f_;
-    Barrier barrier_;
-    int threads_ = 1;
+    Team team_;
 };
 
 }  // namespace foretoken

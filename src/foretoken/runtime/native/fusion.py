@@ -15,6 +15,7 @@ from foretoken.runtime.native.build import library
 from foretoken.runtime.native.decoder import checked
 from foretoken.runtime.native.pack import pack
 from foretoken.runtime.native.support import FORMATS
+from foretoken.runtime.native.threads import num_threads
 
 __all__ = ["NativeFusion"]
 
@@ -53,7 +54,7 @@ class NativeFusion:
             states=states.data_ptr(),
             layers=len(hidden),
             nodes=count,
-            threads=torch.get_num_threads(),
+            threads=num_threads(),
             is_bf16=self._dtype == torch.bfloat16,
             epsilon=self._epsilon,
         )

@@ -31,17 +31,17 @@ public:
         drafted_.resize(first.scored);
     }
 
-    void begin(int threads) { run_.begin(threads); }
+    void begin(int threads) { run_.begin(threads, 1); }
 
     void thread(int id) {
         for (int level = 0; p_.nodes; level++) {
             if (t_.draws) shake(level, id);
             run_.thread(id);
-            run_.meet();
+            run_.meet(id);  // nobody reads the pass any more, which is about to change
             run_.share(p_.scored, id, [&](int i) { rank(i, t_.widths[level]); });
-            run_.meet();
+            run_.meet(id);
             if (id == 0) extend(level + 1);
-            run_.meet();
+            run_.meet(id);
         }
     }
 

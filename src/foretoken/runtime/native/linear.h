@@ -69,9 +69,7 @@ inline void quantize(const float* from, uint8_t* row, int inputs, int offset) {
     i32x16 first = nearest(low * steps), second = nearest(high * steps);
     store_bytes((int8_t*)row + offset, first);
     store_bytes((int8_t*)row + offset + LANES, second);
-    i32x16 both = first + second;
-    int32_t total = 0;
-    for (int i = 0; i < LANES; i++) total += both[i];
+    int32_t total = sum(first + second);
     int groups = inputs / GROUP, group = offset / GROUP;
     float* scales = (float*)(row + inputs);
     // Integers cannot represent NaN or infinity, so the scale carries them to the output.

@@ -1,10 +1,6 @@
-// The arguments of a pass, and the barrier of its threads. arguments.py repeats the structures.
+// The arguments of a pass. arguments.py repeats the structures.
 
 #pragma once
-
-#include <sched.h>
-
-#include <atomic>
 
 #include "linear.h"
 
@@ -107,34 +103,6 @@ struct Fusion {
     uint8_t* states;               // [T, E] in the model's dtype
     int32_t layers, nodes, threads, is_bf16;
     float epsilon;
-};
-
-// Where threads wait for each other. They spin, because the parts of a layer take microseconds, and
-// yield after a while, because the machine may be busy.
-class Barrier {
-public:
-    void expect(int threads) { threads_ = threads; }
-
-    void wait() {
-        if (threads_ == 1) return;
-        int phase = phase_.load(std::memory_order_relaxed);
-        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
-            arrived_.store(0, std::memory_order_relaxed);
-            phase_.store(phase + 1, std::memory_order_release);
-            return;
-        }
-        for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++) {
-            if (spins > 2000) sched_yield();
-#if defined(__x86_64__)
-            else __builtin_ia32_pause();
-#endif
-        }
-    }
-
-private:
-    alignas(64) std::atomic<int> arrived_{0};
-    alignas(64) std::atomic<int> phase_{0};
-    int threads_ = 1;
 };
 
 }  // namespace foretoken

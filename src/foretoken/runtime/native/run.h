@@ -1,7 +1,7 @@
 // One pass of the Llama family.
 //
 // lean.py is the readable version of the computation. Here one parallel region covers all layers, and
-// its threads meet at a barrier after each part of a layer. Numbers stay in float32 between linear
+// its threads share every part of a layer (team.h). Numbers stay in float32 between linear
 // layers.
 
 #pragma once
@@ -12,6 +12,7 @@
 #include "pass.h"
 #include "ranking.h"
 #include "rows.h"
+#include "team.h"
 
 namespace foretoken {
 
@@ -24,10 +25,13 @@ public:
     }
 
     // OpenMP may give fewer threads than were asked for.
-    void begin(int threads) {
-        threads_ = threads;
-        barrier_.expect(threads);
+    void begin(int threads, int pieces) {
+        team_.expect(threads, pieces);
     }
+
+    // Parts of a phase for each thread. Phases of large passes are long, so that a thread may be stopped within one.
+    static constexpr int PIECES = 4;
+    int pieces() const { return p_.nodes < 32 ? 1 : PIECES; }
 
     static size_t bytes_of(const Linear& layer) { return row_bytes(layer.format, layer.inputs); }
 
@@ -53,19 +57,18 @@ public:
         normed_ = take(nodes * normed);
         mixed_ = take(nodes * mixed);
         inner_ = take(nodes * inner);
-        stride_ = (p_.most_seen + LANES - 1) / LANES * LANES;
-        scores_ = (float*)take((size_t)p_.threads * QUERIES * stride_ * sizeof(float));
-        best_ = (Best*)take((size_t)p_.threads * nodes * sizeof(Best));
+        best_ = (Best*)take((size_t)p_.threads * PIECES * nodes * sizeof(Best));
         return used;
     }
 
     void thread(int id) {
-        share(p_.nodes, id, [&](int node) {
-            if (joint()) join(node);
-            else if (d_.mix.weight) pair(node);
-            else embed(node, stream_ + (long)node * d_.hidden_size);
+        team_.each(id, [&](int part) {
+            share(p_.nodes, part, [&](int node) {
+                if (joint()) join(node);
+                else if (d_.mix.weight) pair(node);
+                else embed(node, stream_ + (long)node * d_.hidden_size);
+            });
         });
-        barrier_.wait();
         if (d_.mix.weight) mix(id);
         for (int i = 0; i < d_.num_layers; i++) {
             const Layer& layer = d_.layers[i];
@@ -74,39 +77,53 @@ public:
             if (layer.computes) mlp(layer, id);
         }
         keep_hidden(d_.num_layers, id);
-        if (!p_.scored) return;
-        share(p_.scored, id, [&](int i) { normalise(p_.scored_nodes[i], d_.norm, d_.head.format, i); });
-        barrier_.wait();
-        long vocabulary = d_.head.outputs;
-        Best* best = best_ + (long)id * p_.scored;
-        for (int i = 0; i < p_.scored; i++) best[i] = Best{};
-        multiply<1>(d_.head, normed_, p_.scored, id, threads_, [&](long i, long panel, const float* sums) {
-            long first = panel * PANEL, count = vocabulary - first < PANEL ? vocabulary - first : PANEL;
-            std::memcpy(p_.logits + i * vocabulary + first, sums, count * sizeof(float));
-            best[i].add(sums, first, vocabulary);
-        });
+        if (p_.scored) score(id);
     }
 
-    void meet() { barrier_.wait(); }
+    // Go on when all threads are here.
+    void meet(int id) { team_.meet(id); }
 
-    int threads() const { return threads_; }
+    int threads() const { return team_.threads(); }
 
+    // A part of `count` things.
     template <class Work>
-    void share(long count, int id, Work work) {
-        for (long i = count * id / threads_; i < count * (id + 1) / threads_; i++) work((int)i);
+    void share(long count, int part, Work work) const {
+        for (long i = count * part / team_.parts(); i < count * (part + 1) / team_.parts(); i++) work((int)i);
     }
 
-    // The argmax of each node, when all threads are done: each has seen a part of the vocabulary.
+    // The argmax of each node, when all threads are done: each part has seen some of the vocabulary.
     void choose() {
         for (int i = 0; i < p_.scored; i++) {
             Best best{};
-            for (int id = 0; id < threads_; id++) best.add(best_[(long)id * p_.scored + i]);
+            for (int part = 0; part < team_.parts(); part++) best.add(best_[(long)part * p_.scored + i]);
             p_.argmax[i] = best.token();
         }
     }
 
 private:
     int heads() const { return d_.heads + 2 * d_.key_heads; }
+
+    // A part of a linear layer's outputs, times all rows.
+    template <int UNIT, class Finish>
+    void product(const Linear& layer, const uint8_t* inputs, int rows, int id, Finish finish) {
+        team_.each(id, [&](int part) { multiply<UNIT>(layer, inputs, rows, part, team_.parts(), finish); });
+    }
+
+    void score(int id) {
+        team_.each(id, [&](int part) {
+            share(p_.scored, part, [&](int i) { normalise(p_.scored_nodes[i], d_.norm, d_.head.format, i); });
+        });
+        long vocabulary = d_.head.outputs;
+        team_.each(id, [&](int part) {
+            Best* best = best_ + (long)part * p_.scored;
+            for (int i = 0; i < p_.scored; i++) best[i] = Best{};
+            multiply<1>(d_.head, normed_, p_.scored, part, team_.parts(), [&](long i, long panel, const float* sums) {
+                long first = panel * PANEL, count = vocabulary - first < PANEL ? vocabulary - first : PANEL;
+                std::memcpy(p_.logits + i * vocabulary + first, sums, count * sizeof(float));
+                best[i].add(sums, first, vocabulary);
+            });
+        });
+    }
 
     void embed(int node, float* to) {
         long token = p_.tokens[node];
@@ -144,26 +161,28 @@ private:
     }
 
     void mix(int id) {
-        multiply<1>(d_.mix, normed_, p_.nodes, id, threads_, [&](long node, long panel, const float* sums) {
+        product<1>(d_.mix, normed_, p_.nodes, id, [&](long node, long panel, const float* sums) {
             std::memcpy(stream_ + node * d_.hidden_size + panel * PANEL, sums, PANEL * sizeof(float));
         });
-        barrier_.wait();
     }
 
-    // Copy the residual stream entering a layer, if the caller asked for it. The threads have met since
-    // it was written, and meet again before it is written next, so that no barrier is needed.
+    // Copy the residual stream entering a layer, if the caller asked for it.
     void keep_hidden(int layer, int id) {
         if (!p_.hidden || p_.hidden_slots[layer] < 0) return;
-        share(p_.nodes, id, [&](int node) {
-            float normal[MOST_HIDDEN_SIZE];
-            const float* from = stream_ + (long)node * d_.hidden_size;
-            if (d_.norm_output && layer == d_.num_layers) {
-                rms_norm(from, d_.norm, d_.epsilon, d_.hidden_size, normal);
-                from = normal;
-            }
-            long place = ((long)p_.hidden_slots[layer] * p_.nodes + node) * d_.hidden_size;
-            narrow_to(from, d_.hidden_size, d_.is_bf16, p_.hidden, place);
+        team_.each(id, [&](int part) {
+            share(p_.nodes, part, [&](int node) { keep_hidden_of(layer, node); });
         });
+    }
+
+    void keep_hidden_of(int layer, int node) {
+        float normal[MOST_HIDDEN_SIZE];
+        const float* from = stream_ + (long)node * d_.hidden_size;
+        if (d_.norm_output && layer == d_.num_layers) {
+            rms_norm(from, d_.norm, d_.epsilon, d_.hidden_size, normal);
+            from = normal;
+        }
+        long place = ((long)p_.hidden_slots[layer] * p_.nodes + node) * d_.hidden_size;
+        narrow_to(from, d_.hidden_size, d_.is_bf16, p_.hidden, place);
     }
 
     // Normalise the residual stream of a node, as row `row` of the inputs of a linear layer.
@@ -178,44 +197,44 @@ private:
     }
 
     void normalise_all(const float* weight, Format format, int id) {
-        share(p_.nodes, id, [&](int node) { normalise(node, weight, format, node); });
-        barrier_.wait();
+        team_.each(id, [&](int part) {
+            share(p_.nodes, part, [&](int node) { normalise(node, weight, format, node); });
+        });
     }
 
     void add_product(const Linear& layer, const uint8_t* inputs, int id) {
-        multiply<1>(layer, inputs, p_.nodes, id, threads_, [&](long node, long panel, const float* sums) {
+        product<1>(layer, inputs, p_.nodes, id, [&](long node, long panel, const float* sums) {
             float* to = stream_ + node * d_.hidden_size + panel * PANEL;
             for (int i = 0; i < PANEL; i += LANES) store(to + i, load<f32x16>(to + i) + load<f32x16>(sums + i));
         });
-        barrier_.wait();
     }
 
     void mlp(const Layer& layer, int id) {
         Format format = layer.down.format;
         normalise_all(layer.mlp_norm, layer.gate_up.format, id);
-        multiply<2>(layer.gate_up, normed_, p_.nodes, id, threads_, [&](long node, long pair, float* sums) {
+        product<2>(layer.gate_up, normed_, p_.nodes, id, [&](long node, long pair, float* sums) {
             for (int i = 0; i < PANEL; i += LANES) {
                 f32x16 gate = load<f32x16>(sums + i), up = load<f32x16>(sums + PANEL + i);
                 store(sums + i, gate / (1.0f + exp(-gate)) * up);
             }
             encode(format, sums, inner_ + node * row_bytes(format, d_.intermediate), d_.intermediate, pair * PANEL, PANEL);
         });
-        barrier_.wait();
         add_product(layer.down, inner_, id);
     }
 
     void attention(const Layer& layer, int id) {
         if (!joint() || &layer != d_.layers) normalise_all(layer.attention_norm, layer.qkv.format, id);
         long size = heads() * d_.width;
-        multiply<1>(layer.qkv, normed_, p_.nodes, id, threads_, [&](long node, long panel, const float* sums) {
+        product<1>(layer.qkv, normed_, p_.nodes, id, [&](long node, long panel, const float* sums) {
             std::memcpy(qkv_ + node * size + panel * PANEL, sums, PANEL * sizeof(float));
         });
-        barrier_.wait();
-        share((long)p_.nodes * heads(), id, [&](int i) { finish_head(layer, i / heads(), i % heads()); });
-        barrier_.wait();
-        if (d_.is_bf16) attend<Bf16Cache>(layer, id);
-        else attend<FloatCache>(layer, id);
-        barrier_.wait();
+        team_.each(id, [&](int part) {
+            share((long)p_.nodes * heads(), part, [&](int i) { finish_head(layer, i / heads(), i % heads()); });
+        });
+        team_.each(id, [&](int part) {
+            if (d_.is_bf16) attend<Bf16Cache>(layer, part);
+            else attend<FloatCache>(layer, part);
+        });
         add_product(layer.output, mixed_, id);
     }
 
@@ -250,33 +269,33 @@ private:
     }
 
     template <class Cache>
-    void attend(const Layer& layer, int id) {
+    void attend(const Layer& layer, int part) {
         switch (d_.width) {
-            case 32: return attend<Cache, 32>(layer, id);
-            case 64: return attend<Cache, 64>(layer, id);
-            case 96: return attend<Cache, 96>(layer, id);
-            default: return attend<Cache, 128>(layer, id);
+            case 32: return attend<Cache, 32>(layer, part);
+            case 64: return attend<Cache, 64>(layer, part);
+            case 96: return attend<Cache, 96>(layer, part);
+            default: return attend<Cache, 128>(layer, part);
         }
     }
 
-    // A task is some adjacent nodes of a row and one key head. Threads take tasks in turn.
+    // A task is some adjacent nodes of a row and one key head. Parts take tasks in turn.
     template <class Cache, int D>
-    void attend(const Layer& layer, int id) {
+    void attend(const Layer& layer, int part) {
         int group = d_.heads / d_.key_heads, most = QUERIES / group > 0 ? QUERIES / group : 1;
-        int wanted = (p_.nodes * d_.key_heads + 4 * threads_ - 1) / (4 * threads_);  // four tasks a thread
+        int parts = team_.parts(), wanted = (p_.nodes * d_.key_heads + 4 * parts - 1) / (4 * parts);  // four tasks a part
         int nodes = wanted < most ? wanted : most, task = 0;
         for (int first = 0, last; first < p_.nodes; first = last) {
             for (last = first + 1; last < p_.nodes && last < first + nodes && p_.rows[last] == p_.rows[first];) last++;
             for (int key_head = 0; key_head < d_.key_heads; key_head++)
-                if (task++ % threads_ == id)
+                if (task++ % parts == part)
                     for (int head = 0; head < group; head += QUERIES)  // one round, except for huge groups
-                        attend<Cache, D>(layer, id, first, last, key_head, key_head * group + head,
+                        attend<Cache, D>(layer, first, last, key_head, key_head * group + head,
                                          group - head < QUERIES ? group - head : QUERIES);
         }
     }
 
     template <class Cache, int D>
-    void attend(const Layer& layer, int id, int first, int last, int key_head, int head, int heads_here) {
+    void attend(const Layer& layer, int first, int last, int key_head, int head, int heads_here) {
         using Element = typename Cache::Element;
         Attention<Cache, D> attention;
         const Buffers& kv = p_.buffers[layer.index];
@@ -284,8 +303,6 @@ private:
         attention.keys = (const Element*)kv.keys + place * kv.key_slots * D;
         attention.values = (const Element*)kv.values + place * kv.value_slots * D;
         attention.scaling = d_.scaling;
-        attention.scores = scores_ + (long)id * QUERIES * stride_;
-        attention.stride = stride_;
         Sight sights[QUERIES];
         const float* queries[QUERIES];
         int count = 0;
@@ -299,24 +316,21 @@ private:
         }
         attention.sights = sights;
         attention.count = count;
-        float out[QUERIES][D];
-        attention.run(queries, out);
+        attention.run(queries);
         Format format = layer.output.format;
         int inputs = d_.heads * D;
         for (int q = 0; q < count; q++) {
             long node = first + q / heads_here;
-            encode(format, out[q], mixed_ + node * row_bytes(format, inputs), inputs, (head + q % heads_here) * D, D);
+            encode(format, attention.out[q], mixed_ + node * row_bytes(format, inputs), inputs, (head + q % heads_here) * D, D);
         }
     }
 
     const Decoder& d_;
     const Pass& p_;
-    Barrier barrier_;
-    int threads_ = 1;
-    float *stream_, *qkv_, *scores_;      // [T, E], [T, H + 2 G, D], [threads, QUERIES, stride_]
-    Best* best_;                          // [threads, T]
+    Team team_;
+    float *stream_, *qkv_;                // [T, E], [T, H + 2 G, D]
+    Best* best_;                          // [parts, T]
     uint8_t *normed_, *mixed_, *inner_;   // inputs of linear layers: [T, E], [T, H D], [T, I]
-    long stride_;
 };
 
 }  // namespace foretoken

@@ -49,16 +49,23 @@ inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 #endif
 }
 
-inline f32x16 widen(const bf16* from) {
-    return (f32x16)(__builtin_convertvector(load<u16x16>(from), u32x16) << 16);
+// Compilers convert the halves of a vector one by one.
+inline u32x16 widen_bits(u16x16 x) {
+#ifdef FORETOKEN_AVX512
+    return (u32x16)_mm512_cvtepu16_epi32((__m256i)x);
+#else
+    return __builtin_convertvector(x, u32x16);
+#endif
 }
+
+inline f32x16 widen(const bf16* from) { return (f32x16)(widen_bits(load<u16x16>(from)) << 16); }
 
 inline f32x16 widen_half(const half* from) {
 #ifdef FORETOKEN_AVX512
     return (f32x16)_mm512_cvtph_ps((__m256i)load<u16x16>(from));
 #else
     // Read as a float, exponent and mantissa are too small by 2^112, also for subnormal numbers.
-    u32x16 bits = __builtin_convertvector(load<u16x16>(from), u32x16);
+    u32x16 bits = widen_bits(load<u16x16>(from));
     f32x16 magnitude = (f32x16)((bits & 0x7fff) << 13) * 0x1p112f;
     return (f32x16)((u32x16)magnitude | (bits & 0x8000) << 16);
 #endif
@@ -69,15 +76,33 @@ inline u16x16 narrow(f32x16 x) {
     u32x16 bits = (u32x16)x;
     u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     i32x16 is_nan = x != x;
-    return __builtin_convertvector(is_nan ? (bits >> 16) | 0x40 : rounded, u16x16);
+    u32x16 words = is_nan ? (bits >> 16) | 0x40 : rounded;
+#ifdef FORETOKEN_AVX512
+    return (u16x16)_mm512_cvtepi32_epi16((__m512i)words);
+#else
+    return __builtin_convertvector(words, u16x16);
+#endif
+}
+
+// The same of numbers that are 0 or not subnormal.
+inline u16x16 narrow_normal(f32x16 x) {
+#if defined(FORETOKEN_AVX512) && defined(__AVX512BF16__)
+    return (u16x16)_mm512_cvtneps_pbh((__m512)x);
+#else
+    return narrow(x);
+#endif
 }
 
 // To the nearest integer, ties to even, of numbers below 2^22; others give an arbitrary integer.
 inline i32x16 nearest(f32x16 x) { return (i32x16)(x + 12582912.0f) - 0x4b400000; }
 
 inline void store_bytes(int8_t* to, i32x16 x) {
+#ifdef FORETOKEN_AVX512
+    store(to, _mm512_cvtepi32_epi8((__m512i)x));
+#else
     using i8x16 = int8_t __attribute__((vector_size(16)));
     store(to, __builtin_convertvector(x, i8x16));
+#endif
 }
 
 // acc + a.lo * b.lo + a.hi * b.hi in every lane, for pairs of bfloat16.
@@ -106,14 +131,29 @@ inline i32x16 dot4(i32x16 acc, u32x16 a, uint32_t b) {
 
 // Adds in the same order with every compiler.
 inline float sum(f32x16 x) {
+#ifdef FORETOKEN_AVX512
+    return _mm512_reduce_add_ps((__m512)x);  // in the order of the loops below
+#endif
     for (int width = LANES / 2; width > 0; width /= 2)
         for (int i = 0; i < width; i++) x[i] += x[i + width];
     return x[0];
 }
 
+inline int32_t sum(i32x16 x) {
+#ifdef FORETOKEN_AVX512
+    return _mm512_reduce_add_epi32((__m512i)x);
+#endif
+    int32_t total = 0;
+    for (int i = 0; i < LANES; i++) total += x[i];
+    return total;
+}
+
 inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
 
 inline float max(f32x16 x) {
+#ifdef FORETOKEN_AVX512
+    return _mm512_reduce_max_ps((__m512)x);
+#endif
     float largest = x[0];
     for (int i = 1; i < LANES; i++) largest = x[i] > largest ? x[i] : largest;
     return largest;
@@ -130,12 +170,13 @@ inline bool any(i32x16 x) {
 #endif
 }
 
-// e^x to about two units in the last place (Cephes' polynomial); 0 below -87.
-inline f32x16 exp(f32x16 x) {
+// e^x to about two units in the last place (Cephes' polynomial), of numbers up to 0; 0 below -87.
+inline f32x16 exp_of_negative(f32x16 x) {
     i32x16 vanishes = x < -87.0f;
-    x = x > 88.0f ? splat(88.0f) : (vanishes ? splat(-87.0f) : x);
+    x = vanishes ? splat(-87.0f) : x;
     f32x16 turns = x * 1.44269504f;
-    i32x16 whole = __builtin_convertvector(turns + (turns < 0.0f ? splat(-0.5f) : splat(0.5f)), i32x16);
+    u32x16 half = ((u32x16)turns & 0x80000000u) | (u32x16)splat(0.5f);  // 0.5 with the sign of turns
+    i32x16 whole = __builtin_convertvector(turns + (f32x16)half, i32x16);
     f32x16 n = __builtin_convertvector(whole, f32x16);
     f32x16 r = fma(n, splat(-0.693359375f), x);
     r = fma(n, splat(2.12194440e-4f), r);
@@ -149,6 +190,9 @@ inline f32x16 exp(f32x16 x) {
     y = (f32x16)((i32x16)y + (whole << 23));
     return vanishes ? splat(0.0f) : y;
 }
+
+// The same of any number; that of 88 beyond 88.
+inline f32x16 exp(f32x16 x) { return exp_of_negative(x > 88.0f ? splat(88.0f) : x); }
 
 // log(2^exponent * (1 + fraction)) for a fraction between -0.3 and 0.42 (Cephes' polynomial).
 inline f32x16 log_of(f32x16 exponent, f32x16 fraction) {

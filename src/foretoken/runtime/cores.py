@@ -1,0 +1,62 @@
+"""How many cores this process may use: by its affinity, and by the quota of its control group."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["available_cores"]
+
+_ROOT = Path("/sys/fs/cgroup")
+_OWN = Path("/proc/self/cgroup")
+
+
+def available_cores(groups: Path = _OWN, root: Path = _ROOT) -> int:
+    """Cores that this process may use, at least 1; a quota of 1.5 cores counts as 2.
+
+    Args:
+        groups: the file that says which control groups the process is in.
+        root: where control groups are mounted.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    quota = min(_quotas(groups, root), default=math.inf)
+    return max(1, min(cores, math.ceil(quota))) if math.isfinite(quota) else cores
+
+
+def _quotas(groups: Path, root: Path) -> Iterator[float]:
+    """The quotas, in cores, of the process's groups and of all groups above them.
+
+    Version 2 has lines "0::/path" and one file "MICROSECONDS PERIOD"; version 1 has lines
+    "3:cpu,cpuacct:/path" and a file for each of the two. In a container, the path may be that of
+    the host, and the group is at the root.
+    """
+    for line in _lines(groups):
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = root / "cpu" if controllers else root
+        own = top / path.strip().lstrip("/")
+        for folder in (own, *own.parents):
+            if folder == top or top in folder.parents:
+                yield from _quota(folder, bool(controllers))
+
+
+def _quota(folder: Path, old: bool) -> Iterator[float]:
+    if old:
+        words = [*_lines(folder / "cpu.cfs_quota_us"), *_lines(folder / "cpu.cfs_period_us")]
+    else:
+        words = [word for line in _lines(folder / "cpu.max") for word in line.split()]
+    if len(words) == 2 and all(word.strip().isdigit() for word in words):  # not "max" or "-1"
+        yield int(words[0]) / int(words[1])
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

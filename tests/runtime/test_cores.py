@@ -1,0 +1,82 @@
+"""How many cores and threads a process takes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from foretoken.runtime.cores import available_cores
+from foretoken.runtime.native import threads
+
+
+@pytest.fixture(autouse=True)
+def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+
+
+def groups(folder: Path, line: str, **files: str) -> tuple[Path, Path]:
+    """The file of a process's groups, and a root with files; `__` in a name is a folder."""
+    for name, text in files.items():
+        path = folder / "root" / name.replace("__", "/").replace("-", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (folder / "own").write_text(line)
+    return folder / "own", folder / "root"
+
+
+def test_affinity_alone(tmp_path: Path) -> None:
+    assert available_cores(tmp_path / "missing", tmp_path) == 8
+    assert available_cores(*groups(tmp_path, "0::/a\n", **{"a__cpu-max": "max 100000\n"})) == 8
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"), [("150000 100000", 2), ("50000 100000", 1), ("9900000 100000", 8)]
+)
+def test_quota(tmp_path: Path, quota: str, expected: int) -> None:
+    assert available_cores(*groups(tmp_path, "0::/a\n", **{"a__cpu-max": quota})) == expected
+
+
+def test_quota_of_a_group_above(tmp_path: Path) -> None:
+    files = {"a__b__cpu-max": "max 100000", "a__cpu-max": "300000 100000"}
+    assert available_cores(*groups(tmp_path, "0::/a/b\n", **files)) == 3
+
+
+def test_quota_of_version_1(tmp_path: Path) -> None:
+    files = {"cpu__cpu-cfs_quota_us": "400000\n", "cpu__cpu-cfs_period_us": "100000\n"}
+    line = "5:memory:/x\n3:cpu,cpuacct:/docker/of-the-host\n"
+    assert available_cores(*groups(tmp_path, line, **files)) == 4
+    (tmp_path / "root/cpu/cpu.cfs_quota_us").write_text("-1\n")
+    assert available_cores(tmp_path / "own", tmp_path / "root") == 8
+
+
+def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quota bounds PyTorch's own number, not one that somebody chose."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(threads, "_CORES", 2)
+    monkeypatch.setattr(threads, "_DEFAULT", 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert threads.num_threads() == 2
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    assert threads.num_threads() == 5
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    assert threads.num_threads() == 8
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "20000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_spinning_is_bounded_unless_somebody_chose(given: dict[str, str], expected: str) -> None:
+    script = "import os, foretoken; print(os.environ.get('GOMP_SPINCOUNT'))"
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    environment = {k: v for k, v in os.environ.items() if k not in names} | given
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == expected
