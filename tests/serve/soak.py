@@ -292,7 +292,7 @@ class Soak:
         body = json.dumps(_full(path, fields)).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
         content = head.encode() + body
-        _, writer = await asyncio.open_connection("127.0.0.1", self._server.port)
+        _reader, writer = await asyncio.open_connection("127.0.0.1", self._server.port)
         writer.write(content[: chance.randrange(len(content))])
         await writer.drain()
         writer.close()
