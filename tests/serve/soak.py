@@ -45,6 +45,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": "hello", "temperature": 0, "echo": True, "max_tokens": 0}),
     (COMPLETIONS, {"prompt": "aaaa", "temperature": 0, "speculative_config": NONE}),
     (COMPLETIONS, {"prompt": "abcabc", "seed": 7, "speculative_config": SUFFIX}),
+    (COMPLETIONS, {"prompt": "ab ab", "temperature": 0, "speculative_config": {"method": "copy"}}),
     (COMPLETIONS, {"prompt": "q", "seed": 8, "guided_regex": "[ab]{6}"}),
     (COMPLETIONS, {"prompt": "q", "seed": 9, "guided_choice": ["yes", "no"]}),
     (COMPLETIONS, {"prompt": "pp", "seed": 10, "presence_penalty": 1.5, "top_k": 9}),
