@@ -128,8 +128,9 @@ print(json.dumps([whole.choices[0].message.content, text, whole.usage.completion
 
 @needs("litellm")
 def test_litellm(keyed: Served) -> None:
-    local = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # else it asks another host
-    whole, streamed, tokens = json.loads(python(LITELLM, keyed.url, KEY, **local))
+    # Without the variable it asks another host.
+    printed = python(LITELLM, keyed.url, KEY, LITELLM_LOCAL_MODEL_COST_MAP="True")
+    whole, streamed, tokens = json.loads(printed)
     assert whole == streamed == expected_chat(keyed)
     assert tokens == 8
 
