@@ -10,6 +10,7 @@ Run them from the project root:
     python -m benchmarks.topic_shift --head HEAD --out FOLDER   learning while serving
     python -m benchmarks.control_replay --prompts FILE --recorded FILE   parts of the controller
     python -m benchmarks.gpu --prompts FILE           single operations, CUDA graphs, torch.compile
+    python -m benchmarks.serving --prompts FILE --gguf FILE   load on `foretoken serve` and others
 
 How much faster a method is on your prompts: `foretoken bench` (docs/bench.md). Prompts are files as
 in `foretoken.bench.prompts_file`; the project has none.

@@ -54,7 +54,12 @@ class Config(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            raise ConfigError(self._explain(error)) from None
+            wrong = self._explain(error)
+        else:
+            return
+        # Not in the handler: pydantic's error would be this one's context. It keeps the frames of
+        # validators, and a cycle through it is never collected.
+        raise ConfigError(wrong)
 
     @classmethod
     def _explain(cls, error: ValidationError) -> str:

@@ -58,7 +58,8 @@ def parsed(kind: type[AnyBody], value: Any) -> AnyBody:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        raise of_validation(error, kind.model_fields) from None
+        refused = of_validation(error, kind.model_fields)
+    raise refused  # without pydantic's error, which keeps the body
 
 
 async def read_json(request: Request, settings: Settings) -> Any:

@@ -105,7 +105,8 @@ def validated(kind: type[_Fields], fields: Any, path: Path) -> _Fields:
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
-        raise ModelError(f"{path}: {name}: {first['msg'].lower()}.") from None
+        wrong = f"{path}: {name}: {first['msg'].lower()}."
+    raise ModelError(wrong)  # without pydantic's error: see `Config`
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -1,0 +1,49 @@
+"""The files in deploy/ name metrics, options and variables that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+
+from typer.testing import CliRunner
+
+from foretoken.cli import app
+from tests.serve.support import Served
+from tests.test_docs import ROOT
+
+DASHBOARD = json.loads((ROOT / "deploy/grafana.json").read_text())
+METRIC = re.compile(r"\b(?:vllm|foretoken):[a-z0-9_]+")
+
+
+def test_each_metric_of_the_dashboard_exists(server: Served) -> None:
+    server.complete("aaaa", max_tokens=20)
+    found = server.http.get("/metrics").text
+    known = {line.split("{")[0] for line in found.splitlines() if METRIC.match(line)}
+    expressions = [each["expr"] for panel in DASHBOARD["panels"] for each in panel["targets"]]
+    expressions += [each["query"] for each in DASHBOARD["templating"]["list"]]
+    asked = {name for text in expressions for name in METRIC.findall(text)}
+    assert len(asked) > 15
+    assert asked <= known
+    for text in expressions:
+        assert text.count("(") == text.count(")")
+        assert text.count("{") == text.count("}")
+
+
+def test_panels_do_not_overlap() -> None:
+    places = [tuple(panel["gridPos"].values()) for panel in DASHBOARD["panels"]]
+    assert len(set(places)) == len(places)
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(places)
+
+
+def test_commands_of_the_files_have_options_that_exist() -> None:
+    text = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).output
+    unit = (ROOT / "deploy/foretoken.service").read_text()
+    image = (ROOT / "docker/Dockerfile").read_text()
+    for file in (unit, image, (ROOT / "deploy/nginx.conf").read_text()):
+        for option in re.findall(r"(?<=[\s\"])--(?:host|port|quiet|max|shutdown)[a-z-]*", file):
+            assert option in text, option
+    (started,) = re.findall(r"^ExecStart=(.*)$", unit, re.MULTILINE)
+    assert shlex.split(started)[1] == "serve"
+    timeout = int(re.findall(r"TimeoutStopSec=(\d+)", unit)[0])
+    assert timeout > 30  # the default of --shutdown-timeout
