@@ -20,6 +20,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken import models
+from foretoken.runtime.native import build
 from foretoken.runtime.native.support import why_no_library
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -47,6 +48,15 @@ def native_library() -> None:
     """Skip what needs the native runtime where it cannot be compiled."""
     if (reason := why_no_library()) is not None:
         pytest.skip(f"no native library here: {reason}")
+
+
+@pytest.fixture
+def own_cache(native_library: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder; the native library is not compiled again for it."""
+    library = build.library()
+    monkeypatch.setattr(build, "_library", lambda *_flags: library)
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 @pytest.fixture(scope="session")

@@ -197,7 +197,7 @@ def test_structured_outputs(run: Run, tiny: Path) -> None:
     assert error_of(broken).startswith("error: --structured-outputs: not a valid regex")
 
 
-def test_quantized_weights(run: Run, tiny: Path) -> None:
+def test_quantized_weights(run: Run, tiny: Path, own_cache: Path) -> None:
     """Another output than that of the weights as they are, and the same with every drafter."""
     outputs = [
         run("generate", "hello", "-m", tiny, *SHORT, "--quantization", "int8", *more).stdout

@@ -216,7 +216,7 @@ def test_too_small_a_disk(
     ("kind", "method"),
     [("untied", "medusa"), ("int8", "eagle"), ("int8", "medusa"), ("gpt2", "eagle")],
 )
-def test_other_targets(run: Run, tmp_path: Path, kind: str, method: str) -> None:
+def test_other_targets(run: Run, tmp_path: Path, own_cache: Path, kind: str, method: str) -> None:
     folder = save_tiny(tmp_path / "target")
     more: list[Any] = []
     if kind == "int8":

@@ -17,7 +17,6 @@ from foretoken.errors import CompatibilityError, ConfigError, ModelError
 from foretoken.models import cached, load_model, remove, resolve, store
 from foretoken.models.weights import FolderWeights
 from foretoken.runtime import packed, packing
-from foretoken.runtime.native import build
 from foretoken.runtime.native.packed_files import LAYOUT_VERSION
 from tests.tiny import tiny_model
 
@@ -26,14 +25,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=2)
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    try:
-        library = build.library()
-    except build.NativeLibraryError as error:
-        pytest.skip(f"no native library here: {error}")
-    monkeypatch.setattr(build, "_library", lambda *_flags: library)
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+def cache(own_cache: Path) -> Path:
+    return own_cache
 
 
 def made(architecture: str = "llama", **fields: Any) -> PreTrainedModel:
