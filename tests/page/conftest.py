@@ -20,8 +20,9 @@ Open = Callable[..., Page]
 """Opens an address in a page of its own; other arguments are those of `Browser.new_context`."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """Of a module's tests: while it runs, `asyncio.run` is refused in this thread."""
     if CHROMIUM is None:
         pytest.skip("Chromium is not installed: apt-get install chromium")
     with sync_playwright() as playwright:

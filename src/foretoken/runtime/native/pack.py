@@ -98,7 +98,7 @@ def pack(layer: LinearWeights, form: Format) -> PackedWeights:
 
     Args:
         layer: [N, K]. K is even, and for int8 and int4 a multiple of `GROUP`.
-        form: the format to pack into.
+        form: the format to pack into; K-quants come from GGUF files only (`k_blocks`).
     """
     outputs, inputs = layer.weight.shape
     missing = -outputs % PANEL
