@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.requests import ClientDisconnect, Request
 
 from foretoken.serve.errors import APIError, invalid, of_validation
 from foretoken.serve.settings import Settings
 
-__all__ = ["Body", "parsed", "read_json"]
+__all__ = ["Body", "by_kind", "by_type", "parsed", "read", "read_json"]
 
 _AT_ONCE = 65536
-"""Bytes of JSON that are parsed in the event loop (under a millisecond); more in a thread."""
+"""Bytes of JSON that are read in the event loop (about a millisecond); more in a thread."""
 
 
 class Body(BaseModel):
@@ -27,6 +27,9 @@ class Body(BaseModel):
 
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Fields of OpenAI's API that are not supported, with the values that ask for nothing."""
+
+    dropped: ClassVar[Collection[str]] = ()
+    """Fields that OpenAI's clients send back with a response, and that change nothing here."""
 
     @model_validator(mode="before")
     @classmethod
@@ -40,7 +43,16 @@ class Body(BaseModel):
                 raise PydanticCustomError(
                     "unsupported_field", f"it is not supported: {advice}", {"field": name}
                 )
-        unset = {name for name, field in value.items() if field is None or name in cls.only}
+        unset = {
+            name
+            for name, field in value.items()
+            if field is None or name in cls.only or name in cls.dropped
+        }
+        for name in value:
+            if name not in cls.model_fields and name not in unset:
+                # Here, because pydantic would collect an error for each of them.
+                shown = name.encode(errors="replace").decode()  # halves of characters
+                raise PydanticCustomError("unknown_field", "unknown field", {"field": shown})
         return {name: field for name, field in value.items() if name not in unset}
 
 
@@ -62,20 +74,69 @@ def parsed(kind: type[AnyBody], value: Any) -> AnyBody:
     raise refused  # without pydantic's error, which keeps the body
 
 
+def by_kind(kind: Callable[[Any], str | None], expected: str) -> Discriminator:
+    """Chooses the branch of a union, so that an error is about the branch that was meant.
+
+    Args:
+        kind: the tag of a value's branch, in angle brackets; None if it has none.
+        expected: what a value has to be.
+    """
+    return Discriminator(
+        kind, custom_error_type="wrong_type", custom_error_message=f"it must be {expected}"
+    )
+
+
+def by_type(text: str = "", items: str = "", fields: str = "") -> Discriminator:
+    """Chooses the branch of a union by the JSON type: `<text>`, `<list>` or `<object>`.
+
+    Args:
+        text: what a string is, if one is allowed.
+        items: what a list is, if one is allowed.
+        fields: what an object is, if one is allowed.
+    """
+    tags: dict[str, tuple[str, Any]] = {
+        "<text>": (text, str),
+        "<list>": (items, list),
+        "<object>": (fields, (dict, Body)),
+    }
+    allowed = {tag: kind for tag, (name, kind) in tags.items() if name}
+
+    def kind_of(value: Any) -> str | None:
+        return next((tag for tag, kind in allowed.items() if isinstance(value, kind)), None)
+
+    return by_kind(kind_of, " or ".join(name for name in (text, items, fields) if name))
+
+
+async def read(request: Request, kind: type[AnyBody], settings: Settings) -> AnyBody:
+    """The body of a request, which is of this kind.
+
+    Raises:
+        APIError: as `read_json`; or a field is wrong (400).
+    """
+    content = await _content(request, settings)
+    if len(content) <= _AT_ONCE:
+        return parsed(kind, _loads(content))
+    return await asyncio.to_thread(lambda: parsed(kind, _loads(content)))
+
+
 async def read_json(request: Request, settings: Settings) -> Any:
     """The JSON value of a request's body.
 
     Raises:
         APIError: it is too large (413), too slow (408), or not JSON (400).
     """
-    try:
-        async with asyncio.timeout(settings.body_timeout):
-            content = await _read(request, settings.max_body_bytes)
-    except TimeoutError:
-        raise APIError(408, f"no whole body in {settings.body_timeout:g} s.") from None
+    content = await _content(request, settings)
     if len(content) <= _AT_ONCE:
         return _loads(content)
     return await asyncio.to_thread(_loads, content)
+
+
+async def _content(request: Request, settings: Settings) -> bytes:
+    try:
+        async with asyncio.timeout(settings.body_timeout):
+            return await _read(request, settings.max_body_bytes)
+    except TimeoutError:
+        raise APIError(408, f"no whole body in {settings.body_timeout:g} s.") from None
 
 
 async def _read(request: Request, most: int) -> bytes:

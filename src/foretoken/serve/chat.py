@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from foretoken.outputs import CompletionOutput, RequestOutput, StreamChunk
-from foretoken.serve.body import parsed, read_json
+from foretoken.serve.body import read
 from foretoken.serve.chat_prompt import chat_ids
 from foretoken.serve.errors import invalid
 from foretoken.serve.events import DONE, EventStream, as_json, data
@@ -39,7 +39,7 @@ router = APIRouter()
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     state = state_of(request)
-    body = parsed(ChatBody, await read_json(request, state.settings))
+    body = await read(request, ChatBody, state.settings)
     tools = tools_of(body)
     _check(body)
     run = await started(

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 from foretoken.core.logprobs import TokenLogprobs
 from foretoken.core.params import SamplingParams
 from foretoken.outputs import CompletionOutput, RequestOutput, StreamChunk, StreamedToken
-from foretoken.serve.body import parsed, read_json
+from foretoken.serve.body import read
 from foretoken.serve.chat_prompt import text_ids
 from foretoken.serve.errors import invalid
 from foretoken.serve.events import DONE, EventStream, as_json, data
@@ -42,7 +42,7 @@ DEFAULT_MAX_TOKENS = 16
 async def create_completion(request: Request) -> Response:
     """Continue one prompt or several."""
     state = state_of(request)
-    body = parsed(CompletionBody, await read_json(request, state.settings))
+    body = await read(request, CompletionBody, state.settings)
     prompts = _prompts(body, state)
     _check(body)
     run = await started(

@@ -20,6 +20,12 @@ _KINDS = {
 }
 
 
+_TOO_LONG = ("no room in the context", "kv_cache_memory has ")
+"""Parts of messages about prompts that would fit if they were shorter."""
+
+_TAG = re.compile("<[a-z]+>")
+
+
 class APIError(Exception):
     """A request that is answered with an error object.
 
@@ -69,12 +75,13 @@ def of_validation(error: ValidationError, known: Collection[str]) -> APIError:
         error: what pydantic found.
         known: names of the body's fields.
     """
-    first = error.errors()[0]
-    location = first["loc"]
-    if first["type"] == "unsupported_field":
+    first = error.errors(include_input=False, include_url=False)[0]
+    # Tags of unions are not in the request.
+    location = tuple(part for part in first["loc"] if not _TAG.fullmatch(str(part)))
+    if first["type"] in ("unsupported_field", "unknown_field"):
         location = (*location, first["ctx"]["field"])
     param = ".".join(str(part) for part in location) or None
-    if first["type"] == "extra_forbidden":
+    if first["type"] == "unknown_field":
         advice = nearest(str(location[-1]), sorted(known)) if len(location) == 1 else ""
         return invalid(param, f"unknown field '{param}'. {advice}".strip(), "unknown_field")
     reason = first["msg"].removeprefix("Value error, ")
@@ -96,7 +103,7 @@ def of_engine(error: ForetokenError, known: Collection[str], prompt: str) -> API
     if isinstance(error, RequestError):
         return APIError(500, message)
     if isinstance(error, PromptError):
-        too_long = "no room in the context" in message
+        too_long = any(part in message for part in _TOO_LONG)
         return invalid(prompt, message, "context_length_exceeded" if too_long else None)
     named = re.match(r"[a-z_]+(?=: )", message)
     own = {*known, "structured_outputs"}  # forms have several fields

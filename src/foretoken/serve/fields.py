@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from annotated_types import Ge, Le, MaxLen, MinLen
-from pydantic import FiniteFloat
+from pydantic import BeforeValidator, FailFast, FiniteFloat, Tag
+from pydantic_core import PydanticCustomError
 
-from foretoken.serve.body import Body
+from foretoken.serve.body import Body, by_kind, by_type
 
 __all__ = [
     "ChatBody",
@@ -22,10 +23,48 @@ __all__ = [
     "Tool",
 ]
 
+T = TypeVar("T")
+
+
+class FirstError(FailFast):
+    """A list ends at its first error, where pydantic would collect one for each item."""
+
+    def __hash__(self) -> int:  # unions need it
+        return hash(self.fail_fast)
+
+
+Items: TypeAlias = Annotated[list[T], MaxLen(10_000), FirstError()]
 JSONObject: TypeAlias = dict[str, Any]
 Text: TypeAlias = Annotated[str, MaxLen(1000)]
-Texts: TypeAlias = Annotated[list[Text], MaxLen(64)]
-TokenIds: TypeAlias = list[Annotated[int, Ge(0)]]
+Texts: TypeAlias = Annotated[list[Text], MaxLen(64), FirstError()]
+TokenIds: TypeAlias = Annotated[list[Annotated[int, Ge(0)]], FirstError()]
+
+
+def _few(value: Any) -> Any:
+    """Refuse a large object before it is read: pydantic would collect an error for each item."""
+    if isinstance(value, dict) and len(value) > 1024:
+        raise PydanticCustomError("too_long", "it must have at most 1024 items")
+    return value
+
+
+def _kind_of_prompt(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "<text>"
+    if not isinstance(value, list):
+        return None
+    first = value[0] if value else ""
+    if isinstance(first, str):
+        return "<texts>"
+    return "<lists>" if isinstance(first, list) else "<ids>"
+
+
+Prompts: TypeAlias = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[Items[str], Tag("<texts>")]
+    | Annotated[TokenIds, Tag("<ids>")]
+    | Annotated[Items[TokenIds], Tag("<lists>")],
+    by_kind(_kind_of_prompt, "a string, token ids, or a list of these"),
+]
 
 
 class StreamOptions(Body):
@@ -63,8 +102,14 @@ class SamplingBody(Body):
     frequency_penalty: FiniteFloat | None = None
     presence_penalty: FiniteFloat | None = None
     seed: int | None = None
-    stop: Text | Texts | None = None
-    logit_bias: Annotated[dict[str, FiniteFloat], MaxLen(1024)] | None = None
+    stop: (
+        Annotated[
+            Annotated[Text, Tag("<text>")] | Annotated[Texts, Tag("<list>")],
+            by_type(text="a string", items="a list of strings"),
+        ]
+        | None
+    ) = None
+    logit_bias: Annotated[dict[str, FiniteFloat], BeforeValidator(_few)] | None = None
     user: str | None = None
     # vLLM's
     top_k: int | None = None
@@ -75,16 +120,22 @@ class SamplingBody(Body):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    bad_words: Annotated[list[Text], MaxLen(256)] | None = None
+    bad_words: Annotated[Items[Text], MaxLen(256)] | None = None
     allowed_token_ids: TokenIds | None = None
     truncate_prompt_tokens: int | None = None
     prompt_logprobs: int | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     structured_outputs: JSONObject | None = None
-    guided_json: JSONObject | str | None = None
+    guided_json: (
+        Annotated[
+            Annotated[str, Tag("<text>")] | Annotated[JSONObject, Tag("<object>")],
+            by_type(text="a schema as a string", fields="an object"),
+        ]
+        | None
+    ) = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Items[str] | None = None
     guided_grammar: str | None = None
     # ours
     speculative_config: JSONObject | None = None
@@ -96,7 +147,7 @@ class CompletionBody(SamplingBody):
 
     only: ClassVar = {"suffix": ("",)}
 
-    prompt: str | list[str] | TokenIds | list[TokenIds]
+    prompt: Prompts
     max_tokens: Annotated[int, Ge(0)] | None = None
     logprobs: Annotated[int, Ge(0)] | None = None
     echo: bool | None = None
@@ -109,11 +160,26 @@ class TextPart(Body):
 
     type: Literal["text", "input_text", "output_text"]
     text: str
-    only: ClassVar = {"annotations": ([],), "logprobs": ([],)}
+    only: ClassVar = {
+        "annotations": ([],),
+        "logprobs": ([],),
+        "image_url": (),
+        "input_audio": (),
+        "file": (),
+    }
+    dropped: ClassVar = ("parsed",)
+
+
+Content: TypeAlias = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[Items[TextPart], Tag("<list>")],
+    by_type(text="a string", items="a list of text parts"),
+]
 
 
 class FunctionCall(Body):
     """A function's name, and its arguments as JSON."""
+
+    dropped: ClassVar = ("parsed_arguments",)
 
     name: str
     arguments: str
@@ -139,11 +205,12 @@ class Message(Body):
         "reasoning": (),
         "reasoning_content": (),
     }
+    dropped: ClassVar = ("parsed",)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: Content | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
 
 
@@ -180,7 +247,7 @@ class Prediction(Body):
     """A text that the answer will mostly repeat."""
 
     type: Literal["content"]
-    content: str | list[TextPart]
+    content: Content
 
     @property
     def text(self) -> str:
@@ -208,14 +275,21 @@ class ChatBody(SamplingBody):
         "safety_identifier": (),
     }
 
-    messages: Annotated[list[Message], MinLen(1)]
+    messages: Annotated[Items[Message], MinLen(1)]
     max_tokens: Annotated[int, Ge(0)] | None = None
     max_completion_tokens: Annotated[int, Ge(0)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Ge(0)] | None = None
     response_format: JSONObject | None = None
-    tools: Annotated[list[Tool], MaxLen(128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tools: Annotated[Items[Tool], MaxLen(128)] | None = None
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["none", "auto", "required"], Tag("<text>")]
+            | Annotated[NamedTool, Tag("<object>")],
+            by_type(text="'none', 'auto' or 'required'", fields="an object that names a tool"),
+        ]
+        | None
+    ) = None
     parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None
     add_generation_prompt: bool | None = None
@@ -226,11 +300,11 @@ class ChatBody(SamplingBody):
 class InputMessage(Body):
     """A message of the input of `/v1/responses`."""
 
-    only: ClassVar = {"id": (), "status": ("completed",)}
+    dropped: ClassVar = ("id", "status")  # of a response's output that is sent back
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: Content
 
 
 class ResponseBody(Body):
@@ -257,7 +331,10 @@ class ResponseBody(Body):
     }
 
     model: str
-    input: str | Annotated[list[InputMessage], MinLen(1)]
+    input: Annotated[
+        Annotated[str, Tag("<text>")] | Annotated[Items[InputMessage], MinLen(1), Tag("<list>")],
+        by_type(text="a string", items="a list of messages"),
+    ]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Ge(1)] | None = None
     temperature: FiniteFloat | None = None
@@ -277,12 +354,12 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], MinLen(1)] | None = None
+    messages: Annotated[Items[Message], MinLen(1)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: Annotated[list[Tool], MaxLen(128)] | None = None
+    tools: Annotated[Items[Tool], MaxLen(128)] | None = None
     chat_template_kwargs: JSONObject | None = None
 
 

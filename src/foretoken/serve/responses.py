@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 
 from foretoken.core.params import SamplingParams
 from foretoken.outputs import CompletionOutput
-from foretoken.serve.body import parsed, read_json
+from foretoken.serve.body import read
 from foretoken.serve.chat_prompt import chat_ids
 from foretoken.serve.errors import APIError, invalid
 from foretoken.serve.events import EventStream, as_json, event
@@ -32,7 +32,7 @@ router = APIRouter()
 async def create_response(request: Request) -> Response:
     """Answer a text or a conversation."""
     state = state_of(request)
-    body = parsed(ResponseBody, await read_json(request, state.settings))
+    body = await read(request, ResponseBody, state.settings)
     run = await started(request, state, body, 1, partial(_prepared, body, state), "input")
     answer = _Answer(body, run, state)
     if body.stream:
