@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx2
+from prometheus_client.parser import text_string_to_metric_families
 
 from foretoken import LLM, AsyncLLM
 from foretoken.serve.address import bound_socket
@@ -22,6 +23,7 @@ from tests.tiny import tiny_model
 
 MODEL = "tiny"
 CONTEXT = 1024
+LABELS = {"model_name": "tiny", "engine": "0"}
 
 
 def tiny_llm(**fields: Any) -> LLM:
@@ -84,3 +86,16 @@ def served(llm: LLM | None = None, **settings: Any) -> Iterator[Served]:
     assert not thread.is_alive()
     assert found.state.open_sequences == 0
     assert_empty(llm)
+
+
+def samples(running: Served) -> dict[str, float]:
+    """All values without further labels; positions are part of the name."""
+    response = running.http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    found = {}
+    for family in text_string_to_metric_families(response.text):
+        for sample in family.samples:
+            assert LABELS.items() <= sample.labels.items()
+            more = [value for key, value in sample.labels.items() if key not in LABELS]
+            found["/".join([sample.name, *more])] = sample.value
+    return found

@@ -5,25 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from foretoken import __version__
-from tests.serve.support import Served, served
-
-LABELS = {"model_name": "tiny", "engine": "0"}
-
-
-def samples(running: Served) -> dict[str, float]:
-    """All values without further labels; positions are part of the name."""
-    response = running.http.get("/metrics")
-    assert response.headers["content-type"].startswith("text/plain")
-    found = {}
-    for family in text_string_to_metric_families(response.text):
-        for sample in family.samples:
-            assert LABELS.items() <= sample.labels.items()
-            more = [value for key, value in sample.labels.items() if key not in LABELS]
-            found["/".join([sample.name, *more])] = sample.value
-    return found
+from tests.serve.support import Served, samples, served
 
 
 def test_metrics() -> None:

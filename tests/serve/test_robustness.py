@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from foretoken import LLM
-from tests.serve.support import MODEL, Served, served, tiny_llm
+from foretoken import LLM, AsyncLLM, Metrics, SamplingParams
+from foretoken.serve.errors import APIError
+from foretoken.serve.events import DONE, EventStream
+from foretoken.serve.running import Run
+from foretoken.serve.settings import Settings
+from foretoken.serve.state import ServerState
+from tests.serve.support import MODEL, Served, samples, served, tiny_llm
 
 ENDLESS = {"model": MODEL, "prompt": "hello", "max_tokens": 900, "ignore_eos": True}
 KEYS = ("first-key", "second-key")
@@ -190,6 +198,80 @@ def test_a_client_that_goes_away(
     gate.open = True
     until(lambda: server.state.open_sequences == 0)
     until(lambda: not server.llm.engine._scheduler.busy)
+
+
+def test_an_output_that_nobody_waits_for_is_counted() -> None:
+    with served() as running:
+        connection, content = raw(running, request_of({**ENDLESS, "stream": True})), b""
+        while b'"text"' not in content:
+            content += connection.recv(1000)
+        connection.close()
+        until(lambda: running.state.open_sequences == 0)
+        found = samples(running)
+        assert found["vllm:request_success_total/abort"] == 1
+        assert found["vllm:prompt_tokens_total"] == 5
+        assert found["vllm:request_generation_tokens_sum"] >= 1
+
+
+class FakeRequest:
+    """A prompt with one output."""
+
+    def __init__(self, *, finished: bool) -> None:
+        self.output = SimpleNamespace(
+            finished=finished,
+            finish_reason="length" if finished else None,
+            index=0,
+            params=SamplingParams(),
+            admitted_at=1.0,
+            metrics=Metrics(prompt_tokens=3),
+        )
+        self.job = SimpleNamespace(requests=[self.output])
+        self.prompt_token_ids = (1, 2, 3)
+        self.aborted = False
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def open_run(state: ServerState, *, finished: bool) -> tuple[Run, FakeRequest]:
+    state.enter(1)
+    request = FakeRequest(finished=finished)
+    run = Run(state, [request], 1, time.perf_counter())  # type: ignore[list-item]
+    run.entered = True
+    return run, request
+
+
+def test_a_client_that_takes_nothing() -> None:
+    """`send` waits for ever where the client's buffers are full."""
+    with closing(AsyncLLM(tiny_llm())) as llm:
+        state = ServerState(llm, Settings(served_model_names=(MODEL,)))
+        run, request = open_run(state, finished=False)
+
+        async def events() -> AsyncIterator[bytes]:
+            yield DONE
+
+        async def never(*_: Any) -> Any:
+            await asyncio.Event().wait()
+
+        stream = EventStream(run, events(), write_timeout=0.01)
+        asyncio.run(stream({"type": "http"}, never, never))
+        assert request.aborted
+        assert state.open_sequences == 0
+        assert not state.runs
+
+
+def test_ended_outputs_take_no_place() -> None:
+    with closing(AsyncLLM(tiny_llm(max_num_seqs=1))) as llm:
+        state = ServerState(llm, Settings(served_model_names=(MODEL,), max_waiting=1))
+        slow, _ = open_run(state, finished=True)
+        running, _ = open_run(state, finished=False)
+        third, _ = open_run(state, finished=False)
+        assert state.open_sequences == 2
+        with pytest.raises(APIError, match="2 outputs run or wait"):
+            state.enter(1)
+        for run in (slow, running, third):
+            run.close()
+        assert state.open_sequences == 0
 
 
 # Faults

@@ -56,7 +56,7 @@ async def create_completion(request: Request) -> Response:
     )
     answer = _Answer(body, prompts, run, state)
     if body.stream:
-        return EventStream(run, answer.events())
+        return EventStream(run, answer.events(), state.settings.write_timeout)
     try:
         results = await while_connected(request, run.results())
         if results is None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from foretoken.errors import ForetokenError
 from foretoken.serve.errors import APIError
@@ -47,17 +48,26 @@ class EventStream(StreamingResponse):
     Args:
         run: what brings the events.
         events: the events; they are not begun if the client has gone already.
+        write_timeout: see `Settings`.
     """
 
-    def __init__(self, run: Run, events: AsyncIterator[bytes]) -> None:
+    def __init__(self, run: Run, events: AsyncIterator[bytes], write_timeout: float) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(_told(events), headers=headers, media_type="text/event-stream")
         self._run = run
+        self._write_timeout = write_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response."""
+
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(self._write_timeout):
+                await send(message)
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send_in_time)
+        except TimeoutError:
+            _log.info("a client took nothing for %g s", self._write_timeout)
         finally:
             self._run.close()
 

@@ -12,10 +12,9 @@ from collections import deque
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from foretoken.core.params import SamplingParams
 from foretoken.engine.llm_engine import LLMEngine
 from foretoken.engine.runs import StepReport
-from foretoken.outputs import CompletionOutput
+from foretoken.request import Request
 
 __all__ = ["ServerMetrics"]
 
@@ -181,17 +180,22 @@ class ServerMetrics:
         """
         (self._first if first else self._between).observe(seconds)
 
-    def finished(self, output: CompletionOutput, params: SamplingParams, seconds: float) -> None:
-        """Count an output that has ended.
+    def finished(self, output: Request, seconds: float) -> None:
+        """Count an output that has ended, or that nobody waits for any more.
 
         Args:
-            output: the output.
-            params: its sampling parameters.
+            output: the output; its reason is "abort" if it still runs.
             seconds: since the request came.
         """
+        reason = output.finish_reason or "abort"
+        self._ended.labels(**self._labels, finished_reason=reason).inc()
+        if output.index == 0:
+            self._wanted.observe(output.params.n)
+        if not output.admitted_at:  # it never got a row, so nothing of it was computed
+            return
         metrics, generated = output.metrics, output.metrics.generated_tokens
-        decoding = max(metrics.seconds - metrics.prefill_seconds, 0.0)
-        self._ended.labels(**self._labels, finished_reason=str(output.finish_reason)).inc()
+        running = metrics.seconds or time.perf_counter() - output.admitted_at
+        decoding = max(running - metrics.prefill_seconds, 0.0)
         self._prompts.inc(metrics.prompt_tokens)
         self._queries.inc(metrics.prompt_tokens)
         self._hits.inc(metrics.cached_prompt_tokens)
@@ -200,13 +204,11 @@ class ServerMetrics:
         self._prompt_length.observe(metrics.prompt_tokens)
         self._length.observe(generated)
         self._latency.observe(seconds)
-        self._queued.observe(max(seconds - metrics.seconds, 0.0))
+        self._queued.observe(max(seconds - running, 0.0))
         self._prefill.observe(metrics.prefill_seconds)
         self._decode.observe(decoding)
         if generated > 1:
             self._per_token.observe(decoding / (generated - 1))
-        if output.index == 0:
-            self._wanted.observe(params.n)
 
     def refused(self) -> None:
         """Count a request that found no room."""

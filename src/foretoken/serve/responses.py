@@ -36,7 +36,7 @@ async def create_response(request: Request) -> Response:
     run = await started(request, state, body, 1, partial(_prepared, body, state), "input")
     answer = _Answer(body, run, state)
     if body.stream:
-        return EventStream(run, answer.events())
+        return EventStream(run, answer.events(), state.settings.write_timeout)
     try:
         results = await while_connected(request, run.results())
         if results is None:

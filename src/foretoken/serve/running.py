@@ -56,6 +56,7 @@ class Run:
 
     Attributes:
         log: what the request's log line says of it, when it has ended.
+        entered: whether all prompts are in the engine.
     """
 
     def __init__(
@@ -67,7 +68,11 @@ class Run:
         self._sequences = sequences
         self._began = began
         self._last: dict[tuple[int, int], float] = {}  # when an output's last tokens came
+        self._counted: set[tuple[int, int]] = set()  # outputs that the metrics have
         self._closed = False
+        self._left = False
+        self.entered = False
+        state.runs.add(self)
 
     async def chunks(self) -> AsyncIterator[tuple[int, StreamChunk]]:
         """Index of the prompt, and the chunk, as they come.
@@ -123,13 +128,31 @@ class Run:
         self._closed = True
         for request in self.requests:
             request.abort()
-        self._state.leave(self._sequences)
+        self.leave()
+        self._state.runs.discard(self)
+        seconds = time.perf_counter() - self._began
+        for index, request in enumerate(self.requests):
+            for output in request.job.requests:
+                if (index, output.index) not in self._counted:
+                    self._state.metrics.finished(output, seconds)
         outputs = [r for request in self.requests for r in request.job.requests]
         self.log |= {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": sum(each.metrics.generated_tokens for each in outputs),
             "finish_reasons": [each.finish_reason or "abort" for each in outputs],
         }
+
+    @property
+    def ended(self) -> bool:
+        """Whether the engine has ended all outputs; the client may still read them."""
+        outputs = (each for request in self.requests for each in request.job.requests)
+        return self.entered and all(each.finished for each in outputs)
+
+    def leave(self) -> None:
+        """Give the places of the outputs to others; nothing happens the second time."""
+        if not self._left:
+            self._left = True
+            self._state.leave(self._sequences)
 
     @property
     def prompt_tokens(self) -> int:
@@ -144,8 +167,9 @@ class Run:
             self._state.metrics.chunk(now - (before or self._began), first=before is None)
             self._last[place] = now
         if chunk.output is not None:
-            job = self.requests[index].job
-            self._state.metrics.finished(chunk.output, job.requests[0].params, now - self._began)
+            output = self.requests[index].job.requests[chunk.index]
+            self._state.metrics.finished(output, now - self._began)
+            self._counted.add(place)
             _refuse_failed(chunk.output)
 
 
@@ -204,6 +228,7 @@ async def started(
                 refused.param = _form_field(body)
             raise refused from error
         raise
+    run.entered = True
     return run
 
 

@@ -26,6 +26,8 @@ class Settings(Config):
         max_logprobs: most tokens per position whose log-probabilities a request may ask for.
         body_timeout: seconds in which the whole body has to come.
         header_timeout: seconds in which all headers of a request have to come.
+        write_timeout: seconds in which a client has to take a piece of a stream; then its request
+            ends.
         shutdown_timeout: seconds that running requests have left after SIGTERM.
         log_requests: whether each request is logged when it has ended.
     """
@@ -40,6 +42,7 @@ class Settings(Config):
     max_logprobs: Annotated[int, Ge(0)] = 20
     body_timeout: Annotated[float, Gt(0)] = 30.0
     header_timeout: Annotated[float, Gt(0)] = 15.0
+    write_timeout: Annotated[float, Gt(0)] = 30.0
     shutdown_timeout: Annotated[float, Ge(0)] = 30.0
     log_requests: bool = True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import cache, cached_property
+from typing import Protocol
 
 from starlette.requests import Request
 
@@ -14,6 +15,19 @@ from foretoken.serve.metrics import ServerMetrics
 from foretoken.serve.settings import Settings
 
 __all__ = ["Pieces", "ServerState", "state_of"]
+
+
+class OpenRun(Protocol):
+    """Outputs that were counted by `ServerState.enter`."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the engine has ended all of them."""
+        ...
+
+    def leave(self) -> None:
+        """Count them off."""
+        ...
 
 
 class ServerState:
@@ -28,6 +42,7 @@ class ServerState:
         created: when the server began, in seconds since 1970.
         open_sequences: outputs that were begun and have not ended.
         stopping: whether no more requests are taken.
+        runs: what holds places for these outputs.
     """
 
     def __init__(self, llm: AsyncLLM, settings: Settings) -> None:
@@ -35,6 +50,7 @@ class ServerState:
         self.created = int(time.time())
         self.open_sequences = 0
         self.stopping = False
+        self.runs: set[OpenRun] = set()
         self.metrics = ServerMetrics(llm.llm.engine, settings.model)
         llm.worker.observe = self.metrics.observe_step
 
@@ -70,6 +86,10 @@ class ServerState:
             raise APIError(503, "the server is shutting down.", headers={"Retry-After": "5"})
         if sequences > self.capacity:
             raise invalid("n", f"at most {self.capacity} outputs fit into one request here.")
+        if self.open_sequences + sequences > self.capacity:
+            for run in self.runs:
+                if run.ended:  # its client reads slowly, or not at all
+                    run.leave()
         if self.open_sequences + sequences > self.capacity:
             self.metrics.refused()
             raise APIError(
