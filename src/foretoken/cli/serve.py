@@ -82,7 +82,7 @@ class ServerOptions:
     allowed_origins: Annotated[
         list[str] | None,
         _server(
-            "Origin of pages that browsers may ask from (CORS). May be repeated.",
+            "Origin of web pages that may use the server (CORS). May be repeated.",
             metavar="ORIGIN",
             show_default="none",
         ),
@@ -95,6 +95,7 @@ class ServerOptions:
         _server("Limit of a request's body, such as 8MiB.", metavar="AMOUNT", callback=amount),
     ] = "8MiB"
     max_n: Annotated[int, _server("Maximum outputs of a prompt.", min=1)] = 16
+    max_prompts: Annotated[int, _server("Maximum prompts of one completion.", min=1)] = 128
     max_logprobs: Annotated[int, _server("Maximum log-probabilities of a token.", min=0)] = 20
     shutdown_timeout: Annotated[
         float, _server("Seconds that requests have left after SIGTERM.", min=0)
@@ -120,10 +121,12 @@ class ServerOptions:
         return Settings(
             served_model_names=tuple(names),
             api_keys=tuple(keys),
+            host=self.host,
             allowed_origins=tuple(self.allowed_origins or ()),
             max_waiting=self.max_waiting,
             max_body_bytes=num_bytes("max_body_size", self.max_body_size),
             max_n=self.max_n,
+            max_prompts=self.max_prompts,
             max_logprobs=self.max_logprobs,
             shutdown_timeout=self.shutdown_timeout,
             log_requests=not self.no_log_requests,

@@ -14,6 +14,7 @@ from foretoken.serve import chat, completions, info, page, responses
 from foretoken.serve.errors import APIError
 from foretoken.serve.events import as_json
 from foretoken.serve.middleware import Authentication, Faults, RequestLog
+from foretoken.serve.origins import Origins
 from foretoken.serve.schema import describe
 from foretoken.serve.settings import Settings
 from foretoken.serve.state import ServerState
@@ -46,12 +47,13 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
     app.add_middleware(Faults)
     if settings.api_keys:
         app.add_middleware(Authentication, keys=settings.api_keys)
+    app.add_middleware(Origins, host=settings.host, allowed=settings.allowed_origins)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allowed_origins,
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+            allow_headers=["*"],  # clients send their own, such as X-Stainless-Lang
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     if settings.log_requests:
@@ -69,6 +71,6 @@ async def _answered(request: Request, error: Any) -> Response:
 async def _of_routing(request: Request, error: Any) -> Response:
     """No such path, or not with this method."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}."
+    message = f"{request.method} {request.scope['path']}: {error.detail}."
     made = APIError(error.status_code, message, headers=error.headers)
     return await _answered(request, made)

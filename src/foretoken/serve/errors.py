@@ -15,6 +15,7 @@ __all__ = ["APIError", "invalid", "of_engine", "of_validation"]
 
 _KINDS = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
 }

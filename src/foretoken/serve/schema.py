@@ -32,6 +32,7 @@ _ERROR = {
 _STATUSES = {
     400: "a field has to change",
     401: "no API key, or a wrong one",
+    403: "a page of another server asks",
     404: "no such model",
     408: "the body came too slowly",
     413: "the body is too large",

@@ -17,7 +17,10 @@ class Settings(Config):
     Args:
         served_model_names: names under which requests may ask for the model; the first is shown.
         api_keys: a request to an endpoint of the model needs one of them; without any, none.
-        allowed_origins: origins that browsers may send requests from (CORS); "*" is any.
+        host: the address that the server listens at, if it is known. At a loopback address,
+            requests have to name this machine in `Host`, or an allowed origin's.
+        allowed_origins: origins of web pages that may use the server (CORS); "*" is any. Requests
+            of other pages are refused.
         max_waiting: most sequences that wait for a place among the running ones. More requests are
             answered with 429.
         max_body_bytes: most bytes of a request's body.
@@ -34,6 +37,7 @@ class Settings(Config):
 
     served_model_names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
+    host: str | None = None
     allowed_origins: tuple[str, ...] = ()
     max_waiting: Annotated[int, Ge(0)] = 256
     max_body_bytes: Annotated[int, Ge(1)] = 8 * 2**20
