@@ -158,6 +158,10 @@ def tool(name: str = "f", **parameters: Any) -> Any:
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+        *(
+            ({"chat_template_kwargs": {name: []}}, "chat_template_kwargs")
+            for name in ("messages", "tokenizer", "conversation", "conversations", "self")
+        ),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [tool("f"), tool("f")]}, "tools"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
@@ -257,6 +261,28 @@ def test_tokens(server: Served) -> None:
     assert found["token_strs"] == ["a", "b"]
     assert found["count"] == 2
     assert server.post("/detokenize", tokens=found["tokens"]).json() == {"prompt": "ab"}
+
+
+def test_template_arguments_of_a_conversation_that_is_counted(server: Served) -> None:
+    fields: Any = {"messages": HELLO, "chat_template_kwargs": {"messages": []}}
+    assert server.refused("/tokenize", **fields)["param"] == "chat_template_kwargs"
+
+
+def test_arguments_that_are_nested_too_deeply_are_text(server: Served) -> None:
+    function = {"name": "f", "arguments": "[" * 100_000}
+    call = {"id": "1", "type": "function", "function": function}
+    messages = [*HELLO, {"role": "assistant", "tool_calls": [call]}, *HELLO]
+    assert server.post("/tokenize", messages=messages).status_code == 200
+
+
+def test_a_template_that_cannot_write_what_is_nested(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusing(*_: Any, **__: Any) -> Any:
+        raise RecursionError
+
+    monkeypatch.setattr("foretoken.serve.chat_prompt.conversation_ids", refusing)
+    assert "nested too deeply" in server.refused(CHAT, messages=HELLO)["message"]
 
 
 def test_nulls_are_defaults(server: Served) -> None:

@@ -25,7 +25,7 @@ def status(bound: str | None, allowed: tuple[str, ...] = (), /, **headers: str) 
 
     listed = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": listed}
-    asyncio.run(Origins(app, bound, allowed)(scope, app, send))
+    asyncio.run(Origins(app, bound, allowed)(scope, app, send))  # type: ignore[arg-type]
     return found[0]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from foretoken.engine.prompts import checked_text, conversation_ids, needed, tokens_of
 from foretoken.serve.errors import invalid
@@ -77,11 +78,15 @@ def chat_ids(
                 "continue_final_message and add_generation_prompt contradict each other.",
             )
         template["continue_final_message"] = True
-    return conversation_ids(listed, tokenizer, add_generation_prompt=generates, **template)
+    try:
+        return conversation_ids(listed, tokenizer, add_generation_prompt=generates, **template)
+    except RecursionError:  # a template writes the JSON of calls and tools
+        raise invalid("messages", "messages or tools are nested too deeply.") from None
 
 
 def _check_template_arguments(given: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
-    own = set(inspect.signature(tokenizer.apply_chat_template).parameters)
+    functions = (tokenizer.apply_chat_template, conversation_ids, render_jinja_template)
+    own = {"self", *(name for each in functions for name in inspect.signature(each).parameters)}
     if taken := sorted(own & set(given)):
         raise invalid(
             "chat_template_kwargs", f"chat_template_kwargs: '{taken[0]}' is not a template's."
@@ -98,7 +103,7 @@ def _message(message: Message) -> dict[str, Any]:
     for call in fields.get("tool_calls", ()):
         try:
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-        except ValueError:
+        except (ValueError, RecursionError):
             continue  # as the model wrote it
     return fields
 
