@@ -119,6 +119,8 @@ def test_fields(server: Served, path: str, fields: dict[str, Any], param: str | 
         ({"prompt": ["a"] * 129}, "prompt"),
         ({"prompt": {"prompt": "a"}}, "prompt"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": [5], "add_special_tokens": False}, "add_special_tokens"),
+        ({"prompt": [[5]], "add_special_tokens": True}, "add_special_tokens"),
         ({"prompt": "a", "best_of": 2}, "best_of"),
         ({"prompt": "a", "logprobs": 21}, "logprobs"),
         ({"prompt": "a", "logprobs": True}, "logprobs"),

@@ -243,6 +243,23 @@ def test_a_model_may_call(client: Client, monkeypatch: pytest.MonkeyPatch, strea
     assert len({call.id for call in calls}) == 2
 
 
+@pytest.mark.parametrize("parallel", [True, False])
+def test_only_the_first_call_is_kept_without_parallel_calls(
+    client: Client, monkeypatch: pytest.MonkeyPatch, parallel: bool
+) -> None:
+    one = '<tool_call>{"name": "weather", "arguments": {"place": "%s"}}</tool_call>'
+    fields: Any = {"model": MODEL, "messages": HELLO, "tools": [weather()], "max_tokens": 300}
+    fields |= {"parallel_tool_calls": parallel}
+    form = {"choice": [one % "Bern" + one % "Rome"]}
+    monkeypatch.setattr("foretoken.serve.chat.forced_form", lambda body: form)
+    places = ["Bern", "Rome"] if parallel else ["Bern"]
+    whole = client.chat.completions.create(**fields).choices[0].message.tool_calls or []
+    chunks = list(client.chat.completions.create(**fields, stream=True))
+    streamed = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or ()]
+    for calls in (whole, streamed):
+        assert [json.loads(call.function.arguments)["place"] for call in calls] == places
+
+
 def test_a_model_need_not_call(server: Served, client: Client) -> None:
     fields: Any = {"model": MODEL, "messages": HELLO, "tools": [weather()], "max_tokens": 9}
     assert client.chat.completions.create(**fields).choices[0].message.tool_calls is None

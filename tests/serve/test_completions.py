@@ -117,6 +117,15 @@ def test_echo_scores_the_prompt(server: Served, max_tokens: int, stream: bool) -
     assert server.complete(**fields | {"stream": None})["choices"][0]["text"] == choice["text"]
 
 
+def test_echo_has_what_was_read(server: Served) -> None:
+    fields = {"echo": True, "logprobs": 0, "max_tokens": 1}
+    for prompt in ("hello", server.post("/tokenize", prompt="hello").json()["tokens"]):
+        choice = server.complete(prompt, **fields, truncate_prompt_tokens=2)["choices"][0]
+        assert choice["text"][:2] == "lo"
+        assert choice["logprobs"]["text_offset"] == [0, 1, 2]
+        assert len(choice["logprobs"]["tokens"]) == 3
+
+
 def test_the_pieces_of_a_stream(server: Served) -> None:
     fields = {"prompt": ["hello", "other"], "n": 2, "seed": 3, "max_tokens": 7, "logprobs": 1}
     whole = server.post("/v1/completions", **fields).json()

@@ -136,7 +136,7 @@ class _Answer:
         return response
 
     def _choice(self, output: CompletionOutput) -> dict[str, Any]:
-        writer = _Writer(self._tools, self._forced)
+        writer = self._writer()
         text, calls = writer.add(output.text, ends=True)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if calls:  # the text of a forced call is its arguments
@@ -151,6 +151,10 @@ class _Answer:
         }
         return choice | ({"token_ids": output.token_ids} if self._body.return_token_ids else {})
 
+    def _writer(self) -> _Writer:
+        one = self._body.parallel_tool_calls is False
+        return _Writer(self._tools, self._forced, most=1 if one else None)
+
     def _logprobs(self, found: Any) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
@@ -163,23 +167,27 @@ class _Answer:
         body, options = self._body, self._body.stream_options
         head = {**self._head, "object": "chat.completion.chunk"}
         continuous = options is not None and options.continuous_usage_stats
-        writers = [_Writer(self._tools, self._forced) for _ in range(body.n or 1)]
+        writers = [self._writer() for _ in range(body.n or 1)]
         for index in range(len(writers)):
             delta = {"role": "assistant", "content": ""}
             choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
             yield data({**head, "choices": [choice]})
         async for _, chunk in self._run.chunks():
-            make = partial(self._chunk_choice, writers[chunk.index], chunk)
-            traced = chunk.finished and body.foretoken is not None
-            choice = await self._state.llm.off_loop(make) if traced else make()
             more: dict[str, Any] = {"usage": usage_of(self._run)} if continuous else {}
-            if chunk.prompt_logprobs is not None:
-                listed = partial(prompt_logprobs, chunk.prompt_logprobs)
-                more["prompt_logprobs"] = await self._state.llm.off_loop(listed)
-            yield data({**head, "choices": [choice], **more})
+            make = partial(self._chunk_data, head, writers[chunk.index], chunk, more)
+            traced = chunk.finished and body.foretoken is not None
+            large = traced or chunk.prompt_logprobs is not None
+            yield await self._state.llm.off_loop(make) if large else make()
         if options is not None and options.include_usage:
             yield data({**head, "choices": [], "usage": usage_of(self._run)})
         yield DONE
+
+    def _chunk_data(
+        self, head: dict[str, Any], writer: _Writer, chunk: StreamChunk, more: dict[str, Any]
+    ) -> bytes:
+        if chunk.prompt_logprobs is not None:
+            more = {**more, "prompt_logprobs": prompt_logprobs(chunk.prompt_logprobs)}
+        return data({**head, "choices": [self._chunk_choice(writer, chunk)], **more})
 
     def _chunk_choice(self, writer: _Writer, chunk: StreamChunk) -> dict[str, Any]:
         text, calls = writer.add(chunk.text, ends=chunk.finished)
@@ -209,9 +217,11 @@ class _Writer:
     Args:
         tools: the functions that may be called.
         forced: the function whose arguments the whole text is; None if it is text or calls.
+        most: most calls; more are left out.
     """
 
-    def __init__(self, tools: Sequence[Tool], forced: str | None) -> None:
+    def __init__(self, tools: Sequence[Tool], forced: str | None, most: int | None) -> None:
+        self._most = most
         self._finder = CallFinder(tools)
         self._call = None if forced is None else Call(forced, "")
         self._told = False
@@ -229,6 +239,8 @@ class _Writer:
         if ends:
             rest, more = self._finder.finish()
             given, calls = given + rest, calls + more
+        if self._most is not None:
+            calls = calls[: self._most - self.num_calls]
         self.num_calls += len(calls)
         return given, calls
 

@@ -8,7 +8,9 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from transformers import PreTrainedTokenizerBase
 
+from foretoken.core.detokenizer import Detokenizer
 from foretoken.core.logprobs import TokenLogprobs
 from foretoken.core.params import SamplingParams
 from foretoken.outputs import CompletionOutput, RequestOutput, StreamChunk, StreamedToken
@@ -82,8 +84,11 @@ def _check(body: CompletionBody) -> None:
         raise invalid("best_of", "best_of: it must be n here: choose among the outputs yourself.")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", 'stream_options need "stream": true.')
-    if body.add_special_tokens is not None and not isinstance(body.prompt, str | list):
-        raise invalid("add_special_tokens", "add_special_tokens is for text.")
+    first = body.prompt if isinstance(body.prompt, str) else body.prompt[0]
+    if body.add_special_tokens is not None and not isinstance(first, str):
+        raise invalid(
+            "add_special_tokens", "add_special_tokens is for text, and these are token ids."
+        )
 
 
 def _prepared(
@@ -151,20 +156,21 @@ class _Answer:
         async for index, chunk in self._run.chunks():
             place = index * (self._body.n or 1) + chunk.index
             begins = place not in self._lengths
-            make = partial(
-                self._choice, index, chunk.index, chunk.tokens, chunk.output, begins=begins
-            )
-            choice = await self._made(make, chunk, begins=begins)
             usage = {"usage": usage_of(self._run)} if continuous else {}
-            yield data({**self._head, "choices": [choice], **usage})
+            make = partial(self._chunk_data, index, chunk, begins=begins, usage=usage)
+            yield await self._made(make, chunk, begins=begins)
         if options is not None and options.include_usage:
             yield data({**self._head, "choices": [], "usage": usage_of(self._run)})
         yield DONE
 
-    async def _made(
-        self, make: Callable[[], dict[str, Any]], chunk: StreamChunk, *, begins: bool
-    ) -> dict[str, Any]:
-        """A choice, made off the loop if it has a whole prompt or a trace."""
+    def _chunk_data(
+        self, prompt_index: int, chunk: StreamChunk, *, begins: bool, usage: dict[str, Any]
+    ) -> bytes:
+        choice = self._choice(prompt_index, chunk.index, chunk.tokens, chunk.output, begins=begins)
+        return data({**self._head, "choices": [choice], **usage})
+
+    async def _made(self, make: Callable[[], bytes], chunk: StreamChunk, *, begins: bool) -> bytes:
+        """An event, made off the loop if it has a whole prompt or a trace."""
         large = begins and (self._body.echo or self._body.prompt_logprobs is not None)
         traced = chunk.finished and self._body.foretoken is not None
         return await self._state.llm.off_loop(make) if large or traced else make()
@@ -211,20 +217,29 @@ class _Answer:
 
     def _echoed(self, prompt_index: int) -> tuple[list[int], list[str]]:
         """Ids of the prompt, and texts that make its text together."""
-        request, given = (
-            self._run.requests[prompt_index].job.requests[0],
-            self._prompts[prompt_index],
-        )
-        ids = list(request.prompt_ids)
-        texts = self._state.pieces.all_of(ids)
-        whole = given if isinstance(given, str) else self._decoded(ids)
-        if "".join(texts) != whole and texts:  # characters of several tokens, or special tokens
-            texts = _cut(whole, texts)
-        return ids, texts
+        request = self._run.requests[prompt_index].job.requests[0]
+        given, ids = self._prompts[prompt_index], list(request.prompt_ids)
+        tokenizer, most = self._state.llm.llm.tokenizer, self._body.truncate_prompt_tokens
+        if not isinstance(given, str):
+            return ids, _texts_of(ids, tokenizer, skip_special_tokens=False)
+        if most is not None and len(ids) >= most:  # only its end was read
+            return ids, _texts_of(ids, tokenizer, skip_special_tokens=True)
+        # The text may have special tokens itself, or the tokenizer has put them in.
+        for skip in (True, False):
+            texts = _texts_of(ids, tokenizer, skip_special_tokens=skip)
+            if "".join(texts) == given:
+                return ids, texts
+        return ids, _cut(given, texts)
 
-    def _decoded(self, ids: Sequence[int]) -> str:
-        tokenizer = self._state.llm.llm.tokenizer
-        return "" if tokenizer is None else str(tokenizer.decode(list(ids)))
+
+def _texts_of(
+    ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None, *, skip_special_tokens: bool
+) -> list[str]:
+    """What each token adds to the text; a character of several tokens is its last one's."""
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+    texts = [detokenizer.add(token) for token in ids]
+    texts[-1] += detokenizer.finish()
+    return texts
 
 
 def _cut(whole: str, texts: Sequence[str]) -> list[str]:
