@@ -8,6 +8,7 @@ from functools import cache, cached_property
 from typing import Protocol
 
 from starlette.requests import Request
+from transformers import PreTrainedTokenizerBase
 
 from foretoken.async_llm import AsyncLLM
 from foretoken.serve.errors import APIError, invalid
@@ -62,7 +63,7 @@ class ServerState:
     @cached_property
     def pieces(self) -> Pieces:
         """The texts of single tokens."""
-        return Pieces(self.llm)
+        return Pieces(self.llm.llm.tokenizer)
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not served here.
@@ -107,14 +108,23 @@ class ServerState:
 
 
 class Pieces:
-    """The text of each token by itself."""
+    """The text that each token adds inside a text.
 
-    def __init__(self, llm: AsyncLLM) -> None:
-        tokenizer = llm.llm.tokenizer
+    Some tokenizers, such as Llama's, leave out the space at the beginning of a text. Here tokens
+    have it.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        def decoded(tokens: list[int]) -> str:
+            assert tokenizer is not None
+            return str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
         @cache
         def piece(token: int) -> str:
-            return "" if tokenizer is None else str(tokenizer.decode([token]))
+            if tokenizer is None:
+                return ""
+            alone, twice = decoded([token]), decoded([token, token])
+            return twice[len(alone) :] if twice.startswith(alone) else alone
 
         self.of = piece
 
