@@ -180,6 +180,26 @@ def test_stop(page: Page, server: Served, by: str, monkeypatch: pytest.MonkeyPat
     expect(answer.locator(".token")).to_have_count(12)
 
 
+def test_escape_leaves_a_trace_before_it_stops_an_answer(
+    page: Page, server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(page, max_tokens=4, seed=5)
+    expect(ask(page).locator(".state")).to_have_text(ENDED)
+    configure(page, max_tokens=900)
+    go_on = held(server, monkeypatch, 3)
+    answer = ask(page)
+    expect(answer.locator(".state")).to_have_text("generating …")
+    page.evaluate("location.hash = '#trace-1'")
+    expect(page.locator("#trace-title")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(answer.locator(".state")).to_be_visible()
+    expect(answer.locator(".state")).to_have_text("generating …")
+    page.keyboard.press("Escape")
+    expect(answer.locator(".state")).to_have_text("stopped")
+    go_on.set()
+    wait_until_idle(server)
+
+
 def test_what_goes_wrong_is_said_and_can_be_tried_again(page: Page, server: Served) -> None:
     configure(page, max_tokens=4, top_p=0)
     answer = ask(page)
@@ -192,6 +212,8 @@ def test_what_goes_wrong_is_said_and_can_be_tried_again(page: Page, server: Serv
     failure = answer.locator(".failure")
     expect(failure).to_contain_text("The server is busy: ")
     expect(failure).to_contain_text("Try again in 1 s.")
+    # The first one would lose this turn.
+    expect(page.get_by_role("button", name="Try again")).to_have_count(1)
     server.state.open_sequences = room
     answer.get_by_role("button", name="Try again").click()
     answer = page.locator(".answer").last

@@ -255,11 +255,18 @@ def test_drag_and_drop(page: Page) -> None:
     expect(page.locator(".output")).to_have_text("BB")
     damaged = Trace([CORRECTED], PIECES).as_dict()
     damaged["steps"][0]["parents"] = [-1, 7, 0, 0]
+    wordy, unlikely = (Trace([CORRECTED], PIECES).as_dict() for _ in range(2))
+    wordy["steps"][0]["p"] = ["0.5"] * 4
+    unlikely["steps"][0]["candidates"] = [[[7, 0.5, "a", None]]] * 5
     alert = page.get_by_role("alert")
     for text, told in {
         "{": "x.json: This file is not JSON.",
         "[]": "x.json: This is not a trace. Make one with: foretoken generate PROMPT --trace FILE",
         json.dumps(damaged): "x.json: This trace is damaged: step 1 has a parent behind its child.",
+        json.dumps(wordy): "x.json: This trace is damaged: step 1 has probabilities that are no "
+        "numbers.",
+        json.dumps(unlikely): "x.json: This trace is damaged: step 1 has candidates that are no "
+        "numbers.",
     }.items():
         drop(page, "x.json", text)
         expect(alert).to_have_text(told)

@@ -21,7 +21,7 @@ let messages = [];
 const KEYS = [
   ["Enter", "send"],
   ["Shift Enter", "a new line"],
-  ["Esc", "stop; from a trace, back to the chat"],
+  ["Esc", "from a trace, back to the chat; else stop"],
   ["/", "write"],
   ...VIEWER_KEYS,
 ];
@@ -84,6 +84,8 @@ composer.addEventListener("submit", (event) => {
 
 /** Generate the next message, below everything else. */
 async function ask(conversation, fields) {
+  if (running) return;
+  log.querySelectorAll(".retry").forEach((button) => button.remove()); // it would lose this turn
   const system = settings.system ? [{ role: "system", content: settings.system }] : [];
   const pair = el("div", { class: "answers" });
   const body = { messages: [...system, ...conversation], ...fields };
@@ -97,10 +99,11 @@ async function ask(conversation, fields) {
     if (view.trace) view.links.append(compareButton(view, pair));
   } else {
     const retry = () => {
+      if (running) return;
       pair.remove();
       ask(conversation, fields);
     };
-    view.links.append(el("button", { type: "button", onclick: retry }, "Try again"));
+    view.links.append(el("button", { type: "button", class: "retry", onclick: retry }, "Try again"));
   }
 }
 
@@ -156,7 +159,7 @@ function compareButton(view, pair) {
       plain.links.append(compareButton(view, pair));
       return;
     }
-    const [fast, slow] = [view, plain].map((one) => summary(one.trace).seconds);
+    const [fast, slow] = [view, plain].map((one) => perToken(summary(one.trace)));
     const same = view.text === plain.text ? "Same text" : "Another text";
     const factor = (slow / fast).toFixed(2);
     plain.links.append(
@@ -164,6 +167,11 @@ function compareButton(view, pair) {
     );
   });
   return button;
+}
+
+/** Seconds of a token: texts may differ in length. */
+function perToken({ seconds, tokens }) {
+  return seconds / Math.max(1, tokens);
 }
 
 function startAgain() {
@@ -197,7 +205,13 @@ function route() {
   tracePage.hidden = !found;
   if (found) {
     byId("trace-title").textContent = found.title;
-    viewer.show(found.trace);
+    tell("");
+    try {
+      viewer.show(found.trace);
+    } catch (error) {
+      viewer.root.replaceChildren();
+      tell(`${found.title}: this trace cannot be shown: ${error.message}`);
+    }
     window.scrollTo(0, 0);
   }
   if (back) window.scrollTo(0, scrolled);
@@ -215,8 +229,8 @@ prompt.addEventListener("keydown", (event) => {
 document.addEventListener("keydown", (event) => {
   if (document.querySelector("dialog[open]")) return;
   if (event.key === "Escape") {
-    if (running) running.abort();
-    else if (!tracePage.hidden) location.hash = "";
+    if (!tracePage.hidden) location.hash = "";
+    else running?.abort();
   } else if (!tracePage.hidden) viewer.keys(event);
   else if (event.key === "/" && !hasModifier(event) && !isTyping(event.target)) {
     event.preventDefault();

@@ -75,6 +75,13 @@ function readStep(step, index, position) {
     candidates.every((place) => Array.isArray(place) && place.every(Array.isArray)),
     "candidates that are no lists",
   );
+  const number = (value) => value === null || Number.isFinite(value); // null is not known
+  check([step.token, ...step.drafted].every(Number.isInteger), "tokens that are no ids");
+  check([...step.q, ...step.p].every(number), "probabilities that are no numbers");
+  check(
+    candidates.flat().every(([token, ...values]) => Number.isInteger(token) && values.every(number)),
+    "candidates that are no numbers",
+  );
   const depths = [];
   step.parents.forEach((parent) => depths.push(parent < 0 ? 1 : depths[parent] + 1));
   const cut = step.committed <= step.accepted.length;
