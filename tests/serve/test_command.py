@@ -40,13 +40,18 @@ BODY: dict[str, Any] = {"model": "mine", "prompt": "hello", "ignore_eos": True}
 
 
 def test_sigterm_lets_running_requests_end(tiny_folder: Path) -> None:
-    with process(tiny_folder, "--served-model-name", "mine", "--api-key", "k") as (program, url):
+    options = ("--served-model-name", "mine", "--api-key", "k", "--max-prompts", 1)
+    with process(tiny_folder, *options) as (program, url):
+        rebound = {"Host": "evil.example"}  # a page whose name leads here
+        assert httpx2.get(f"{url}/health", headers=rebound).status_code == 403
         assert httpx2.post(f"{url}/v1/completions", json=BODY).status_code == 401
         headers, fields = {"Authorization": "Bearer k"}, {"stream": True, "max_tokens": 300}
         with (
             httpx2.Client(base_url=url, headers=headers, timeout=120) as client,
             client.stream("POST", "/v1/completions", json=BODY | fields) as response,
         ):
+            two = client.post("/v1/completions", json=BODY | {"prompt": ["a", "b"]})
+            assert "1 to 1 prompts" in two.json()["error"]["message"]
             pieces = response.iter_text()
             text = next(pieces)
             program.send_signal(signal.SIGTERM)
@@ -56,7 +61,7 @@ def test_sigterm_lets_running_requests_end(tiny_folder: Path) -> None:
         assert program.wait() == 0
         assert program.stderr is not None
         lines = [json.loads(line) for line in program.stderr.read().splitlines()]
-        assert [line["status"] for line in lines] == [401, 200]
+        assert [line["status"] for line in lines] == [403, 401, 400, 200]
         assert not any("Traceback" in str(line) for line in lines)
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from foretoken.errors import PromptError
 from foretoken.serve.body import Body, parsed
-from foretoken.serve.errors import APIError
+from foretoken.serve.errors import APIError, of_engine
 from foretoken.serve.fields import ChatBody, CompletionBody, ResponseBody
 
 MANY = 2000
@@ -106,3 +107,10 @@ def test_a_message_that_the_client_parsed_goes_back() -> None:
     assert read.content == "{}"
     assert read.tool_calls is not None
     assert read.tool_calls[0].function.model_dump() == {"name": "f", "arguments": "{}"}
+
+
+def test_a_prompt_that_is_too_long_for_the_memory() -> None:
+    """The engine's own message is checked in tests/engine/test_scheduler.py."""
+    told = "the prompt has 9 tokens, and kv_cache_memory has room for 8, output included: shorten"
+    assert of_engine(PromptError(told), (), "prompt").code == "context_length_exceeded"
+    assert of_engine(PromptError("the prompt is empty"), (), "prompt").code is None
