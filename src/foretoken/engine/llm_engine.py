@@ -356,9 +356,11 @@ class LLMEngine:
             speculative_config: the configuration; None is the `LLM`'s.
             predicts: whether the requests have a prediction.
         """
+        lent = self.strategies.lent_to(speculative_config)  # before the turn: it waits for others
 
         def build() -> None:
-            strategy = self.strategies.strategy(speculative_config) or self._speculation.default
+            own = self.strategies.strategy(speculative_config, lent)
+            strategy = own or self._speculation.default
             if predicts:
                 self.strategies.for_prediction(speculative_config, strategy)
 

@@ -233,10 +233,10 @@ class StrategyFactory:
         def load(model: Any, quantization: str | None) -> DraftModel:
             key = f"{model if isinstance(model, str | Path) else id(model)} {quantization}"
             if key not in loaded:
-                loaded[key] = self._load(model, quantization)
+                loaded[key] = other._load_draft_model(model, quantization)
             return loaded[key]
 
-        other._built, other._for_beams, other._for_predictions = [], [], []
+        other._built, other._for_beams, other._for_predictions, other._lent = [], [], [], []
         other._load = load
         return other
 
