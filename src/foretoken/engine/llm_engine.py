@@ -273,8 +273,12 @@ class LLMEngine:
 
     def reset_drafter_memory(self) -> None:
         """See `LLM.reset_drafter_memory`."""
-        for strategy in (self._speculation.default, *self.strategies.kept()):
-            self._turns.take(strategy.forget)
+
+        def forget() -> None:
+            for strategy in (self._speculation.default, *self.strategies.kept()):
+                strategy.forget()
+
+        self._turns.take(forget)
 
     @property
     def online_report(self) -> OnlineReport | None:
