@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from foretoken.cli.options import ModelOptions
 from foretoken.runtime.cores import available_cores
 from foretoken.runtime.native import threads
 
@@ -58,13 +59,27 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The quota bounds PyTorch's own number, not one that somebody chose."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(threads, "_CORES", 2)
-    monkeypatch.setattr(threads, "_DEFAULT", 8)
+    monkeypatch.setattr(threads, "_default", 8)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     assert threads.num_threads() == 2
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
     assert threads.num_threads() == 5
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    assert threads.num_threads() == 8
+
+
+def test_a_number_that_the_user_chose_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even PyTorch's own number, which `foretoken --threads` may set."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(threads, "_CORES", 2)
+    monkeypatch.setattr(threads, "_default", 8)
+    asked = list[int]()
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert threads.num_threads() == 2
+    ModelOptions("m", threads=8).set_threads()
+    assert asked == [8]
     assert threads.num_threads() == 8
 
 
