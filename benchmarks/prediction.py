@@ -35,7 +35,7 @@ from foretoken.bench.rounds import order
 from foretoken.core.params import SamplingParams
 from foretoken.llm import LLM
 
-__all__ = ["EDITS", "Case", "Run", "cases", "main", "measure"]
+__all__ = ["EDITS", "Case", "Run", "cases", "chosen", "main", "measure"]
 
 UNRELATED = "unrelated"
 
@@ -110,6 +110,21 @@ def cases(lines: int) -> list[Case]:
     return made
 
 
+def chosen(made: Sequence[Case], names: str) -> list[Case]:
+    """The cases of these names, by commas; all of them if none is named.
+
+    Raises:
+        BenchmarkError: there is no such case.
+    """
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    known = [case.name for case in made]
+    if unknown := [name for name in wanted if name not in known]:
+        raise BenchmarkError(
+            f"--edits: there is no {', '.join(map(repr, unknown))}; choose from {', '.join(known)}."
+        )
+    return [case for case in made if not wanted or case.name in wanted]
+
+
 def main(
     model: flags.TinyModel = "smollm2-135m",
     lines: Annotated[int, typer.Option(min=1, help="Lines of the file.")] = 300,
@@ -123,7 +138,7 @@ def main(
 ) -> None:
     """Measure edits of a file with and without the file as the prediction."""
     with one_line_errors():
-        wanted = [case for case in cases(lines) if not edits or case.name in edits.split(",")]
+        wanted = chosen(cases(lines), edits)
         runs = [
             Run(None if method == "default" else method, predicted)
             for method in methods.split(",")

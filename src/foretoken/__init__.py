@@ -12,9 +12,9 @@ PyTorch.
 from __future__ import annotations
 
 import importlib
-import os
-import sys
 from typing import TYPE_CHECKING, Any
+
+from foretoken.runtime.spinning import bound_spinning
 
 if TYPE_CHECKING:
     from foretoken.async_llm import AsyncLLM
@@ -47,11 +47,7 @@ if TYPE_CHECKING:
     )
     from foretoken.trace import StepTrace, Trace
 
-# PyTorch's threads spin for milliseconds after all that they did together, also when other programs
-# wait for the cores. OpenMP reads this when PyTorch is loaded: about 0.2 ms, which covers the time
-# between two passes.
-if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+bound_spinning()  # before PyTorch is loaded
 
 __version__ = "0.1.0"
 

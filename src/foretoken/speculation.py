@@ -30,7 +30,7 @@ __all__ = ["Speculation", "Strategy"]
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Strategy:
     """How a request speculates.
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.prediction import EDITS, UNRELATED, Run, cases, measure
+from benchmarks.prediction import EDITS, UNRELATED, Run, cases, chosen, measure
 
 from benchmarks import BenchmarkError
 from foretoken import LLM
@@ -20,6 +20,14 @@ def test_every_edit_changes_the_file() -> None:
     assert "chunk " not in made["rename"].after
     with pytest.raises(BenchmarkError, match="--lines"):
         cases(10**4)
+
+
+def test_edits_are_chosen_by_their_names() -> None:
+    made = cases(1)
+    assert chosen(made, "") == made
+    assert [case.name for case in chosen(made, "unrelated, rename")] == ["rename", "unrelated"]
+    with pytest.raises(BenchmarkError, match=r"no 'typo'; choose from nothing, rename, .*unrel"):
+        chosen(made, "rename,typo")
 
 
 def test_every_run_has_the_tokens_of_plain_decoding() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 
 from foretoken import LLM, CompatibilityError, PromptError, SamplingParams
+from foretoken.control.evidence import AcceptanceRates, by_prediction
 from foretoken.drafters.options.lookups import LONGEST_PREDICTED
 from foretoken.drafters.prediction import PredictionDrafter
 from foretoken.outputs import Metrics
@@ -229,3 +232,35 @@ def test_trees_stay_trees() -> None:
         strategy = llm.engine.strategies.for_prediction(None, llm.engine._speculation.default)
         assert strategy.drafter.drafts_trees
         assert strategy.drafter.follows_prediction
+
+
+def test_what_predictions_taught_is_forgotten() -> None:
+    """Each of the two lookups proposes what it proposes at first."""
+    llm = tiny_llm(tiny_model(), "ngram")
+    (plain,) = llm.generate(PROMPTS[:1], GREEDY)
+    default = llm.engine._speculation.default
+    drafter: Any = llm.engine.strategies.for_prediction(None, default).drafter
+    unlearnt = AcceptanceRates()
+    feature = by_prediction(0)
+    llm.generate(PROMPTS[:1], GREEDY, prediction=list(plain.token_ids))
+    assert drafter._rates[0].of(feature) != unlearnt.of(feature)
+    llm.reset_drafter_memory()
+    for rates in drafter._rates:
+        assert rates._rates == unlearnt._rates
+
+
+@pytest.mark.parametrize("beams", [False, True])
+def test_a_strategy_that_is_dropped_leaves_nothing_behind(*, beams: bool) -> None:
+    """Its draft model and the KV of this would stay in memory."""
+    strategies = tiny_llm(tiny_model()).engine.strategies
+    config = {"model": tiny_model(), "method": "draft_model"}
+    strategy = strategies.strategy(config)
+    assert strategy is not None
+    made = strategies.for_beams(strategy) if beams else strategies.for_prediction(config, strategy)
+    known = weakref.ref(strategy), weakref.ref(made), weakref.ref(made.drafter)
+    assert beams or made in strategies.kept()
+    strategies._built.clear()
+    del strategy, made
+    gc.collect()
+    assert [each() for each in known] == [None, None, None]
+    assert strategies.kept() == []

@@ -153,8 +153,14 @@ def test_a_model_is_lent_in_its_own_turn() -> None:
     assert len(lent) == 2
 
 
-def test_two_may_lend_to_each_other_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both threads ask for the other's model before either gets one; neither has its turn then."""
+@pytest.mark.parametrize("ahead", [False, True], ids=["llm", "async"])
+def test_two_may_lend_to_each_other_at_once(
+    monkeypatch: pytest.MonkeyPatch, *, ahead: bool
+) -> None:
+    """Both threads ask for the other's model before either gets one; neither has its turn then.
+
+    `AsyncLLM` builds the strategy ahead of the request (`LLMEngine.build_strategy`).
+    """
     llms, both, found = (small(), small()), Barrier(2), dict[int, list[int]]()
     (expected, _) = tokens(llms[0])
     lend = LLM.as_draft_model
@@ -168,6 +174,8 @@ def test_two_may_lend_to_each_other_at_once(monkeypatch: pytest.MonkeyPatch) -> 
             "method": "ensemble",
             "drafters": [{"method": "ngram"}, {"model": llms[1 - index]}],
         }
+        if ahead:
+            llms[index].engine.build_strategy(config)
         (out,) = llms[index].generate(PROMPTS[:1], GREEDY, speculative_config=config)
         found[index] = list(out.token_ids)
 
@@ -178,3 +186,15 @@ def test_two_may_lend_to_each_other_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     for thread in threads:
         thread.join(120)
     assert found == {0: expected, 1: expected}
+
+
+def test_a_copy_of_the_factory_takes_what_was_lent_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, draft = LLM(tiny_model(head_dim=32)), small()
+    strategies = llm.engine.strategies.sharing_models()
+    config = {"model": draft}
+    lent = strategies.lent_to(config)
+    monkeypatch.setattr(draft, "as_draft_model", lambda: pytest.fail("it waits for another turn"))
+    strategy = strategies.strategy(config, lent)
+    assert strategy is not None
+    drafter: Any = strategy.drafter
+    assert drafter.scorer._model is lent[0][1].model

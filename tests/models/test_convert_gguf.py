@@ -107,6 +107,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         "converted, rope_freqs",
     ),
     "missing weight": ({"tensors": {"blk.1.ffn_up.weight": None}}, "blk.1.ffn_up.weight"),
+    "no embedding": (
+        {"tensors": {"token_embd.weight": None}},
+        r"tiny.*\.gguf lacks token_embd\.weight, .*; get the file again",
+    ),
     "wrong shape": (
         {"tensors": {"blk.1.ffn_up.weight": np.ones((8, 64), np.float32)}},
         r"expected \(96, 64\)",

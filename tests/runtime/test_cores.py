@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from foretoken.cli.options import ModelOptions
 from foretoken.runtime.cores import available_cores
 from foretoken.runtime.native import threads
 
@@ -58,13 +59,27 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The quota bounds PyTorch's own number, not one that somebody chose."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(threads, "_CORES", 2)
-    monkeypatch.setattr(threads, "_DEFAULT", 8)
+    monkeypatch.setattr(threads, "_default", 8)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     assert threads.num_threads() == 2
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
     assert threads.num_threads() == 5
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    assert threads.num_threads() == 8
+
+
+def test_a_number_that_the_user_chose_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even PyTorch's own number, which `foretoken --threads` may set."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(threads, "_CORES", 2)
+    monkeypatch.setattr(threads, "_default", 8)
+    asked = list[int]()
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert threads.num_threads() == 2
+    ModelOptions("m", threads=8).set_threads()
+    assert asked == [8]
     assert threads.num_threads() == 8
 
 
@@ -80,3 +95,39 @@ def test_spinning_is_bounded_unless_somebody_chose(given: dict[str, str], expect
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == expected
+
+
+PEER = """
+import os, sys
+from types import ModuleType
+from unittest.mock import patch
+import foretoken
+from foretoken.bench import process
+from foretoken.bench.contestants import Contestant, Setting
+from foretoken.bench.worker import Worker
+
+with patch("subprocess.Popen") as started:
+    process.Process(Contestant("a", "transformers-plain"), Setting("m"))
+print(started.call_args.kwargs["env"].get("GOMP_SPINCOUNT"), os.environ.get("GOMP_SPINCOUNT"))
+for kind in ("foretoken", "transformers-plain"):
+    peers, own = ModuleType("foretoken.bench.peers"), ModuleType("foretoken.bench.own")
+    own.OwnRunner = object
+    peers.runner = lambda *_: own.OwnRunner()
+    with patch.dict(sys.modules, {peers.__name__: peers, own.__name__: own}):
+        Worker(Contestant("a", kind), Setting("m"))
+    print(os.environ.get("GOMP_SPINCOUNT"))
+assert "torch" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [({}, "None 20000 20000 None"), ({"GOMP_SPINCOUNT": "7"}, "7 7 7 7")]
+)
+def test_peers_spin_as_without_us(given: dict[str, str], expected: str) -> None:
+    """Neither from the parent nor by importing us do they get the bound; a user's choice stays."""
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    environment = {k: v for k, v in os.environ.items() if k not in names} | given
+    done = subprocess.run(
+        [sys.executable, "-c", PEER], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == expected.split()

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken import LLM, CompatibilityError, ConfigError, SamplingParams
+from foretoken.runtime.choices import DRAFTING
 from foretoken.runtime.choose import network_for
 from foretoken.runtime.cpu import Int8Linear, PackedLinear, check_quantization, linear_layer
 from foretoken.runtime.lean import LeanDecoder
@@ -104,4 +105,8 @@ def test_what_cannot_be_quantized() -> None:
         LLM(tiny_model("lean", hidden_size=40), quantization="int8")
     with pytest.raises(ConfigError, match="int8 runs on CPUs only, not on cuda"):
         check_quantization("int8", torch.device("cuda"))
+    with pytest.raises(
+        ConfigError, match=r"^draft_quantization: int4 runs on .*cuda: leave it out"
+    ):
+        check_quantization(DRAFTING, torch.device("cuda"))
     assert linear_layer(torch.float16, CPU, None) is None

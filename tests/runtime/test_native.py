@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from foretoken import ConfigError
 from foretoken.core.tree import TokenTree, chain
+from foretoken.runtime.choices import DRAFTING
 from foretoken.runtime.choose import network_for
 from foretoken.runtime.llama import LinearWeights, LlamaWeights
 from foretoken.runtime.module import ModuleNetwork
@@ -281,7 +282,8 @@ def test_who_runs_natively() -> None:
     [
         ({"runtime": "natve"}, "runtime: must be one of auto, native, torch, cuda, compiled"),
         ({"runtime": "native"}, "not available for this model on this machine: head_dim must be"),
-        ({"quantization": "int4"}, "int4 needs the native runtime, .* here: head_dim must be"),
+        ({"quantization": "int4"}, "^quantization: int4 needs .* here: head_dim must be"),
+        ({"quantization": DRAFTING}, "^draft_quantization: int4 needs .* or leave it out"),
         ({"quantization": "int4", "runtime": "torch"}, "here: the runtime is 'torch'"),
         ({"quantization": "int3"}, "must be one of auto, none, int8, int4"),
     ],

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from foretoken.bench.contestants import Contestant, Setting
 from foretoken.errors import ForetokenError
+from foretoken.runtime.spinning import unbound_spinning
 
 __all__ = ["Process"]
 
@@ -47,6 +48,8 @@ class Process:
 
     def __init__(self, contestant: Contestant, setting: Setting) -> None:
         self.label = contestant.label
+        environment = {**os.environ, **dict.fromkeys(_THREADS, str(setting.threads))}
+        unbound_spinning(environment)  # those of Foretoken set it again
         self._complaints = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             COMMAND,
@@ -55,7 +58,7 @@ class Process:
             stderr=self._complaints,
             text=True,
             encoding="utf-8",
-            env={**os.environ, **dict.fromkeys(_THREADS, str(setting.threads))},
+            env=environment,
             start_new_session=True,  # Ctrl-C goes to the parent alone, which closes this process
         )
         self.facts: dict[str, Any] = {}

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from foretoken.bench.contestants import OWN, Contestant, Setting
 from foretoken.errors import ForetokenError
+from foretoken.runtime.spinning import unbound_spinning
 
 if TYPE_CHECKING:
     from foretoken.bench.own import OwnRunner
@@ -37,6 +38,8 @@ class Worker:
     def __init__(self, contestant: Contestant, setting: Setting) -> None:
         from foretoken.bench.peers import runner
 
+        if contestant.kind != OWN:
+            unbound_spinning(os.environ)  # peers run as they do without Foretoken
         self._runner = runner(contestant, setting)
         self._own: OwnRunner | None = None
         if contestant.kind == OWN:  # importing it for a peer would count as the peer's memory

@@ -113,9 +113,9 @@ class ModelOptions:
     def set_threads(self) -> None:
         """Let this process compute with `threads`, if they were given."""
         if self.threads is not None:
-            import torch
+            from foretoken.runtime.native.threads import set_num_threads
 
-            torch.set_num_threads(self.threads)
+            set_num_threads(self.threads)
 
 
 MaxNumSeqs = Annotated[int | None, _engine("Maximum sequences at once.", show_default="16")]

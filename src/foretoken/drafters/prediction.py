@@ -7,7 +7,7 @@ where they come again.
 
 A request has at most one prediction, and the methods need not know of it: `with_prediction` puts it
 in front of any other drafter. Which of the two drafts is verified is decided like that between
-lookups and trained drafts (`drafters.hybrid`), or, beside another lookup, by `Preferred`.
+lookups and trained drafts (`drafters.hybrid`), or, beside another lookup, by `BetterLookup`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from foretoken.drafters.hybrid import Hybrid
 from foretoken.drafters.none import NoDrafter
 from foretoken.request import Request
 
-__all__ = ["PredictionDrafter", "Preferred", "with_prediction"]
+__all__ = ["BetterLookup", "PredictionDrafter", "with_prediction"]
 
 
 class PredictionDrafter(Drafter):
@@ -98,7 +98,7 @@ def _count(outcome: Outcome, proposed: Sequence[int]) -> None:
             metrics.rejected_prediction_tokens += 1
 
 
-class Preferred(Several):
+class BetterLookup(Several):
     """Two drafters that look tokens up; each request gets the draft with more expected tokens.
 
     How often the tokens of either are right is learnt from what is generated, by their features.
@@ -151,6 +151,11 @@ class Preferred(Several):
         self._proposed.pop(request.key, None)
         super().release(request)
 
+    def forget(self) -> None:
+        """Both forget earlier requests, and so does the choice between them."""
+        self._rates = AcceptanceRates(), AcceptanceRates()
+        super().forget()
+
 
 def with_prediction(drafter: Drafter, most: int) -> Drafter:
     """A drafter that takes its drafts from the requests' predictions, too.
@@ -164,7 +169,7 @@ def with_prediction(drafter: Drafter, most: int) -> Drafter:
     if isinstance(drafter, NoDrafter):
         return prediction
     if isinstance(drafter, Hybrid):
-        return drafter.with_lookup(lambda lookup: Preferred(prediction, lookup, most))
+        return drafter.with_lookup(lambda lookup: BetterLookup(prediction, lookup, most))
     if drafter.looks_up:
-        return Preferred(prediction, drafter, most)
+        return BetterLookup(prediction, drafter, most)
     return Hybrid(prediction, drafter, most)

@@ -273,8 +273,12 @@ class LLMEngine:
 
     def reset_drafter_memory(self) -> None:
         """See `LLM.reset_drafter_memory`."""
-        for strategy in (self._speculation.default, *self.strategies.kept()):
-            self._turns.take(strategy.forget)
+
+        def forget() -> None:
+            for strategy in (self._speculation.default, *self.strategies.kept()):
+                strategy.forget()
+
+        self._turns.take(forget)
 
     @property
     def online_report(self) -> OnlineReport | None:
@@ -356,9 +360,11 @@ class LLMEngine:
             speculative_config: the configuration; None is the `LLM`'s.
             predicts: whether the requests have a prediction.
         """
+        lent = self.strategies.lent_to(speculative_config)  # before the turn: it waits for others
 
         def build() -> None:
-            strategy = self.strategies.strategy(speculative_config) or self._speculation.default
+            own = self.strategies.strategy(speculative_config, lent)
+            strategy = own or self._speculation.default
             if predicts:
                 self.strategies.for_prediction(speculative_config, strategy)
 

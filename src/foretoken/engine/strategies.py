@@ -8,6 +8,7 @@ from copy import copy
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
+from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -102,8 +103,10 @@ class StrategyFactory:
         self._max_num_seqs = max_num_seqs
         self._costs = CostCurve()  # of the target, so all controllers share it
         self._built: list[tuple[SpeculativeConfig, Strategy]] = []
-        self._for_beams: list[tuple[Strategy | None, Strategy]] = []
-        self._for_predictions: list[tuple[Strategy, Strategy]] = []
+        self._beams = Strategy(BeamDrafter(), Fixed(0), Coupled())  # without proposals
+        # By the strategy that they are made from, with which they are dropped.
+        self._for_beams: WeakKeyDictionary[Strategy, Strategy] = WeakKeyDictionary()
+        self._for_predictions: WeakKeyDictionary[Strategy, Strategy] = WeakKeyDictionary()
         self._lent: list[Lent] = []  # for the strategy that is being built
         self._load: Callable[[Any, str | None], DraftModel] = self._load_draft_model
 
@@ -154,15 +157,15 @@ class StrategyFactory:
         Raises:
             CompatibilityError: its drafter cannot draft for beams.
         """
-        for known, strategy in self._for_beams:
-            if known is given:
-                return strategy
-        drafter = BeamDrafter() if given is None else beam_drafter(given.drafter)
-        length = 0 if given is None else given.controller.num_speculative_tokens
+        if given is None:
+            return self._beams
+        if (known := self._for_beams.get(given)) is not None:
+            return known
+        length = given.controller.num_speculative_tokens
         # Beams are not judged by a rule: the search reads log-probabilities.
-        self._for_beams.append((given, Strategy(drafter, Fixed(length), Coupled())))
-        del self._for_beams[:-MAX_STRATEGIES]
-        return self._for_beams[-1][1]
+        made = Strategy(beam_drafter(given.drafter), Fixed(length), Coupled())
+        self._for_beams[given] = made
+        return made
 
     @property
     def costs(self) -> CostCurve:
@@ -180,9 +183,8 @@ class StrategyFactory:
         """
         if strategy.drafter.follows_prediction:
             return strategy
-        for known, predicting in self._for_predictions:
-            if known is strategy:
-                return predicting
+        if (known := self._for_predictions.get(strategy)) is not None:
+            return known
         config = self.config if given is None else SpeculativeConfig.parse(given)
         drafter = with_prediction(strategy.drafter, config.gamma)
         gamma = max(config.gamma, LONGEST_PREDICTED)
@@ -191,13 +193,12 @@ class StrategyFactory:
         controller = self._controller(config, drafter, strategy.rule, gamma)
         made = Strategy(drafter, controller, strategy.rule, strategy.learner)
         self._measure_costs(controller)
-        self._for_predictions.append((strategy, made))
-        del self._for_predictions[:-MAX_STRATEGIES]
+        self._for_predictions[strategy] = made
         return made
 
     def kept(self) -> list[Strategy]:
-        """The requests' strategies that are kept."""
-        return [strategy for _, strategy in self._built]
+        """The requests' strategies that are kept, with predictions and without."""
+        return [*(strategy for _, strategy in self._built), *self._for_predictions.values()]
 
     def build(self, config: SpeculativeConfig) -> Strategy:
         """Build a strategy. If the configuration names no rule, it has the `LLM`'s."""
@@ -233,10 +234,11 @@ class StrategyFactory:
         def load(model: Any, quantization: str | None) -> DraftModel:
             key = f"{model if isinstance(model, str | Path) else id(model)} {quantization}"
             if key not in loaded:
-                loaded[key] = self._load(model, quantization)
+                loaded[key] = other._load_draft_model(model, quantization)
             return loaded[key]
 
-        other._built, other._for_beams, other._for_predictions = [], [], []
+        other._built, other._lent = [], []
+        other._for_beams, other._for_predictions = WeakKeyDictionary(), WeakKeyDictionary()
         other._load = load
         return other
 

@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from threading import Lock
 
 from foretoken.models import store
 from foretoken.models.disk import CacheError, FullDiskError, check_space, disk_errors
@@ -21,6 +22,7 @@ __all__ = ["build"]
 _log = logging.getLogger(__name__)
 
 _built: dict[tuple[str, store.Kind], Path] = {}
+_locks: dict[tuple[str, store.Kind], Lock] = {}  # so that no two threads build the same
 
 
 def build(
@@ -44,10 +46,11 @@ def build(
     except FullDiskError:
         raise
     except CacheError as error:
-        if (name, kind) not in _built:
-            _log.warning("%s. Until then, %s is prepared at every start.", error, source)
-            _built[name, kind] = _build(source, needed_bytes, fill, kind)
-        return _built[name, kind]
+        with _locks.setdefault((name, kind), Lock()):
+            if (name, kind) not in _built:
+                _log.warning("%s. Until then, %s is prepared at every start.", error, source)
+                _built[name, kind] = _build(source, needed_bytes, fill, kind)
+            return _built[name, kind]
 
 
 def _build(

@@ -42,7 +42,7 @@ def config_of(file: GgufFile) -> PretrainedConfig:
     given["num_key_value_heads"] = (
         _number(file, "attention.head_count_kv") or given["num_attention_heads"]
     )
-    given["vocab_size"] = next(x.shape[0] for x in file.tensors if x.name == "token_embd.weight")
+    given["vocab_size"] = _vocab_size(file)
     given["tie_word_embeddings"] = all(tensor.name != "output.weight" for tensor in file.tensors)
     given["rope_parameters"] = _rope(file)
     for end in ("bos", "eos", "pad"):
@@ -70,6 +70,20 @@ def _number(file: GgufFile, name: str) -> Any:
             raise ModelError(f"{file.path} has another {name} in each layer, which is not known")
         (found,) = set(found)
     return float(str(np.float32(found))) if isinstance(found, float) else found
+
+
+def _vocab_size(file: GgufFile) -> int:
+    """Rows of the embedding.
+
+    Raises:
+        ModelError: There is none.
+    """
+    embedding = next((each for each in file.tensors if each.name == "token_embd.weight"), None)
+    if embedding is None:
+        raise ModelError(
+            f"{file.path} lacks token_embd.weight, which every model has; get the file again"
+        )
+    return embedding.shape[0]
 
 
 def _head_dim(file: GgufFile, given: dict[str, Any]) -> int:

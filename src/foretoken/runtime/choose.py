@@ -84,8 +84,10 @@ def network_for(
             f"runtime: native is not available for this model on this machine: {reason}."
         )
     if quantization in ("int4", DRAFTING):
+        option = "draft_quantization" if quantization == DRAFTING else "quantization"
         raise ConfigError(
-            f"quantization: int4 needs the native runtime, which cannot be used here: {reason}."
+            f"{option}: int4 needs the native runtime, which cannot be used here: {reason}; take "
+            "int8 or leave it out."
         )
     linear = linear_layer(model.dtype, model.device, quantization)
     if linear is None:

@@ -126,7 +126,9 @@ def check_quantization(quantization: str | None, device: torch.device) -> None:
             f"quantization: must be one of {', '.join(QUANTIZATION_OPTIONS)}, got '{quantization}'."
         )
     if device.type != "cpu":
-        raise ConfigError(f"quantization: {quantization} runs on CPUs only, not on {device.type}.")
+        drafting = quantization == DRAFTING
+        option = "draft_quantization: int4" if drafting else f"quantization: {quantization}"
+        raise ConfigError(f"{option} runs on CPUs only, not on {device.type}: leave it out.")
 
 
 def _can_pack(dtype: torch.dtype, device: torch.device) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -44,6 +45,8 @@ __all__ = ["PackedModel", "open_packed"]
 
 _log = logging.getLogger(__name__)
 
+_Fill: TypeAlias = Callable[[Path, Path], dict[str, str]]
+
 
 @dataclass(frozen=True)
 class PackedModel:
@@ -63,6 +66,45 @@ class PackedModel:
     weights: MappedDecoder
     quantization: str
     logits: Tensor | None
+
+
+class _Build(Protocol):
+    """`store.build`, or what takes its arguments."""
+
+    def __call__(
+        self,
+        name: str,
+        source: str,
+        needed_bytes: int,
+        fill: _Fill,
+        kind: store.Kind,
+        replaces: str | None,
+    ) -> Path:
+        """See `store.build`."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """How a model is packed.
+
+    Args:
+        origin: the model.
+        title: a short name of it.
+        identity: text that differs when the model's files have changed.
+        dtype: see `open_packed`.
+        form: how it is packed.
+        needed: bytes that packing needs.
+        fill: packs it (see `store.build`).
+    """
+
+    origin: Path
+    title: str
+    identity: Callable[[], str]
+    dtype: torch.dtype
+    form: str
+    needed: int
+    fill: _Fill
 
 
 class _NotNativeError(ModelError):
@@ -159,10 +201,16 @@ def _packed_folder(folder: Path, dtype: torch.dtype, form: str) -> tuple[Path, P
         RoundingPacker(source, module, form, product).run()
         return {"runs": f"rounded to {form}"}
 
-    needed = _num_bytes(module, form)
-    title = cache_title(source.title)
-    build = store.build
-    return folder, _kept(build, folder, title, source.identity, dtype, form, needed, fill)
+    recipe = _Recipe(
+        origin=folder,
+        title=cache_title(source.title),
+        identity=source.identity,
+        dtype=dtype,
+        form=form,
+        needed=_num_bytes(module, form),
+        fill=fill,
+    )
+    return folder, _kept(recipe, store.build)
 
 
 def _packed_gguf(path: Path, dtype: torch.dtype, form: str) -> tuple[Path, Path]:
@@ -188,57 +236,47 @@ def _packed_gguf(path: Path, dtype: torch.dtype, form: str) -> tuple[Path, Path]
             return {"runs": f"rounded to {form}"}
         return {"runs": GgufPacker(source, module, product).run()}
 
-    # A number of the file takes at most twice its room, and the embedding 16 or 32 bits.
-    needed = 3 * sum(part.stat().st_size for part in parts)
-    title = gguf_title(parts[0])
-    files = _kept(
-        aside.build, parts[0], title, lambda: identity_of(parts), dtype, form, needed, fill
+    recipe = _Recipe(
+        origin=parts[0],
+        title=gguf_title(parts[0]),
+        identity=lambda: identity_of(parts),
+        dtype=dtype,
+        form=form,
+        # A number of the file takes at most twice its room, and the embedding 16 or 32 bits.
+        needed=3 * sum(part.stat().st_size for part in parts),
+        fill=fill,
     )
+    files = _kept(recipe, aside.build)
     return files, files
 
 
-def _kept(
-    build: Callable[..., Path],
-    origin: Path,
-    title: str,
-    identity: Callable[[], str],
-    dtype: torch.dtype,
-    form: str,
-    needed: int,
-    fill: Callable[[Path, Path], dict[str, str]],
-) -> Path:
+def _kept(recipe: _Recipe, build: _Build) -> Path:
     """A folder of packed files in the cache, made now if it is not there.
 
     Its name tells the files that it was made from. So nobody maps some layers of an older version
     and some of a newer one.
 
     Args:
-        build: `store.build`, or what takes its arguments.
-        origin: the model.
-        title: a short name of it.
-        identity: text that differs when the model's files have changed.
-        dtype: see `open_packed`.
-        form: how it is packed.
-        needed: bytes that making it needs.
-        fill: makes it (see `store.build`).
+        recipe: how it is made.
+        build: makes it in the cache, or elsewhere if the cache cannot be written.
 
     Raises:
         ModelError: the model changes meanwhile, or `fill` raises it.
         CacheError: it cannot be written.
     """
-    before = identity()
-    dtype_name = str(dtype).removeprefix("torch.")
-    stem = f"{title}.{form}-{dtype_name}-{store.key_of(str(origin.resolve()))}"
+    origin, before = recipe.origin, recipe.identity()
+    dtype_name = str(recipe.dtype).removeprefix("torch.")
+    stem = f"{recipe.title}.{recipe.form}-{dtype_name}-{store.key_of(str(origin.resolve()))}"
     name = f"{stem}-{store.key_of(f'{before} {LAYOUT_VERSION}')}"
     kind = store.Kind("packed", LAYOUT_VERSION, before)
 
     def checked(scratch: Path, product: Path) -> dict[str, str]:
-        notes = fill(scratch, product)
-        if identity() != before:
+        notes = recipe.fill(scratch, product)
+        if recipe.identity() != before:
             raise ModelError(f"{origin} has changed while it was read; load it again")
         return notes
 
-    return store.find(name, kind) or build(name, str(origin), needed, checked, kind, stem)
+    return store.find(name, kind) or build(name, str(origin), recipe.needed, checked, kind, stem)
 
 
 def _fits(module: PreTrainedModel, source: WeightSource) -> bool:
