@@ -231,7 +231,7 @@ def test_many_choices_are_kept_to(model: Any) -> None:
 def test_a_form_that_is_too_complex_is_refused() -> None:
     names = {f"name{number}": {"type": "integer"} for number in range(2000)}
     form = StructuredOutputs(json={"properties": names, "additionalProperties": False})
-    with pytest.raises(ConfigError, match="structured_outputs: .*items"):
+    with pytest.raises(ConfigError, match=r"structured_outputs: .*items"):
         grammars().compile(form)
 
 
@@ -247,7 +247,7 @@ def few_items(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_limit_reached_later_is_an_error_and_not_the_end_of_the_form() -> None:
     grammar = grammars().compile(StructuredOutputs(**AMBIGUOUS))
     (a,) = tiny_tokenizer().encode("a", add_special_tokens=False)
-    with pytest.raises(RequestError, match="structured_outputs: .*items"):
+    with pytest.raises(RequestError, match=r"structured_outputs: .*items"):
         grammar.allowed([a] * 60)
     allowed = grammar.allowed([a])  # the long one may have been a draft that was rejected
     assert allowed is not None
@@ -260,7 +260,7 @@ def test_a_request_that_reaches_a_limit_ends_with_an_error(model: Any, method: s
     endless = SamplingParams(
         temperature=0, max_tokens=60, logit_bias={EOS: -1e9}, structured_outputs=AMBIGUOUS
     )
-    with pytest.raises(RequestError, match="structured_outputs: .*items") as failed:
+    with pytest.raises(RequestError, match=r"structured_outputs: .*items") as failed:
         llm_of(model, method).generate("hello", endless)
     (output,) = failed.value.outputs
     assert output.finish_reason == "error"

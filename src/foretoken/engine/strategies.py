@@ -45,7 +45,8 @@ Speculative: TypeAlias = SpeculativeConfig | Mapping[str, Any] | None
 """How one request speculates; None takes the `LLM`'s configuration."""
 
 MAX_STRATEGIES = 64
-"""Most strategies of requests that are kept. The oldest is dropped, and built again if needed."""
+"""Most strategies of requests that are kept. What was not used for longest is dropped, and built
+again if needed."""
 
 
 @runtime_checkable
@@ -75,6 +76,7 @@ class StrategyFactory:
         max_num_seqs: most rows of the passes whose cost is measured.
 
     Attributes:
+        most_kept: most strategies of requests that are kept.
         vocabulary_overlap: how the vocabulary of the last draft model compares with the target's;
             None without a draft model.
 
@@ -96,6 +98,7 @@ class StrategyFactory:
         max_num_seqs: int,
     ) -> None:
         self.config = config
+        self.most_kept = MAX_STRATEGIES
         self.vocabulary_overlap: VocabularyOverlap | None = None
         self._target, self._tokenizer, self._grammars = target, tokenizer, grammars
         self._kv_budget, self._quantization, self._runtime = kv_budget, quantization, runtime
@@ -120,13 +123,15 @@ class StrategyFactory:
         if config == self.config:
             return None
         if (strategy := self._known(config)) is not None:
+            others = [built for built in self._built if built[1] is not strategy]
+            self._built = [*others, (config, strategy)]  # the latest is last
             return strategy
         self._lent = list(lent)
         try:
             self._built.append((config, self.build(config)))
         finally:
             self._lent = []
-        del self._built[:-MAX_STRATEGIES]
+        del self._built[: -self.most_kept]
         return self._built[-1][1]
 
     def lent_to(self, given: Speculative) -> list[Lent]:
@@ -161,7 +166,7 @@ class StrategyFactory:
         length = 0 if given is None else given.controller.num_speculative_tokens
         # Beams are not judged by a rule: the search reads log-probabilities.
         self._for_beams.append((given, Strategy(drafter, Fixed(length), Coupled())))
-        del self._for_beams[:-MAX_STRATEGIES]
+        del self._for_beams[: -self.most_kept]
         return self._for_beams[-1][1]
 
     @property
@@ -192,7 +197,7 @@ class StrategyFactory:
         made = Strategy(drafter, controller, strategy.rule, strategy.learner)
         self._measure_costs(controller)
         self._for_predictions.append((strategy, made))
-        del self._for_predictions[:-MAX_STRATEGIES]
+        del self._for_predictions[: -self.most_kept]
         return made
 
     def kept(self) -> list[Strategy]:

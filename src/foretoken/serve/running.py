@@ -180,7 +180,7 @@ async def started(
     """
     began = time.perf_counter()
     state.check_model(body.model)
-    check_speculation(body.speculative_config)
+    check_speculation(body.speculative_config, state.llm.llm.speculative_config)
     state.enter(sequences)
     requests: list[AsyncRequest] = []
     run = Run(state, requests, sequences, began)

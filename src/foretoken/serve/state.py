@@ -15,6 +15,9 @@ from foretoken.serve.settings import Settings
 
 __all__ = ["Pieces", "ServerState", "state_of"]
 
+MAX_STRATEGIES = 8
+"""Most strategies of requests that are kept. Clients choose them, and each has its own memory."""
+
 
 class ServerState:
     """What all endpoints share.
@@ -36,6 +39,7 @@ class ServerState:
         self.open_sequences = 0
         self.stopping = False
         self.metrics = ServerMetrics(llm.llm.engine, settings.model)
+        llm.llm.engine.strategies.most_kept = MAX_STRATEGIES
         llm.worker.observe = self.metrics.observe_step
 
     @property
