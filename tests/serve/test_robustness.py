@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from foretoken import LLM
+from foretoken import LLM, ForetokenError
 from foretoken.engine.worker import Worker
 from tests.serve.support import MODEL, Served, served, tiny_llm
 
@@ -315,3 +315,16 @@ def test_a_panic_in_a_call_is_an_error_of_the_call_too() -> None:
         worker.call(panics).result(60)
     worker.close()
     assert not worker.alive
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_a_request_that_the_end_overtakes(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served() as server:
+
+        def closes(*_: Any, **__: Any) -> Any:
+            server.state.llm.close()
+            raise ForetokenError("the engine was closed.")
+
+        monkeypatch.setattr("foretoken.serve.completions.text_ids", closes)
+        monkeypatch.setattr("foretoken.serve.info.text_ids", closes)
+        server.refused(path, 503, prompt="hello")

@@ -63,6 +63,15 @@ class ServerState:
             message = f"the model '{name[:200]}' does not exist here; there is '{known[0]}'."
             raise APIError(404, message, param="model", code="model_not_found")
 
+    def check_open(self) -> None:
+        """Refuse a request when the engine is closed.
+
+        Raises:
+            APIError: 503.
+        """
+        if not self.llm.worker.alive:
+            raise _shut_down()
+
     def enter(self, sequences: int) -> None:
         """Count outputs that are to begin; the caller counts them off with `leave`.
 
@@ -70,8 +79,9 @@ class ServerState:
             APIError: there are too many (429), also if they were alone (400), or the server stops
                 (503).
         """
-        if self.stopping or not self.llm.worker.alive:
-            raise APIError(503, "the server is shutting down.", headers={"Retry-After": "5"})
+        if self.stopping:
+            raise _shut_down()
+        self.check_open()
         if sequences > self.capacity:
             raise invalid("n", f"at most {self.capacity} outputs fit into one request here.")
         if self.open_sequences + sequences > self.capacity:
@@ -88,6 +98,10 @@ class ServerState:
     def leave(self, sequences: int) -> None:
         """Count outputs off."""
         self.open_sequences -= sequences
+
+
+def _shut_down() -> APIError:
+    return APIError(503, "the server is shutting down.", headers={"Retry-After": "5"})
 
 
 class Pieces:
