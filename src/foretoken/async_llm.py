@@ -16,6 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
+from foretoken.config import SpeculativeConfig
 from foretoken.core.params import Sampling
 from foretoken.engine.arguments import refuse_unknown
 from foretoken.engine.jobs import Job
@@ -185,7 +186,11 @@ class AsyncLLM:
         """
         engine = self.llm.engine
         predicts = prediction is not None
-        if speculative_config is not None or predicts:  # may load models and time passes
+        if speculative_config is not None:  # a large one takes a while, and not the engine's
+            parse = partial(SpeculativeConfig.parse, speculative_config)
+            speculative_config = await self.prepare(parse)
+        known = engine.strategies.knows(speculative_config) and not predicts
+        if not known:  # may load models and time passes
             build = partial(engine.build_strategy, speculative_config, predicts=predicts)
             await self.in_engine(build)
 

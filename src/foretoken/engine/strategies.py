@@ -134,17 +134,22 @@ class StrategyFactory:
         del self._built[: -self.most_kept]
         return self._built[-1][1]
 
+    def knows(self, given: Speculative) -> bool:
+        """Whether the strategy of a configuration is built; any thread may ask."""
+        if given is None:
+            return True
+        config = SpeculativeConfig.parse(given)
+        return config == self.config or self._known(config) is not None
+
     def lent_to(self, given: Speculative) -> list[Lent]:
         """Models of other `LLM`s that building a strategy will need.
 
         It waits for their turns, so call it outside the own one: else two `LLM`s that lend to each
         other would wait for each other.
         """
-        if given is None:
+        if given is None or self.knows(given):
             return []
         config = SpeculativeConfig.parse(given)
-        if config == self.config or self._known(config) is not None:
-            return []
         return [(llm, llm.as_draft_model()) for llm in _lenders(dict(config))]
 
     def _known(self, config: SpeculativeConfig) -> Strategy | None:
