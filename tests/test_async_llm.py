@@ -256,3 +256,24 @@ def test_other_threads_may_use_the_same_llm() -> None:
 
     chunks, (result,) = run(llm, both)
     assert bits(chunks[-1].output) == bits(result) == bits(expected)
+
+
+def test_a_strategy_is_built_once_in_the_engines_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with AsyncLLM(tiny_model()) as llm:
+            built: list[Any] = []
+            build = llm.llm.engine.build_strategy
+
+            def counted(*given: Any, **options: Any) -> None:
+                built.append(given)
+                build(*given, **options)
+
+            monkeypatch.setattr(llm.llm.engine, "build_strategy", counted)
+            for _ in range(3):
+                config = {"method": "ngram"}
+                request = await llm.submit([1, 2], GREEDY, speculative_config=config)
+                async for _ in request:
+                    pass
+            assert len(built) == 1
+
+    asyncio.run(main())

@@ -220,3 +220,19 @@ def test_a_requests_controller_goes_by_the_rule_it_runs_under() -> None:
     config = SpeculativeConfig.parse({"method": "ngram"})
     assert config.controller_under(RULES["coupled"]()) == "cost_model"
     assert config.controller_under(RULES["rejection"]()) == "fixed"
+
+
+def test_nested_configurations_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    nested: dict[str, Any] = {"method": "ngram"}
+    for _ in range(12):
+        nested = {"method": "ensemble", "drafters": [nested, {"method": "ngram"}]}
+    parsed: list[Any] = []
+    parse = SpeculativeConfig.parse
+
+    def counted(given: Any) -> SpeculativeConfig:
+        parsed.append(given)
+        return parse(given)
+
+    monkeypatch.setattr(SpeculativeConfig, "parse", counted)
+    SpeculativeConfig.parse(nested)
+    assert len(parsed) == 1 + 2 * 12

@@ -12,14 +12,15 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
+from foretoken.config import SpeculativeConfig
 from foretoken.core.params import Sampling
 from foretoken.engine.arguments import refuse_unknown
 from foretoken.engine.jobs import Job
+from foretoken.engine.pool import Pool
 from foretoken.engine.prompts import Prompt
 from foretoken.engine.references import GivenPrediction, GivenReferences
 from foretoken.engine.strategies import Speculative
@@ -34,6 +35,8 @@ T = TypeVar("T")
 
 _PREPARING = 2
 """Threads that read prompts and compile grammars, so that a slow one does not hold up all."""
+_RENDERING = 1
+"""Threads that write large answers: these do not wait for the prompts of others."""
 
 
 class AsyncRequest:
@@ -124,7 +127,8 @@ class AsyncLLM:
             raise ForetokenError(f"{next(iter(engine))}: give it to the LLM.")
         self.llm = model if isinstance(model, LLM) else LLM(model, **engine)
         self.worker = Worker(self.llm.engine)
-        self._preparing = ThreadPoolExecutor(_PREPARING, "foretoken-prepare")
+        self._preparing = Pool(_PREPARING, "foretoken-prepare")
+        self._rendering = Pool(_RENDERING, "foretoken-render")
 
     async def generate(
         self,
@@ -182,26 +186,34 @@ class AsyncLLM:
         """
         engine = self.llm.engine
         predicts = prediction is not None
-        if speculative_config is not None or predicts:  # may load models and time passes
+        if speculative_config is not None:  # a large one takes a while, and not the engine's
+            parse = partial(SpeculativeConfig.parse, speculative_config)
+            speculative_config = await self.prepare(parse)
+        known = engine.strategies.knows(speculative_config) and not predicts
+        if not known:  # may load models and time passes
             build = partial(engine.build_strategy, speculative_config, predicts=predicts)
             await self.in_engine(build)
 
-        def prepare() -> Job:
+        def make() -> Job:
             quoted = engine.references.read(references)
             expected = engine.references.prediction(prediction)
             return engine.job(
                 prompt, sampling_params, speculative_config, quoted, expected, trace=trace
             )
 
-        return AsyncRequest(await self.off_loop(prepare), self.worker)
+        return AsyncRequest(await self.prepare(make), self.worker)
 
     async def encode(self, prompt: Prompt) -> list[int]:
         """See `LLM.encode`."""
-        return await self.off_loop(partial(self.llm.encode, prompt))
+        return await self.prepare(partial(self.llm.encode, prompt))
+
+    async def prepare(self, act: Callable[[], T]) -> T:
+        """Run this in a thread that prepares requests."""
+        return await asyncio.wrap_future(self._preparing.submit(act))
 
     async def off_loop(self, act: Callable[[], T]) -> T:
-        """Run this in a thread that prepares requests."""
-        return await asyncio.get_running_loop().run_in_executor(self._preparing, act)
+        """Run this in a thread that requests are not prepared in."""
+        return await asyncio.wrap_future(self._rendering.submit(act))
 
     async def in_engine(self, act: Callable[[], T]) -> T:
         """Run this in the engine's thread, between two steps."""
@@ -210,7 +222,8 @@ class AsyncLLM:
     def close(self) -> None:
         """End all requests and the threads; those who wait for a chunk get a RequestError."""
         self.worker.close()
-        self._preparing.shutdown(wait=False, cancel_futures=True)
+        self._preparing.close()
+        self._rendering.close()
 
     async def __aenter__(self) -> AsyncLLM:
         """The `AsyncLLM` itself."""

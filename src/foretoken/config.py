@@ -172,15 +172,15 @@ class SpeculativeConfig(Config):
         """The controller's name under an acceptance rule; the default depends on the rule."""
         if self.controller is not None:
             return _name_in("controller", self.controller)
-        may_vary = rule.ignores_draft_lengths and not self._steady
+        may_vary = rule.ignores_draft_lengths and not self.steady
         return (CostModel if may_vary and self.gamma else Fixed).name
 
-    @property
-    def _steady(self) -> bool:
+    @cached_property  # else a configuration at depth n would be read 2^n times
+    def steady(self) -> bool:
         """Whether the method, or one that it combines, needs drafts of constant size."""
         combined = dict(self.options).get("drafters") or ()
         inner = (SpeculativeConfig.parse(fields) for fields in combined)
-        return self.drafter_spec.steady or any(config._steady for config in inner)
+        return self.drafter_spec.steady or any(config.steady for config in inner)
 
     @property
     def controller_options(self) -> Config:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from foretoken.core.detokenizer import Detokenizer
+from foretoken.core.detokenizer import Detokenizer, _Beginning
 
 # One token per byte: every character outside ASCII is split over tokens.
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -91,3 +93,15 @@ def test_an_unfinished_character_shows_at_the_end() -> None:
 def test_without_a_tokenizer_there_is_no_text(token: int) -> None:
     detokenizer = Detokenizer(None)
     assert detokenizer.add(token) == detokenizer.finish() == detokenizer.text == ""
+
+
+def test_the_beginning_of_a_stop_string_is_found_as_by_comparing_all() -> None:
+    chance = random.Random(1)
+    for _ in range(300):
+        stop = "".join(chance.choices("ab", k=chance.randint(1, 7)))
+        beginning, text = _Beginning(stop), ""
+        for _ in range(12):
+            piece = "".join(chance.choices("abc", weights=(4, 4, 1), k=chance.randint(0, 4)))
+            text += piece
+            expected = max(size for size in range(len(stop)) if text.endswith(stop[:size]))
+            assert beginning.after(piece) == expected

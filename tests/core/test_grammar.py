@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken import LLM, ConfigError, SamplingParams, StructuredOutputs
+from foretoken import LLM, ConfigError, RequestError, SamplingParams, StructuredOutputs
 from foretoken.core.grammar import Grammars
 from tests.matrix import LOSSLESS, SPECULATIVE, fits, speculative_config
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
@@ -212,3 +212,56 @@ def test_the_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ConfigError, match=r"pip install 'foretoken\[structured\]'"):
         SamplingParams(structured_outputs={"regex": "a"})
+
+
+def grammars() -> Grammars:
+    return Grammars(tiny_tokenizer(), VOCAB_SIZE, [EOS])
+
+
+def test_many_choices_are_kept_to(model: Any) -> None:
+    choices = [f"w{number}" for number in range(3000)]
+    wanted = SamplingParams(
+        temperature=1, seed=3, max_tokens=20, structured_outputs={"choice": choices}
+    )
+    (output,) = llm_of(model).generate("hello", wanted)
+    assert output.finish_reason == "stop"
+    assert output.text in choices
+
+
+def test_a_form_that_is_too_complex_is_refused() -> None:
+    names = {f"name{number}": {"type": "integer"} for number in range(2000)}
+    form = StructuredOutputs(json={"properties": names, "additionalProperties": False})
+    with pytest.raises(ConfigError, match=r"structured_outputs: .*items"):
+        grammars().compile(form)
+
+
+AMBIGUOUS: dict[str, Any] = {"grammar": 'start: s\ns: s s s | s s | "a"'}
+
+
+@pytest.fixture
+def few_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foretoken.core.grammar.MAX_ITEMS", 200)
+
+
+@pytest.mark.usefixtures("few_items")
+def test_a_limit_reached_later_is_an_error_and_not_the_end_of_the_form() -> None:
+    grammar = grammars().compile(StructuredOutputs(**AMBIGUOUS))
+    (a,) = tiny_tokenizer().encode("a", add_special_tokens=False)
+    with pytest.raises(RequestError, match=r"structured_outputs: .*items"):
+        grammar.allowed([a] * 60)
+    allowed = grammar.allowed([a])  # the long one may have been a draft that was rejected
+    assert allowed is not None
+    assert allowed.nonzero().flatten().tolist() == sorted({a, EOS})
+
+
+@pytest.mark.usefixtures("few_items")
+@pytest.mark.parametrize("method", ["none", "ngram", "regex"])
+def test_a_request_that_reaches_a_limit_ends_with_an_error(model: Any, method: str) -> None:
+    endless = SamplingParams(
+        temperature=0, max_tokens=60, logit_bias={EOS: -1e9}, structured_outputs=AMBIGUOUS
+    )
+    with pytest.raises(RequestError, match=r"structured_outputs: .*items") as failed:
+        llm_of(model, method).generate("hello", endless)
+    (output,) = failed.value.outputs
+    assert output.finish_reason == "error"
+    assert set(output.text) == {"a"}

@@ -169,6 +169,17 @@ def test_a_request_with_the_default_configuration_has_the_default_strategy() -> 
     assert llm.engine.strategies.strategy({**config, "num_speculative_tokens": 2}) is not None
 
 
+def test_strategies_that_were_used_lately_are_kept() -> None:
+    strategies = LLM(tiny_model()).engine.strategies
+    strategies.most_kept = 2
+    one, two, three = ({"method": "ngram", "num_speculative_tokens": n} for n in (1, 2, 3))
+    first, second = strategies.strategy(one), strategies.strategy(two)
+    assert strategies.strategy(one) is first
+    third = strategies.strategy(three)
+    assert strategies.kept() == [first, third]
+    assert strategies.strategy(two) is not second
+
+
 def test_combined_methods_want_steady_drafts_at_any_depth() -> None:
     inner = [{"method": "lookahead"}, {"method": "ngram"}]
     outer = [{"method": "ensemble", "drafters": inner}, {"method": "ngram"}]

@@ -40,6 +40,7 @@ class Served:
 
     def __init__(self, llm: LLM, port: int, server: ForetokenServer, state: ServerState) -> None:
         self.llm, self.port, self.server, self.state = llm, port, server, state
+        self.stopped = threading.Event()
         self.url = f"http://127.0.0.1:{port}"
         self.http = httpx2.Client(base_url=self.url, timeout=120)
 
@@ -72,10 +73,15 @@ def served(llm: LLM | None = None, **settings: Any) -> Iterator[Served]:
     started = threading.Event()
     server = ForetokenServer(app, chosen, started.set)
     with bound_socket("127.0.0.1", 0) as at:
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve([at])))
+        found = Served(llm, at.getsockname()[1], server, app.state.server)
+
+        def run() -> None:
+            asyncio.run(server.serve([at]))
+            found.stopped.set()
+
+        thread = threading.Thread(target=run)
         thread.start()
         assert started.wait(60)
-        found = Served(llm, at.getsockname()[1], server, app.state.server)
         try:
             yield found
         finally:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from foretoken import SpeculativeConfig
+from foretoken.serve.sampling import MAX_NESTED, check_speculation
 from tests.serve.support import MODEL, Served
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -244,6 +246,36 @@ def test_a_request_names_no_files(
     monkeypatch.setattr(server.llm.engine, "build_strategy", opened)
     error = server.refused(COMPLETIONS, prompt="a", speculative_config=config)
     assert error["param"] == "speculative_config"
+
+
+def nested(levels: int) -> dict[str, Any]:
+    config: dict[str, Any] = {"method": "ngram"}
+    for _ in range(levels - 1):
+        config = {"method": "ensemble", "drafters": [config, {"method": "ngram"}]}
+    return config
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        nested(8),
+        nested(400),
+        {"method": "ensemble", "drafters": [{"method": "ngram"}] * 8},
+        {"method": "suffix", "suffix_decoding_max_cached_tokens": 100_001},
+        {"method": "suffix", "suffix_decoding_max_cached_requests": 10**9},
+        {"method": "prediction", "drafter": {"method": "recycle", "recycle_max_contexts": 10**9}},
+    ],
+)
+def test_a_request_has_bounded_drafters(server: Served, config: dict[str, Any]) -> None:
+    error = server.refused(COMPLETIONS, prompt="a", speculative_config=config)
+    assert error["param"] == "speculative_config"
+    assert " at most " in error["message"]
+
+
+def test_the_operator_may_allow_more() -> None:
+    given: dict[str, Any] = {"method": "suffix", "suffix_decoding_max_cached_tokens": 100_001}
+    check_speculation(given, SpeculativeConfig(**given))
+    check_speculation(nested(MAX_NESTED), SpeculativeConfig())
 
 
 def test_other_paths_and_methods(server: Served) -> None:

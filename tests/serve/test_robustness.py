@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from foretoken import LLM, AsyncLLM, Metrics, SamplingParams
+from foretoken import LLM, AsyncLLM, ForetokenError, Metrics, SamplingParams
+from foretoken.engine.worker import Worker
 from foretoken.serve.errors import APIError
 from foretoken.serve.events import DONE, EventStream
 from foretoken.serve.running import Run
@@ -367,3 +368,45 @@ def test_request_ids_and_logs(server: Served, caplog: pytest.LogCaptureFixture) 
         ("GET", "/v1/models", 200),
         ("GET", "/nothing", 404),
     ]
+
+
+class Panic(BaseException):
+    """As PyO3 raises for a panic of Rust."""
+
+
+def test_a_panic_ends_all_requests_and_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def panics() -> Any:
+        raise Panic("as the test wants it")
+
+    with served() as server:
+        monkeypatch.setattr(server.llm.engine, "advance", panics)
+        refused = server.post("/v1/completions", prompt="hello", max_tokens=8)
+        assert refused.status_code >= 500, refused.text
+        assert not server.state.llm.worker.alive
+        server.stopped.wait(60)
+        assert server.stopped.is_set()
+        monkeypatch.undo()
+
+
+def test_a_panic_in_a_call_is_an_error_of_the_call_too() -> None:
+    def panics() -> Any:
+        raise Panic("as the test wants it")
+
+    worker = Worker(tiny_llm().engine)
+    with pytest.raises(Panic):
+        worker.call(panics).result(60)
+    worker.close()
+    assert not worker.alive
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_a_request_that_the_end_overtakes(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served() as server:
+
+        def closes(*_: Any, **__: Any) -> Any:
+            server.state.llm.close()
+            raise ForetokenError("the engine was closed.")
+
+        monkeypatch.setattr("foretoken.serve.completions.text_ids", closes)
+        monkeypatch.setattr("foretoken.serve.info.text_ids", closes)
+        server.refused(path, 503, prompt="hello")

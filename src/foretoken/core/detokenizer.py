@@ -55,6 +55,37 @@ def _decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
     return without_clean_up
 
 
+class _Beginning:
+    """How much of a stop string a text ends in, by Knuth, Morris and Pratt (1977).
+
+    The work is linear in the text, however long the stop string is.
+
+    Args:
+        stop: the stop string; not empty.
+    """
+
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
+        self._size = 0  # characters of the longest prefix that the text ends in
+        self._shorter = [0]  # for each prefix, the longest shorter one that it ends in
+        for char in stop[1:]:
+            self._shorter.append(self._longer(self._shorter[-1], char))
+
+    def after(self, text: str) -> int:
+        """Length of the longest prefix but the whole that the text ends in, with this added."""
+        if not self._size and self._stop[0] not in text:
+            return 0
+        for char in text:
+            size = self._shorter[-1] if self._size == len(self._stop) else self._size
+            self._size = self._longer(size, char)
+        return self._shorter[-1] if self._size == len(self._stop) else self._size
+
+    def _longer(self, size: int, char: str) -> int:
+        while size and self._stop[size] != char:
+            size = self._shorter[size - 1]
+        return size + (self._stop[size] == char)
+
+
 class Detokenizer:
     """Turns the tokens of one output into text, piece by piece.
 
@@ -91,6 +122,8 @@ class Detokenizer:
         self._pieces = _pieces_of(tokenizer, skip_special_tokens)
         self._text = ""  # all text decoded so far
         self._returned = 0  # number of characters already returned
+        self._beginnings = [_Beginning(each) for each in self._stop if each]
+        self._begun = 0  # these have read the text before this character
         self._searched = 0  # stop strings are searched from this character on
         self.stopped_at: str | None = None
 
@@ -163,13 +196,8 @@ class Detokenizer:
         """Length of the longest suffix of the text that may begin a stop string."""
         if self.stopped_at is not None:
             return 0
-        longest = 0
-        for stop in self._stop:
-            for size in range(min(len(stop) - 1, len(self._text)), longest, -1):
-                if self._text.endswith(stop[:size]):
-                    longest = size
-                    break
-        return longest
+        new, self._begun = self._text[self._begun :], len(self._text)
+        return max((beginning.after(new) for beginning in self._beginnings), default=0)
 
     def _release(self, held_back: int) -> str:
         end = max(self._returned, len(self._text) - held_back)

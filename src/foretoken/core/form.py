@@ -76,7 +76,8 @@ def source(outputs: Form) -> str:
             grammar = matcher.grammar_from_regex(value)
         case "choice":
             strings = (json.dumps(choice, ensure_ascii=False) for choice in value)
-            grammar = matcher.grammar_from_lark(f"start: {' | '.join(strings)}")
+            # One terminal: as rules, the choices would reach the parser's limit of 2000 items.
+            grammar = matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(strings)}")
         case _:
             grammar = matcher.grammar_from_lark(value)
     return str(grammar)

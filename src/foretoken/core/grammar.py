@@ -10,7 +10,7 @@ need. They also know which tokens are forced; the drafter `regex` proposes those
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +20,17 @@ from torch import Tensor
 
 from foretoken.core.common_prefix import common_prefix
 from foretoken.core.form import Form, library, source
-from foretoken.errors import ConfigError
+from foretoken.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Grammar", "Grammars"]
+
+MAX_ITEMS = 5000
+"""Most items that llguidance's parser may make for one mask. An ambiguous grammar makes more of
+them with every token, and the time for one grows too: at half this number a mask took up to 30 ms. An
+object of 480 optional properties needs fewer."""
 
 
 class Grammars:
@@ -54,10 +59,18 @@ class Grammars:
         Raises:
             ConfigError: the model has no fast tokenizer, or llguidance refuses the form.
         """
-        matcher = library().LLMatcher(self._vocabulary, source(outputs), log_level=0)
-        if matcher.is_error():
-            raise ConfigError(f"structured_outputs: {matcher.get_error().splitlines()[0]}")
-        return Grammar(matcher, self._vocab_size)
+        llguidance, vocabulary, grammar = library(), self._vocabulary, source(outputs)
+        limits = llguidance.LLParserLimits(step_max_items=MAX_ITEMS)
+
+        def matcher() -> Any:
+            return llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+
+        compiled = Grammar(matcher, self._vocab_size)
+        try:
+            compiled.allowed(())  # a form that is too complex mostly shows it here
+        except RequestError as error:
+            raise ConfigError(str(error)) from None
+        return compiled
 
     @cached_property
     def _vocabulary(self) -> Any:
@@ -81,12 +94,13 @@ class Grammar:
     prefix and advances from there.
 
     Args:
-        matcher: an `llguidance.LLMatcher` that has consumed nothing yet.
+        new: makes an `llguidance.LLMatcher` that has consumed nothing yet.
         vocab_size: V, the width of the logits.
     """
 
-    def __init__(self, matcher: Any, vocab_size: int) -> None:
-        self._matcher = matcher
+    def __init__(self, new: Callable[[], Any], vocab_size: int) -> None:
+        self._new = new
+        self._matcher = new()
         self._vocab_size = vocab_size
         self._tokens: list[int] = []  # output tokens the matcher has consumed
 
@@ -99,10 +113,16 @@ class Grammar:
         Returns:
             [V] bool, or None if the grammar does not allow the output so far. End-of-sequence
             tokens are allowed where the output is complete.
+
+        Raises:
+            RequestError: the grammar is too complex there: llguidance has reached one of its
+                limits, and does not know what is allowed.
         """
         if not self._move_to(output_ids):
             return None
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        content = self._matcher.compute_bitmask()
+        self._check()
+        bits = np.frombuffer(content, dtype=np.uint8)
         mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little")
         return torch.from_numpy(mask.view(np.bool_))
 
@@ -111,10 +131,14 @@ class Grammar:
 
         Args:
             output_ids: the output so far.
+
+        Raises:
+            RequestError: as `allowed`.
         """
         if not self._move_to(output_ids):
             return []
         tokens: list[int] = self._matcher.compute_ff_tokens()
+        self._check()
         return tokens
 
     def _move_to(self, output_ids: Sequence[int]) -> bool:
@@ -126,5 +150,17 @@ class Grammar:
             self._matcher.rollback(len(self._tokens) - agreed)
         rest = output[agreed:]
         consumed = self._matcher.try_consume_tokens(rest) if rest else 0
+        self._check()
         self._tokens = output[: agreed + consumed]
         return consumed == len(rest)
+
+    def _check(self) -> None:
+        """Raise the matcher's error and start again with a new one: an error is for ever.
+
+        The error may belong to a draft that is rejected, and not to the output.
+        """
+        if not self._matcher.is_error():
+            return
+        lines = str(self._matcher.get_error()).splitlines()
+        self._matcher, self._tokens = self._new(), []
+        raise RequestError(f"structured_outputs: {lines[0] if lines else 'llguidance failed'}")

@@ -46,7 +46,8 @@ Speculative: TypeAlias = SpeculativeConfig | Mapping[str, Any] | None
 """How one request speculates; None takes the `LLM`'s configuration."""
 
 MAX_STRATEGIES = 64
-"""Most strategies of requests that are kept. The oldest is dropped, and built again if needed."""
+"""Most strategies of requests that are kept. What was not used for longest is dropped, and built
+again if needed."""
 
 
 @runtime_checkable
@@ -76,6 +77,7 @@ class StrategyFactory:
         max_num_seqs: most rows of the passes whose cost is measured.
 
     Attributes:
+        most_kept: most strategies of requests that are kept.
         vocabulary_overlap: how the vocabulary of the last draft model compares with the target's;
             None without a draft model.
 
@@ -97,6 +99,7 @@ class StrategyFactory:
         max_num_seqs: int,
     ) -> None:
         self.config = config
+        self.most_kept = MAX_STRATEGIES
         self.vocabulary_overlap: VocabularyOverlap | None = None
         self._target, self._tokenizer, self._grammars = target, tokenizer, grammars
         self._kv_budget, self._quantization, self._runtime = kv_budget, quantization, runtime
@@ -123,14 +126,23 @@ class StrategyFactory:
         if config == self.config:
             return None
         if (strategy := self._known(config)) is not None:
+            others = [built for built in self._built if built[1] is not strategy]
+            self._built = [*others, (config, strategy)]  # the latest is last
             return strategy
         self._lent = list(lent)
         try:
             self._built.append((config, self.build(config)))
         finally:
             self._lent = []
-        del self._built[:-MAX_STRATEGIES]
+        del self._built[: -self.most_kept]
         return self._built[-1][1]
+
+    def knows(self, given: Speculative) -> bool:
+        """Whether the strategy of a configuration is built; any thread may ask."""
+        if given is None:
+            return True
+        config = SpeculativeConfig.parse(given)
+        return config == self.config or self._known(config) is not None
 
     def lent_to(self, given: Speculative) -> list[Lent]:
         """Models of other `LLM`s that building a strategy will need.
@@ -138,11 +150,9 @@ class StrategyFactory:
         It waits for their turns, so call it outside the own one: else two `LLM`s that lend to each
         other would wait for each other.
         """
-        if given is None:
+        if given is None or self.knows(given):
             return []
         config = SpeculativeConfig.parse(given)
-        if config == self.config or self._known(config) is not None:
-            return []
         return [(llm, llm.as_draft_model()) for llm in _lenders(dict(config))]
 
     def _known(self, config: SpeculativeConfig) -> Strategy | None:

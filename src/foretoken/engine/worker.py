@@ -18,7 +18,7 @@ from foretoken.engine.jobs import Job
 from foretoken.engine.llm_engine import LLMEngine
 from foretoken.engine.outbox import Outbox
 from foretoken.engine.runs import StepReport
-from foretoken.errors import ForetokenError
+from foretoken.errors import ForetokenError, in_one_line
 from foretoken.outputs import StreamChunk
 
 __all__ = ["Deliver", "Worker"]
@@ -89,20 +89,25 @@ class Worker:
                 return
             try:
                 future.set_result(act())
-            except Exception as error:
+            except BaseException as error:
                 future.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise
 
         self._send(run)
         return future
 
     def close(self) -> None:
         """End all jobs and the thread; nothing happens if it is closed."""
+        self._close()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _close(self) -> None:
         with self._lock:
             if not self._closed:
                 self._closed = True
                 self._inbox.put(self._stop)
-        if self._thread is not threading.current_thread():
-            self._thread.join()
 
     # In the thread
 
@@ -115,6 +120,10 @@ class Worker:
             except Exception as error:  # our own mistake: it ends the jobs, and not the worker
                 _log.exception("a step failed, and its requests were ended")
                 self._give_up(error)
+            except BaseException as error:  # a panic of native code: nothing is certain any more
+                _log.critical("the engine failed and was closed", exc_info=True)
+                self._close()
+                self._give_up(ForetokenError(f"the engine failed: {in_one_line(error)}"))
 
     def _obey(self) -> None:
         """Do what came in; wait for it if there is nothing else to do."""

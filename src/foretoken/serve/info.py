@@ -130,8 +130,9 @@ async def detokenize(request: Request) -> Response:
 
 async def _off_loop(state: ServerState, body: Any, act: Any) -> Any:
     try:
-        return await state.llm.off_loop(act)
+        return await state.llm.prepare(act)
     except APIError:
         raise
     except ForetokenError as error:
+        state.check_open()
         raise of_engine(error, type(body).model_fields, "prompt") from error

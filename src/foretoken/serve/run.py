@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from foretoken.async_llm import AsyncLLM
+from foretoken.errors import ForetokenError
 from foretoken.serve.app import create_app
 from foretoken.serve.settings import Settings
 from foretoken.serve.state import ServerState
@@ -96,7 +97,9 @@ class ForetokenServer(uvicorn.Server):
                 timeout_graceful_shutdown=max(1, round(settings.shutdown_timeout)),
             )
         )
-        self._app = app
+        state = app.state.server
+        assert isinstance(state, ServerState)
+        self._state = state
         self._ready = ready
         self.interrupted = False
 
@@ -106,11 +109,13 @@ class ForetokenServer(uvicorn.Server):
         if self.started:
             self._ready()
 
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to stop; also called when there is nothing to do."""
+        return await super().on_tick(counter) or not self._state.llm.worker.alive
+
     def handle_exit(self, sig: int, frame: Any) -> None:
         """Begin to stop; called by a signal."""
-        state = self._app.state.server
-        assert isinstance(state, ServerState)
-        state.stopping = True
+        self._state.stopping = True
         self.interrupted = self.interrupted or sig == signal.SIGINT
         super().handle_exit(sig, frame)
 
@@ -145,10 +150,13 @@ def serve(
 
     Raises:
         KeyboardInterrupt: the signal was SIGINT.
+        ForetokenError: the engine failed.
     """
     server = ForetokenServer(create_app(llm, settings), settings, ready)
     try:
         server.run(sockets=[at])
+        if not llm.worker.alive:
+            raise ForetokenError("the engine failed; its log says why: start the server again.")
     finally:
         llm.close()
     if server.interrupted:

@@ -204,13 +204,13 @@ async def started(
     """
     began = time.perf_counter()
     state.check_model(body.model)
-    check_speculation(body.speculative_config)
+    check_speculation(body.speculative_config, state.llm.llm.speculative_config)
     state.enter(sequences)
     requests: list[AsyncRequest] = []
     run = Run(state, requests, sequences, began)
     request.state.log = run.log
     try:
-        prepared = await state.llm.off_loop(prepare)
+        prepared = await state.llm.prepare(prepare)
         for prompt in prepared.prompts:
             submitted = state.llm.submit(
                 prompt,
@@ -223,6 +223,7 @@ async def started(
     except BaseException as error:
         run.close()
         if isinstance(error, ForetokenError):
+            state.check_open()  # if it was closed meanwhile, nothing is wrong with the request
             refused = of_engine(error, type(body).model_fields, prompt_field)
             if refused.param == "structured_outputs":
                 refused.param = _form_field(body)

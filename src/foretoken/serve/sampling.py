@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
+from foretoken.config import SpeculativeConfig
 from foretoken.control import CONTROLLERS
 from foretoken.core.acceptance import RULES
 from foretoken.core.config import PathText
 from foretoken.core.params import SamplingParams
 from foretoken.drafters.registry import METHODS
-from foretoken.serve.errors import invalid
+from foretoken.serve.errors import APIError, invalid
 from foretoken.serve.fields import SamplingBody
 from foretoken.serve.settings import Settings
 
@@ -29,6 +30,16 @@ _SAME = (
 _WORDS = ("method", "acceptance", "controller", "rule")
 _LOADS = frozenset({"model", "draft_tokenizer", "online"})
 """Fields of speculation that load a model or write files."""
+MAX_NESTED, MAX_DRAFTERS = 4, 8
+"""Most levels of drafters in a request's configuration, and most drafters in all."""
+_MEMORY = frozenset(
+    {
+        "suffix_decoding_max_cached_requests",
+        "suffix_decoding_max_cached_tokens",
+        "recycle_max_contexts",
+    }
+)
+"""Options that say how much a drafter keeps, without a limit of their own."""
 
 
 def params_of(
@@ -122,12 +133,47 @@ def _of_format(given: Mapping[str, Any], param: str) -> dict[str, Any] | None:
 # Speculation
 
 
-def check_speculation(given: Any, path: str = "speculative_config") -> None:
-    """Refuse what would make the server read or write files, or load models or plugins.
+def check_speculation(given: Any, own: SpeculativeConfig) -> None:
+    """Refuse what would make the server read or write files, load models or plugins, or keep much.
+
+    Args:
+        given: a request's `speculative_config`, or None.
+        own: the server's.
 
     Raises:
-        APIError: a field or a text of the configuration could do that.
+        APIError: a field or a text of the configuration could do that, or it is too large.
     """
+    drafters = _check_nesting(given)
+    if drafters > MAX_DRAFTERS:
+        raise _refused(f"at most {MAX_DRAFTERS} drafters on this server, got {drafters}.")
+    _check_fields(given, "speculative_config")
+    limits = _memory_limits(own)
+    for name, value in _options_in(given):
+        if name in limits and isinstance(value, int | float) and value > limits[name]:
+            raise _refused(f"{name}: at most {limits[name]} on this server, got {value}.")
+
+
+def _refused(message: str) -> APIError:
+    return invalid("speculative_config", f"speculative_config: {message}")
+
+
+def _check_nesting(given: Any, level: int = 0) -> int:
+    """The number of drafters in a value.
+
+    Raises:
+        APIError: it is nested too deeply. What is returned can be read recursively.
+    """
+    if level > 2 * MAX_NESTED + 1:  # each level of drafters is an object, mostly in a list
+        raise _refused(f"at most {MAX_NESTED} levels of drafters on this server.")
+    if isinstance(given, Mapping):
+        inner = sum(_check_nesting(value, level + 1) for value in given.values())
+        return inner + ("method" in given)
+    if isinstance(given, list):
+        return sum(_check_nesting(value, level + 1) for value in given)
+    return 0
+
+
+def _check_fields(given: Any, path: str) -> None:
     if isinstance(given, Mapping):
         for name, value in given.items():
             here = f"{path}.{name}"
@@ -138,12 +184,40 @@ def check_speculation(given: Any, path: str = "speculative_config") -> None:
                 )
             if isinstance(value, str) and value not in (_names() if name in _WORDS else _words()):
                 raise invalid("speculative_config", f"{here}: {value[:100]!r} is not known here.")
-            check_speculation(value, here)
+            _check_fields(value, here)
     elif isinstance(given, list):
         for value in given:
             if isinstance(value, str):
                 raise invalid("speculative_config", f"{path}: text is not possible here.")
-            check_speculation(value, path)
+            _check_fields(value, path)
+
+
+def _memory_limits(own: SpeculativeConfig) -> dict[str, int]:
+    """Most that a request may set of each option of `_MEMORY`.
+
+    It is the default, or what the server's own configuration has, if that is more.
+    """
+    limits = dict(_memory_defaults())
+    for name, value in _options_in(own.options.model_dump()):
+        if name in limits:
+            limits[name] = max(limits[name], value)
+    return limits
+
+
+@cache
+def _memory_defaults() -> Mapping[str, int]:
+    fields = [field for spec in METHODS.values() for field in spec.options.model_fields.items()]
+    return {name: field.default for name, field in fields if name in _MEMORY}
+
+
+def _options_in(value: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values of all fields, at any depth."""
+    if isinstance(value, Mapping):
+        yield from value.items()
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _options_in(each)
 
 
 @cache

@@ -17,6 +17,9 @@ from foretoken.serve.settings import Settings
 
 __all__ = ["Pieces", "ServerState", "state_of"]
 
+MAX_STRATEGIES = 8
+"""Most strategies of requests that are kept. Clients choose them, and each has its own memory."""
+
 
 class OpenRun(Protocol):
     """Outputs that were counted by `ServerState.enter`."""
@@ -53,6 +56,7 @@ class ServerState:
         self.stopping = False
         self.runs: set[OpenRun] = set()
         self.metrics = ServerMetrics(llm.llm.engine, settings.model)
+        llm.llm.engine.strategies.most_kept = MAX_STRATEGIES
         llm.worker.observe = self.metrics.observe_step
 
     @property
@@ -76,6 +80,15 @@ class ServerState:
             message = f"the model '{name[:200]}' does not exist here; there is '{known[0]}'."
             raise APIError(404, message, param="model", code="model_not_found")
 
+    def check_open(self) -> None:
+        """Refuse a request when the engine is closed.
+
+        Raises:
+            APIError: 503.
+        """
+        if not self.llm.worker.alive:
+            raise _shut_down()
+
     def enter(self, sequences: int) -> None:
         """Count outputs that are to begin; the caller counts them off with `leave`.
 
@@ -83,8 +96,9 @@ class ServerState:
             APIError: there are too many (429), also if they were alone (400), or the server stops
                 (503).
         """
-        if self.stopping or not self.llm.worker.alive:
-            raise APIError(503, "the server is shutting down.", headers={"Retry-After": "5"})
+        if self.stopping:
+            raise _shut_down()
+        self.check_open()
         if sequences > self.capacity:
             raise invalid("n", f"at most {self.capacity} outputs fit into one request here.")
         if self.open_sequences + sequences > self.capacity:
@@ -105,6 +119,10 @@ class ServerState:
     def leave(self, sequences: int) -> None:
         """Count outputs off."""
         self.open_sequences -= sequences
+
+
+def _shut_down() -> APIError:
+    return APIError(503, "the server is shutting down.", headers={"Retry-After": "5"})
 
 
 class Pieces:

@@ -1,0 +1,40 @@
+"""Threads that a process does not wait for."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import pytest
+
+from foretoken import ForetokenError
+from foretoken.engine.pool import Pool
+
+
+def test_what_is_submitted_runs_and_errors_reach_who_waits() -> None:
+    pool = Pool(2, "test")
+    assert [pool.submit(partial(pow, n, 2)).result(60) for n in range(5)] == [0, 1, 4, 9, 16]
+    with pytest.raises(ZeroDivisionError):
+        pool.submit(lambda: 1 / 0).result(60)
+    pool.close()
+
+
+def test_closing_waits_for_nothing_and_refuses_the_rest() -> None:
+    pool, begun, gate = Pool(1, "test"), threading.Event(), threading.Event()
+
+    def slow() -> str:
+        begun.set()
+        gate.wait(60)
+        return "done"
+
+    runs, waits = pool.submit(slow), pool.submit(lambda: "never")
+    assert begun.wait(60)
+    pool.close()
+    with pytest.raises(ForetokenError, match="closed"):
+        waits.result(60)
+    with pytest.raises(ForetokenError, match="closed"):
+        pool.submit(lambda: "never")
+    assert not runs.done()
+    gate.set()
+    assert runs.result(60) == "done"
+    assert all(each.daemon for each in threading.enumerate() if each.name.startswith("test-"))
