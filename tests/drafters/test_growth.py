@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from foretoken import LLM, RequestOutput, SamplingParams
 from foretoken.control import Budget
+from foretoken.core.sampler import Sampler
 from foretoken.core.tree import Draft
 from foretoken.drafters.model_drafter import ModelDrafter
 from foretoken.request import Request
@@ -242,6 +243,34 @@ def test_drawn_trees_are_those_of_the_levels(
         for q, others in zip(draft.q, same.q, strict=True):
             assert q.tokens.tolist() == others.tokens.tolist()
             assert q.probs.tolist() == others.probs.tolist()
+
+
+@pytest.mark.parametrize("shape", ["chain", "widths"])
+def test_no_q_is_computed_that_nobody_reads(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`coupled` reads none, not even of truncated draws or of siblings; `trace=True` reads all."""
+    llm = made("draft_model", **SHAPES[shape])
+    calls: list[int] = []
+    distribution, draw = Sampler.distribution, ModelDrafter._draw
+
+    def counted(self: Sampler, logits: torch.Tensor, *args: Any) -> Any:
+        if len(args) == 3:  # p has no parameters but the output; q has its own
+            calls.append(1)
+        return distribution(self, logits, *args)
+
+    def drawn(self: ModelDrafter, *args: Any) -> Any:
+        calls.append(-1)  # where rounding might decide, the levels are drawn from q
+        return draw(self, *args)
+
+    monkeypatch.setattr(Sampler, "distribution", counted)
+    monkeypatch.setattr(ModelDrafter, "_draw", drawn)
+    params = SamplingParams(temperature=1.0, top_p=0.9, seed=1, max_tokens=20, ignore_eos=True)
+    (plain,) = llm.generate([PROMPTS[0]], params)
+    assert sum(calls) == 0
+    assert any(step.drafted and set(step.q) == {None} for step in plain.trace)
+    (traced,) = llm.generate([PROMPTS[0]], params, trace=True)
+    assert sum(calls) > 20
+    assert drafts(plain) == drafts(traced)
+    assert all(None not in step.q for step in traced.trace)
 
 
 def flat_model() -> PreTrainedModel:

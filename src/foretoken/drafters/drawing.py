@@ -119,7 +119,7 @@ def grown_draws(
 ) -> Iterator[tuple[int, list[Drawn]]]:
     """The siblings of a tree that was grown in one call, parents first.
 
-    No q is computed before it is read: under `coupled`, none ever is.
+    No q is computed before it is read. Under `coupled`, only `trace=True` reads any.
 
     Args:
         tree: the tree.
@@ -154,8 +154,8 @@ def _without_replacement(
     truncated = truncates(draw.limits)
     reads_q = truncated and not draw.coupled
     row, first = tree.logits[tree.rows[siblings[0]]], siblings[0]
-    shown = None if truncated else (tree.tokens[first], tree.shown[first])
-    whole: Distribution = LazyDistribution(lambda: q_of(row), shown)
+    known = None if truncated else (tree.tokens[first], tree.shown[first])
+    whole: Distribution = LazyDistribution(lambda: q_of(row), known)
     drawn, left = list[Drawn](), whole
     for node in siblings:
         token = tree.tokens[node]
