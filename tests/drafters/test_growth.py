@@ -40,6 +40,8 @@ SAMPLED = [
 ]
 DRAWN: dict[str, dict[str, Any]] = {
     **SHAPES,
+    "drawn chain": {"num_speculative_tokens": 5, "expansion": "sample"},
+    "drawn widths": {"tree": [3, 2, 1], "expansion": "sample"},
     "rejection": {"num_speculative_tokens": 5, "acceptance": "rejection"},
     "rejected widths": {"tree": [3, 2, 1], "acceptance": "rejection"},
     "own q": {
@@ -300,7 +302,11 @@ def test_where_rounding_might_decide_the_levels_draw(
 
     monkeypatch.setattr(Passes, "grow", watched)
     batch = requests(SamplingParams(seed=1, **limits), SamplingParams(seed=2, **limits))
+    drafter: Any = drafter_of(llm)
+    before = drafter._scorer._model.num_passes
     at_once = proposed(llm, batch, [Budget(3, 3)] * 2)
+    # The prompts' and three levels'; one that is undecided has made a pass before these.
+    assert drafter._scorer._model.num_passes - before == 4 + any(undecided)
     assert grown == [2]
     assert undecided == [("top_p" in limits)] * 2
     level_by_level(monkeypatch)
@@ -322,6 +328,22 @@ def test_nan_is_refused(temperature: float, grown: list[int]) -> None:
     assert grown == [1]
     assert output.metrics.drafter_failure is not None
     assert "NaN" in output.metrics.drafter_failure
+
+
+@pytest.mark.parametrize("shape", ["drawn chain", "drawn widths"])
+def test_trees_of_draws_take_the_most_probable_tokens_of_greedy_requests(
+    shape: str, grown: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one call: there is nothing to draw at temperature 0."""
+    llm = made("draft_model", **DRAWN[shape])
+    monkeypatch.setattr(ModelDrafter, "_expand", None)  # no level is drawn by itself
+    (draft,) = proposed(llm, requests(GREEDY), [Budget(99, 3)])
+    assert grown == [1]
+    monkeypatch.undo()
+    level_by_level(monkeypatch)
+    (same,) = proposed(llm, requests(GREEDY), [Budget(99, 3)])
+    assert draft.tree == same.tree
+    assert draft.tree.num_drafted == {"drawn chain": 3, "drawn widths": 15}[shape]
 
 
 def test_grown_trees_count_their_passes() -> None:

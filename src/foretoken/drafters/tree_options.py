@@ -27,7 +27,8 @@ class TreeOptions(SampledOptions):
         tree_depth: for "dynamic": the number of levels.
         expansion: how children are chosen. `top_k` takes the most probable tokens (q is one-hot),
             `sample` draws without replacement, and `sample_with_replacement` draws independently.
-            `auto` is `sample` for sampled requests and `top_k` for greedy ones.
+            `auto` is `sample` for sampled requests and `top_k` for greedy ones. At temperature 0,
+            where nothing can be drawn, `sample` takes the most probable tokens, too.
     """
 
     tree: (
@@ -86,8 +87,10 @@ class TreeOptions(SampledOptions):
             coupled: whether the drafter knows the target's noise. Dynamic trees then have the
                 tokens that the target probably draws with it (`drafters.drawing.clearest`).
         """
+        if self.expansion in ("auto", "sample") and temperature < GREEDY_BELOW:
+            return True
         if self.expansion == "auto":
-            return temperature < GREEDY_BELOW or (self.tree == "dynamic" and not coupled)
+            return self.tree == "dynamic" and not coupled
         return self.expansion == "top_k"
 
     def default_num_speculative_tokens(self) -> int | None:
