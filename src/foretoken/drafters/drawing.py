@@ -20,7 +20,7 @@ from foretoken.runtime.network import GrownTree, GrowthDraw
 __all__ = [
     "Drawn",
     "clearest",
-    "coupled",
+    "coupled_draws",
     "distinct",
     "grown_draws",
     "independent",
@@ -65,7 +65,7 @@ def independent(distribution: Distribution, noise: Noise, depth: int, width: int
     return [(token, distribution, distribution.prob(token)) for token in tokens]
 
 
-def coupled(distribution: Distribution, noise: Noise, depth: int, width: int) -> list[Drawn]:
+def coupled_draws(distribution: Distribution, noise: Noise, depth: int, width: int) -> list[Drawn]:
     """The same draws as `distinct` with the target's own noise; their probability is `clarity`."""
     tokens, shares = _with_clarity(distribution, noise, depth, width)
     drawn, left = list[Drawn](), distribution

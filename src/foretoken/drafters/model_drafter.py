@@ -24,7 +24,7 @@ from foretoken.drafters.base import Drafter
 from foretoken.drafters.drawing import (
     Drawn,
     clearest,
-    coupled,
+    coupled_draws,
     distinct,
     grown_draws,
     independent,
@@ -342,7 +342,7 @@ class ModelDrafter(Drafter):
             return clearest(distribution, noise, depth, width)
         if self._options.expansion == "sample_with_replacement":
             return independent(distribution, noise, depth, width)
-        draw = coupled if self._coupled else distinct
+        draw = coupled_draws if self._coupled else distinct
         return draw(distribution, noise, depth, width)
 
     def _noise(self, request: Request) -> Noise:
