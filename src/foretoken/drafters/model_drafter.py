@@ -296,7 +296,7 @@ class ModelDrafter(Drafter):
             child = Node(token, distribution, node, (*ranks, rank), path_prob * token_prob)
             child.stopped = growth.budget.stops_below(token_prob, child.path_prob)
             children.append(child)
-        if self.shares_nodes and self.independent_siblings:
+        if self.shares_nodes and self.independent_siblings and self._shape.branches:
             return _shared(growth, children)
         return children
 
