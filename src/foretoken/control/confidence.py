@@ -29,7 +29,7 @@ LOWEST, HIGHEST = 0.01, 0.95
 
 
 class Confidence(Controller):
-    """Drafts up to `num_speculative_tokens`, fewer where a probability falls under the threshold."""
+    """Drafts up to `num_speculative_tokens`, fewer if a token falls under the threshold."""
 
     class Options(Config):
         """Options of `confidence`.
@@ -46,7 +46,7 @@ class Confidence(Controller):
 
     name: ClassVar[str] = "confidence"
     summary: ClassVar[str] = (
-        "stops below a token whose probability falls under an adaptive threshold"
+        "stops below a token that is less probable than an adaptive threshold"
     )
 
     def setup(self) -> None:

@@ -73,10 +73,16 @@ class TreeOptions(SampledOptions):
             for name in ("tree_top_k", "tree_depth"):
                 if name in self.model_fields_set:
                     raise ValueError(f"{name} is for tree 'dynamic': remove it.")
-        if self.tree == "dynamic" or self.expansion == "top_k":
-            for name in OF_Q:
-                if getattr(self, name) is not None:
-                    raise ValueError(f"{name} has no effect where children are the top-k.")
+        for name in OF_Q:
+            if getattr(self, name) is None:
+                continue
+            if self.expansion == "top_k":
+                raise ValueError(f"{name} has no effect where children are the top-k: remove it.")
+            if self.tree == "dynamic":
+                raise ValueError(
+                    f"{name} is not for tree 'dynamic': dynamic trees always take the request's "
+                    "own parameters. Remove it."
+                )
         return self
 
     def takes_most_probable(self, temperature: float, *, coupled: bool) -> bool:
