@@ -315,6 +315,39 @@ def test_where_rounding_might_decide_the_levels_draw(
     assert all(draft.tree.num_drafted == 3 for draft in at_once)
 
 
+@pytest.mark.parametrize("limits", [{}, {"top_p": 0.9}], ids=str)
+def test_min_p_is_only_in_doubt_for_tokens_that_might_be_drawn(
+    limits: dict[str, Any], grown: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ninety tokens have nearly the least probability that it leaves, and ten are far above."""
+    model: Any = flat_model()
+    hidden = torch.zeros(())
+
+    def kept(module: Any, args: Any) -> None:
+        nonlocal hidden
+        hidden = args[0]
+
+    with torch.inference_mode(), model.lm_head.register_forward_pre_hook(kept):
+        model(input_ids=torch.tensor([PROMPTS[2]]))
+    last = hidden[0, -1] / hidden[0, -1].square().sum()
+    model.lm_head.weight.data[:10] += 12 * last  # e^12 times as probable behind the prompt
+    with torch.inference_mode():
+        p = model(input_ids=torch.tensor([PROMPTS[2]])).logits[0, -1].softmax(-1)
+    min_p = float(p[50] / p.max()) * (1 + 1e-6)
+    config = {"method": "draft_model", "model": model, "num_speculative_tokens": 1}
+    target = tiny_model(vocab_size=VOCAB_SIZE, head_dim=32, max_position_embeddings=128)
+    llm = LLM(target, speculative_config=config, runtime="native")
+    params = SamplingParams(seed=1, min_p=min_p, **limits)
+    monkeypatch.setattr(ModelDrafter, "_expand", None)  # no level is drawn by itself
+    (draft,) = proposed(llm, requests(params), [Budget(1, 1)])
+    assert grown == [1]
+    monkeypatch.undo()
+    level_by_level(monkeypatch)
+    (same,) = proposed(llm, requests(params), [Budget(1, 1)])
+    assert draft.tree == same.tree
+    assert draft.tree.tokens[1] < 10
+
+
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_nan_is_refused(temperature: float, grown: list[int]) -> None:
     llm = made("draft_model", num_speculative_tokens=4)

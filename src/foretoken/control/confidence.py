@@ -45,9 +45,7 @@ class Confidence(Controller):
         step: Annotated[float, Ge(0), Le(1)] = 0.02
 
     name: ClassVar[str] = "confidence"
-    summary: ClassVar[str] = (
-        "stops below a token that is less probable than an adaptive threshold"
-    )
+    summary: ClassVar[str] = "stops below a token that is less probable than an adaptive threshold"
 
     def setup(self) -> None:
         """See `Controller.setup`."""
