@@ -36,7 +36,9 @@ from foretoken.core.acceptance import Accepted
 from foretoken.core.sampler import TreeDistributions
 from foretoken.core.tree import Draft, chain
 from foretoken.decode import Outcome
+from foretoken.drafters.drawing import coupled_draws, most_probable
 from foretoken.request import Request
+from foretoken.runtime.choices import DRAFTING
 from foretoken.runtime.network import PassOutput
 
 __all__ = ["Text", "main", "replay"]
@@ -48,7 +50,7 @@ MIXED, NOISE, PIECE = "changing", "noise", 32
 
 Text: TypeAlias = tuple[Sequence[bool], Sequence[float]]
 """For each token of an output whether the draft model drafts it behind those before it, and the
-probability of what it drafts."""
+probability of what it drafts, or of drawn tokens their clarity (`Draft.path_probs`)."""
 
 
 def main(
@@ -71,7 +73,8 @@ def main(
         if not recorded.exists():
             sample = stratified(read_prompts(prompts), per_kind, seed)
             target = LLM(model, max_num_seqs=1, speculative_config={"method": "none"})
-            draft = LLM(draft_model, max_num_seqs=1, quantization=draft_quantization)
+            form = DRAFTING if draft_quantization == "int4" else draft_quantization
+            draft = LLM(draft_model, max_num_seqs=1, quantization=form)
             params = SamplingParams(
                 temperature=temperature, seed=seed, max_tokens=max_tokens, ignore_eos=True
             )
@@ -112,15 +115,18 @@ def _agreement(
     request = Request(
         prompt, params, vocab_size=model.vocab_size, max_model_len=model.max_model_len
     )
-    noise = request.noise.at(len(prompt))
+    noise = request.noise.at(len(prompt)).drafting(coupled=True)
     agrees, sure = list[bool](), list[float]()
     for place, token in enumerate(output):
         logits = computed.scores[place]
-        q = request.sampler.distribution(logits, output[:place])
-        drafted = noise.draw(q, place)
+        if params.greedy:
+            drawn = most_probable(request.sampler.untempered(logits, output[:place]), 1)
+        else:
+            q = request.sampler.distribution(logits, output[:place])
+            drawn = coupled_draws(q, noise, place, 1)
+        ((drafted, _, probability),) = drawn
         agrees.append(drafted == token)
-        untempered = request.sampler.untempered(logits, output[:place])
-        sure.append((untempered if params.greedy else q).prob(drafted))
+        sure.append(probability)
     return agrees, sure
 
 

@@ -445,7 +445,7 @@ def test_metrics_and_trace_agree(method: str, rule: str, temperature: float) -> 
         for step in steps:
             tokens = [step.drafted[i] for i in step.accepted] + [step.token]
             replayed += tokens[: step.committed]
-            assert all(0 < probability <= 1 for probability in step.q)
+            assert all(q is not None and 0 < q <= 1 for q in step.q)
             assert all(p is not None and 0 <= p <= 1 for p in step.p)
             assert bool(step.reason) == (step.origin is Origin.CORRECTION)
         assert tuple(replayed) == output.token_ids

@@ -52,7 +52,8 @@ class StepTrace:
     Args:
         parents: parent of each drafted token, as an index into the drafted ones; -1 is the root.
         drafted: the drafted tokens.
-        q: probability of each drafted token under the drafter.
+        q: probability of each drafted token under the drafter. It is None where nothing needed it,
+            for example because the rule reads no q. With `trace=True` all are there.
         p: probability of each drafted token under the target. It is None where the rule did not
             need it, because the parent was not accepted. With `trace=True` all are there.
         accepted: indices of the drafted tokens that were accepted.
@@ -73,7 +74,7 @@ class StepTrace:
 
     parents: tuple[int, ...]
     drafted: tuple[int, ...]
-    q: tuple[float, ...]
+    q: tuple[float | None, ...]
     p: tuple[float | None, ...]
     accepted: tuple[int, ...]
     rejected: tuple[int, ...]
@@ -219,7 +220,7 @@ def record(
         draft: the verified draft.
         p: the target's distributions.
         accepted: the rule's decision.
-        everything: compute p also where the rule did not need it, sources and candidates.
+        everything: compute p and q also where the rule did not need them, sources and candidates.
     """
     tree = draft.tree
     nodes = range(1, len(tree))
@@ -230,11 +231,16 @@ def record(
             return p.prob(parent, tree.tokens[node])
         return None
 
+    def draft_probability(node: int) -> float | None:
+        q, token = draft.q_of(node), tree.tokens[node]
+        known = q.known_prob(token)
+        return q.prob(token) if known is None and everything else known
+
     began = time.perf_counter() if everything else 0.0
     step = StepTrace(
         parents=tuple(parent - 1 for parent in tree.parents[1:]),
         drafted=tree.tokens[1:],
-        q=tuple(draft.q_of(node).shown_prob(tree.tokens[node]) for node in nodes),
+        q=tuple(draft_probability(node) for node in nodes),
         p=tuple(target_probability(node) for node in nodes),
         accepted=tuple(node - 1 for node in accepted.path),
         rejected=tuple(node - 1 for node in accepted.rejected),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from benchmarks.draft_replay import LENGTHS, Text, replay
 
+from foretoken import SamplingParams
 from foretoken.control.cost_model import CostModel
 from foretoken.control.stopping import Stopping
 from foretoken.core.tree import Draft
+from foretoken.request import Request
 from tests.control.worlds import cpu, learn, measured, outcome, request_of
 
 PASSES = {1: 1.0, 4: 1.08, 6: 1.2, 8: 1.55, 12: 1.8}
@@ -101,3 +104,49 @@ def test_a_request_without_a_plan_for_more_than_one_token_has_no_threshold() -> 
     model = CostModel(1, costs=measured(cpu), stops_early=True)
     (budget,) = model.budgets([request_of()], 1)
     assert (budget.depth, budget.min_path_prob) == (1, 0.0)
+
+
+def test_probes_of_a_request_with_bad_luck_cost_one_percent_of_the_time() -> None:
+    """Of a drafter that takes 0.4 plain passes for a token."""
+    model = CostModel(5, costs=measured(cpu), stops_early=True)
+    request, level = request_of(), 0.004
+    for _ in range(60):
+        learn(model, [outcome(request, (1,) * 5, 5)], 5 * level, cpu(6))
+    lost = 0.0
+    for step in range(2000):
+        depth = model.budgets([request], 1)[0].depth
+        made = outcome(request, (1,) * depth, 0)
+        learn(model, [made], level * depth, cpu(1 + depth))
+        if step >= 1000:  # the rates are those of the new text
+            lost += (level * depth + cpu(1 + depth)) / cpu(1) - 1
+    assert model._history(request).saved > 0  # so that it may still try again soon
+    assert 5 < lost < 15
+
+
+def test_every_request_saves_what_its_own_drafts_save() -> None:
+    model = CostModel(5, costs=measured(cpu), stops_early=True)
+    lucky, unlucky = request_of(), request_of()
+    for _ in range(20):
+        model.budgets([lucky, unlucky], 2)
+        learn(model, [outcome(lucky, (1,) * 5, 5), outcome(unlucky, (1, 1), 0)], 0.004, cpu(9))
+    saved = [model._history(request).saved for request in (lucky, unlucky)]
+    assert saved[0] > 20
+    assert saved[1] < 0
+    assert sum(saved) / 2 == pytest.approx(20 * (5 / 2 - (0.004 + cpu(9)) / cpu(2) + 1), rel=0.2)
+
+
+def test_greedy_and_sampled_requests_have_thresholds_of_their_own() -> None:
+    """The two do not mean the same by how probable a path is."""
+    model = CostModel(5, costs=measured(cpu), stops_early=True)
+    greedy = Request([1], SamplingParams(temperature=0), vocab_size=9, max_model_len=10**7)
+    sampled = request_of()
+    unlearnt = Stopping().least_path_prob(0.6)
+    for _ in range(200):
+        model.budgets([sampled], 1)
+        made = outcome(sampled, (1, 1), 1)
+        draft = Draft(made.draft.tree, made.draft.q, path_probs=(0.9, 0.8))
+        learn(model, [replace(made, draft=draft)], 0.002, cpu(3))
+    model._price = 0.6
+    for request, alike in ((greedy, True), (sampled, False)):
+        budget = model._budget(request, model._history(request), 5, 1.0)
+        assert (budget.min_path_prob == unlearnt) == alike

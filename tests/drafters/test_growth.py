@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from foretoken import LLM, RequestOutput, SamplingParams
 from foretoken.control import Budget
+from foretoken.core.sampler import Sampler
 from foretoken.core.tree import Draft
 from foretoken.drafters.model_drafter import ModelDrafter
 from foretoken.request import Request
@@ -39,6 +40,8 @@ SAMPLED = [
 ]
 DRAWN: dict[str, dict[str, Any]] = {
     **SHAPES,
+    "drawn chain": {"num_speculative_tokens": 5, "expansion": "sample"},
+    "drawn widths": {"tree": [3, 2, 1], "expansion": "sample"},
     "rejection": {"num_speculative_tokens": 5, "acceptance": "rejection"},
     "rejected widths": {"tree": [3, 2, 1], "acceptance": "rejection"},
     "own q": {
@@ -244,6 +247,34 @@ def test_drawn_trees_are_those_of_the_levels(
             assert q.probs.tolist() == others.probs.tolist()
 
 
+@pytest.mark.parametrize("shape", ["chain", "widths"])
+def test_no_q_is_computed_that_nobody_reads(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`coupled` reads none, not even of truncated draws or of siblings; `trace=True` reads all."""
+    llm = made("draft_model", **SHAPES[shape])
+    calls: list[int] = []
+    distribution, draw = Sampler.distribution, ModelDrafter._draw
+
+    def counted(self: Sampler, logits: torch.Tensor, *args: Any) -> Any:
+        if len(args) == 3:  # p has no parameters but the output; q has its own
+            calls.append(1)
+        return distribution(self, logits, *args)
+
+    def drawn(self: ModelDrafter, *args: Any) -> Any:
+        calls.append(-1)  # where rounding might decide, the levels are drawn from q
+        return draw(self, *args)
+
+    monkeypatch.setattr(Sampler, "distribution", counted)
+    monkeypatch.setattr(ModelDrafter, "_draw", drawn)
+    params = SamplingParams(temperature=1.0, top_p=0.9, seed=1, max_tokens=20, ignore_eos=True)
+    (plain,) = llm.generate([PROMPTS[0]], params)
+    assert sum(calls) == 0
+    assert any(step.drafted and set(step.q) == {None} for step in plain.trace)
+    (traced,) = llm.generate([PROMPTS[0]], params, trace=True)
+    assert sum(calls) > 20
+    assert drafts(plain) == drafts(traced)
+    assert all(None not in step.q for step in traced.trace)
+
+
 def flat_model() -> PreTrainedModel:
     """A model that gives the same probability to all tokens but ten."""
     model = tiny_model(vocab_size=VOCAB_SIZE, head_dim=32, max_position_embeddings=128)
@@ -271,13 +302,50 @@ def test_where_rounding_might_decide_the_levels_draw(
 
     monkeypatch.setattr(Passes, "grow", watched)
     batch = requests(SamplingParams(seed=1, **limits), SamplingParams(seed=2, **limits))
+    drafter: Any = drafter_of(llm)
+    before = drafter._scorer._model.num_passes
     at_once = proposed(llm, batch, [Budget(3, 3)] * 2)
+    # The prompts' and three levels'; one that is undecided has made a pass before these.
+    assert drafter._scorer._model.num_passes - before == 4 + any(undecided)
     assert grown == [2]
     assert undecided == [("top_p" in limits)] * 2
     level_by_level(monkeypatch)
     by_levels = proposed(llm, batch, [Budget(3, 3)] * 2)
     assert [draft.tree for draft in at_once] == [draft.tree for draft in by_levels]
     assert all(draft.tree.num_drafted == 3 for draft in at_once)
+
+
+@pytest.mark.parametrize("limits", [{}, {"top_p": 0.9}], ids=str)
+def test_min_p_is_only_in_doubt_for_tokens_that_might_be_drawn(
+    limits: dict[str, Any], grown: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ninety tokens have nearly the least probability that it leaves, and ten are far above."""
+    model: Any = flat_model()
+    hidden = torch.zeros(())
+
+    def kept(module: Any, args: Any) -> None:
+        nonlocal hidden
+        hidden = args[0]
+
+    with torch.inference_mode(), model.lm_head.register_forward_pre_hook(kept):
+        model(input_ids=torch.tensor([PROMPTS[2]]))
+    last = hidden[0, -1] / hidden[0, -1].square().sum()
+    model.lm_head.weight.data[:10] += 12 * last  # e^12 times as probable behind the prompt
+    with torch.inference_mode():
+        p = model(input_ids=torch.tensor([PROMPTS[2]])).logits[0, -1].softmax(-1)
+    min_p = float(p[50] / p.max()) * (1 + 1e-6)
+    config = {"method": "draft_model", "model": model, "num_speculative_tokens": 1}
+    target = tiny_model(vocab_size=VOCAB_SIZE, head_dim=32, max_position_embeddings=128)
+    llm = LLM(target, speculative_config=config, runtime="native")
+    params = SamplingParams(seed=1, min_p=min_p, **limits)
+    monkeypatch.setattr(ModelDrafter, "_expand", None)  # no level is drawn by itself
+    (draft,) = proposed(llm, requests(params), [Budget(1, 1)])
+    assert grown == [1]
+    monkeypatch.undo()
+    level_by_level(monkeypatch)
+    (same,) = proposed(llm, requests(params), [Budget(1, 1)])
+    assert draft.tree == same.tree
+    assert draft.tree.tokens[1] < 10
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -293,6 +361,32 @@ def test_nan_is_refused(temperature: float, grown: list[int]) -> None:
     assert grown == [1]
     assert output.metrics.drafter_failure is not None
     assert "NaN" in output.metrics.drafter_failure
+
+
+@pytest.mark.parametrize("shape", ["drawn chain", "drawn widths"])
+def test_trees_of_draws_take_the_most_probable_tokens_of_greedy_requests(
+    shape: str, grown: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one call: there is nothing to draw at temperature 0."""
+    llm = made("draft_model", **DRAWN[shape])
+    monkeypatch.setattr(ModelDrafter, "_expand", None)  # no level is drawn by itself
+    (draft,) = proposed(llm, requests(GREEDY), [Budget(99, 3)])
+    assert grown == [1]
+    monkeypatch.undo()
+    level_by_level(monkeypatch)
+    (same,) = proposed(llm, requests(GREEDY), [Budget(99, 3)])
+    assert draft.tree == same.tree
+    assert draft.tree.num_drafted == {"drawn chain": 3, "drawn widths": 15}[shape]
+
+
+@pytest.mark.parametrize("expansion", ["auto", "sample", "sample_with_replacement", "top_k"])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_chains_say_how_probable_they_are(expansion: str, temperature: float) -> None:
+    """However they are drawn: controllers learn from it where to stop (`Drafter.stops_early`)."""
+    llm = made("draft_model", num_speculative_tokens=4, expansion=expansion)
+    params = SamplingParams(temperature=temperature, seed=1)
+    (draft,) = proposed(llm, requests(params), [Budget(4, 4)])
+    assert len(draft.path_probs) == draft.tree.num_drafted == 4
 
 
 def test_grown_trees_count_their_passes() -> None:

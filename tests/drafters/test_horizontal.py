@@ -10,7 +10,7 @@ import torch
 
 from foretoken import CompatibilityError, ConfigError, SamplingParams
 from foretoken.control import Budget
-from foretoken.core.distribution import Distribution
+from foretoken.core.distribution import Distribution, LazyDistribution
 from foretoken.core.tree import Draft, chain
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.horizontal import HorizontalCascade, HorizontalOptions
@@ -136,3 +136,25 @@ def test_what_does_not_fit() -> None:
         refused([ngram, {"method": "lookahead"}], [1, 1])
     with pytest.raises(ConfigError, match="one number per drafter, got 1 for 2"):
         refused([ngram, ngram], [3])
+
+
+class Sure(Drafter):
+    """Drafts one token of this path probability; nobody may compute its q."""
+
+    def __init__(self, path_prob: float) -> None:
+        self._path_prob = path_prob
+
+    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
+        def refused() -> Distribution:
+            raise AssertionError("q was computed")
+
+        q = (LazyDistribution(refused),)
+        return [Draft(chain([r.root, 5]), q, path_probs=(self._path_prob,)) for r in batch]
+
+
+@pytest.mark.parametrize(("path_prob", "length"), [(0.6, 2), (0.4, 1)])
+def test_a_chain_ends_by_the_drafters_own_probabilities(path_prob: float, length: int) -> None:
+    """These decide where the drafter itself stops, and q need not be known."""
+    drafter = cascade(Sure(path_prob), Counting(1, most=1), tokens=(1, 1))
+    (draft,) = drafter.propose([request_of([1, 2])], [Budget(2, 2, min_token_prob=0.5)])
+    assert draft.tree.num_drafted == length

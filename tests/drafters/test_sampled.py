@@ -175,7 +175,7 @@ def test_the_output_is_the_same_whatever_q_is() -> None:
     ("method", "fields", "message"),
     [
         ("draft_model", {"expansion": "top_k", "draft_top_k": 3}, "draft_top_k has no effect"),
-        ("draft_model", {"tree": "dynamic", "draft_top_p": 0.5}, "draft_top_p has no effect"),
+        ("draft_model", {"tree": "dynamic", "draft_top_p": 0.5}, "draft_top_p is not for tree"),
         ("draft_model", {"vocabulary": "text", "draft_top_p": 0.5}, "drafts are greedy chains"),
         ("draft_model", {"draft_top_p": 0.0}, "draft_top_p: input should be greater than 0"),
         ("draft_model", {"draft_top_k": -1}, "draft_top_k: input should be greater than or"),

@@ -171,6 +171,7 @@ def test_shapes_count_their_nodes() -> None:
         ({"tree_depth": 3}, "tree_depth is for tree 'dynamic'"),
         ({"tree": [2], "tree_top_k": 3}, "tree_top_k is for tree 'dynamic'"),
         ({"expansion": "top_k", "draft_temperature": 0.5}, "draft_temperature has no effect"),
+        ({"tree": "dynamic", "draft_top_k": 5}, "always take the request's own parameters"),
     ],
 )
 def test_wrong_trees(fields: dict[str, Any], message: str) -> None:

@@ -1,8 +1,10 @@
 """`confidence`: stop drafting below a token to which the drafter gave a low probability.
 
-Each request has its own threshold on q, of the token or of the path down to it. A draft with a
-rejected token raises the threshold, and one that was accepted whole lowers it (Transformers'
-`assistant_confidence_threshold`). EAGLE-2 and Kangaroo use similar criteria. Drafters without
+Each request has its own threshold on the probability of the token or of the path down to it. For a
+token that was drawn under the rule `coupled`, a drafter with a model gives its clarity instead of q
+(`Budget`). A draft with a rejected token raises the threshold, and one that was accepted whole
+lowers it (Transformers' `assistant_confidence_threshold`). EAGLE-2 and Kangaroo use similar
+criteria. Drafters without
 probabilities of their own, such as `ngram`, are never stopped.
 """
 
@@ -27,7 +29,7 @@ LOWEST, HIGHEST = 0.01, 0.95
 
 
 class Confidence(Controller):
-    """Drafts up to `num_speculative_tokens`, fewer where q falls under the threshold."""
+    """Drafts up to `num_speculative_tokens`, fewer if a token falls under the threshold."""
 
     class Options(Config):
         """Options of `confidence`.
@@ -43,7 +45,7 @@ class Confidence(Controller):
         step: Annotated[float, Ge(0), Le(1)] = 0.02
 
     name: ClassVar[str] = "confidence"
-    summary: ClassVar[str] = "stops below a token whose q falls under an adaptive threshold"
+    summary: ClassVar[str] = "stops below a token that is less probable than an adaptive threshold"
 
     def setup(self) -> None:
         """See `Controller.setup`."""

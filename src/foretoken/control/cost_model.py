@@ -26,7 +26,9 @@ output; `lengths.py` judges by the outputs that have ended. Until a later draft 
 step after a first draft drafts for the same requests again and for no others.
 
 Estimates go stale while nothing is drafted. So a request that has drafted nothing for `probe_every`
-steps drafts one level; this notices a text that has become predictable. Requests that have never
+steps drafts one level; this notices a text that has become predictable. With a drafter whose chains
+end early, and if its drafts or those of other requests have saved time, it does so as soon as that
+costs one percent of the time since its last draft. Requests that have never
 drafted pay for trials together: one of them tries once its first draft costs at most one percent of
 the steps since the last trial. About one percent of the time goes into plain steps, which keep the
 cost of a plain pass up to date.
@@ -119,7 +121,9 @@ class CostModel(Controller):
         assert isinstance(self.options, self.Options)
         self._probe_every = self.options.probe_every
         self._trees = self.levels is not None
-        self._stopping = Stopping() if self.stops_early else None
+        # By whether requests are greedy: products of probabilities for these, and with the rule
+        # `coupled`, products of clarity for the others.
+        self._stopping = {True: Stopping(), False: Stopping()} if self.stops_early else {}
         sizes = [1] * self.num_speculative_tokens if self.levels is None else self.levels
         self._nodes = [float(nodes) for nodes in accumulate(sizes)]  # of a draft, by its depth
         self._histories: dict[int, History] = {}
@@ -251,7 +255,7 @@ class CostModel(Controller):
         if self._trees and depth:
             budget = Budget(self.num_speculative_tokens, budget.depth)
         if self._stopping and budget.depth > 1:
-            least = self._stopping.least_path_prob(self._price)
+            least = self._stopping[request.params.greedy].least_path_prob(self._price)
             budget = replace(budget, min_path_prob=least)
         return budget
 
@@ -396,14 +400,14 @@ class CostModel(Controller):
     def _probe_soon(self, history: History, rows: int) -> float:
         """In how many plain steps a request tries again whose drafts may only have had bad luck.
 
-        Its earlier drafts have saved time, or those of other requests do. Then probes may cost one
-        percent of the time.
+        Its earlier drafts have saved time, or those of other requests do. Then it need not wait
+        for `probe_every` steps if its probes cost at most one percent of the time before that.
         """
         nodes, plain = self._nodes[0], self.costs(rows, rows)
         rates = history.acceptance_rates(self._overall.acceptance_rates())
         seconds = self._level_seconds + self.costs(rows + nodes, rows)
         lost = seconds / plain - 1 - history.draft_rate() * rates[0] / rows
-        return min(self._probe_every / 4, max(_SOONEST_AGAIN, lost / _PRICE))
+        return min(self._probe_every, max(_SOONEST_AGAIN, lost / _PRICE))
 
     # After a step
 
@@ -435,25 +439,25 @@ class CostModel(Controller):
                 deepest, drafted = min(deepest, 1), num_drafting
             levels, cost = levels_of_one(deepest, drafted), draft_seconds / self.costs(1, 1)
             self._drafting_costs.add(cost, levels, caught_up=caught_up, read=read)
-            self._learn_saving(outcomes, levels)
+            if self._stopping:
+                self._learn_saving(outcomes, levels)
 
     def _learn_saving(self, outcomes: Sequence[Outcome], levels: float) -> None:
         """Learn how much time the drafts of a step have saved."""
         rows = len(outcomes)
-        positions = sum(len(outcome.draft.tree) for outcome in outcomes)
-        tokens = rows + sum(len(outcome.accepted.path) for outcome in outcomes)
-        seconds = levels * self._level_seconds + self.costs(positions, rows)
-        saved = tokens / rows - seconds / self.costs(rows, rows)
-        self._saved += 0.05 * (saved - self._saved)
+        drafted = sum(outcome.draft.tree.num_drafted for outcome in outcomes)
+        seconds = levels * self._level_seconds + self.costs(rows + drafted, rows)
+        lost = seconds / self.costs(rows, rows) - 1
+        passed = sum(len(outcome.accepted.path) for outcome in outcomes)
+        self._saved += 0.05 * (passed / rows - lost - self._saved)
+        per_token = lost * rows / max(1, drafted)  # each request pays for the tokens of its draft
         for outcome in outcomes:
-            history = self._history(outcome.request)
-            if history.depth:
-                history.saved += saved
+            own = len(outcome.accepted.path) - per_token * outcome.draft.tree.num_drafted
+            self._history(outcome.request).saved += own
 
     def _learn_lengths(self, outcome: Outcome, allowed: int) -> None:
         """Learn from a chain that may have ended early how long chains become."""
-        assert self._stopping is not None
-        self._stopping.learn(outcome)
+        self._stopping[outcome.request.params.greedy].learn(outcome)
         drafted = outcome.draft.tree.num_drafted
         for index in range(allowed):
             self._nodes[index] += 0.1 * (min(drafted, index + 1) - self._nodes[index])

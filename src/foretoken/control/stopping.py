@@ -5,7 +5,8 @@ pays then depends on the draft itself: the next token is often accepted below a 
 drafter is sure of, and seldom below another. This beats every fixed length. SVIP (Zhang et al.,
 "Draft Model Knows When to Stop") and `confidence` stop by such probabilities, too. Here the
 threshold follows from the costs, and the drafter's word is not taken for it: a line is fitted to
-how often the next token was accepted, given the path's probability.
+how often the next token was accepted, given the path's probability. So it need not be one: of
+sampled drafts under the rule `coupled`, it is the product of their clarity.
 
 A token is worth drafting if it is accepted so often that its time brings at least as many tokens as
 the time of the whole steps does.

@@ -75,8 +75,11 @@ class Distribution:
             return float(self.probs[token]) if token < len(self.probs) else 0.0
         return float(self.at(torch.tensor([token]))[0])
 
-    def shown_prob(self, token: int) -> float:
-        """`prob` for people to see: it may have rounding errors where it was not computed yet."""
+    def known_prob(self, token: int) -> float | None:
+        """`prob`, perhaps with rounding errors, without computing the distribution for it.
+
+        It is None where this would be necessary.
+        """
         return self.prob(token)
 
     def at(self, tokens: Tensor) -> Tensor:
@@ -200,24 +203,26 @@ class LazyDistribution(Distribution):
 
     Args:
         make: computes it.
-        shown: a token and its `shown_prob`; None if it is not known beforehand.
+        known: a token and its `known_prob`; None if it is not known beforehand.
     """
 
     def __init__(
-        self, make: Callable[[], Distribution], shown: tuple[int, float] | None = None
+        self, make: Callable[[], Distribution], known: tuple[int, float] | None = None
     ) -> None:
         self.__dict__["_make"] = make
-        self.__dict__["_shown"] = shown
+        self.__dict__["_known"] = known
 
     @cached_property
     def _made(self) -> Distribution:
         made: Distribution = self.__dict__.pop("_make")()
         return made
 
-    def shown_prob(self, token: int) -> float:
+    def known_prob(self, token: int) -> float | None:
         """See `Distribution`."""
-        shown: tuple[int, float] | None = self.__dict__["_shown"]
-        return self.prob(token) if shown is None or shown[0] != token else shown[1]
+        known: tuple[int, float] | None = self.__dict__["_known"]
+        if known is not None and known[0] == token:
+            return known[1]
+        return None if "_make" in self.__dict__ else self.prob(token)
 
     @cached_property
     def probs(self) -> Tensor:

@@ -20,7 +20,7 @@ from foretoken.runtime.network import GrownTree, GrowthDraw
 __all__ = [
     "Drawn",
     "clearest",
-    "coupled",
+    "coupled_draws",
     "distinct",
     "grown_draws",
     "independent",
@@ -65,7 +65,7 @@ def independent(distribution: Distribution, noise: Noise, depth: int, width: int
     return [(token, distribution, distribution.prob(token)) for token in tokens]
 
 
-def coupled(distribution: Distribution, noise: Noise, depth: int, width: int) -> list[Drawn]:
+def coupled_draws(distribution: Distribution, noise: Noise, depth: int, width: int) -> list[Drawn]:
     """The same draws as `distinct` with the target's own noise; their probability is `clarity`."""
     tokens, shares = _with_clarity(distribution, noise, depth, width)
     drawn, left = list[Drawn](), distribution
@@ -119,7 +119,7 @@ def grown_draws(
 ) -> Iterator[tuple[int, list[Drawn]]]:
     """The siblings of a tree that was grown in one call, parents first.
 
-    No q is computed before it is read: under `coupled`, none ever is.
+    No q is computed before it is read. Under `coupled`, only `trace=True` reads any.
 
     Args:
         tree: the tree.
@@ -154,8 +154,8 @@ def _without_replacement(
     truncated = truncates(draw.limits)
     reads_q = truncated and not draw.coupled
     row, first = tree.logits[tree.rows[siblings[0]]], siblings[0]
-    shown = None if truncated else (tree.tokens[first], tree.shown[first])
-    whole: Distribution = LazyDistribution(lambda: q_of(row), shown)
+    known = None if truncated else (tree.tokens[first], tree.shown[first])
+    whole: Distribution = LazyDistribution(lambda: q_of(row), known)
     drawn, left = list[Drawn](), whole
     for node in siblings:
         token = tree.tokens[node]

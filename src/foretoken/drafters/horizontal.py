@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -44,15 +45,23 @@ class _Chain:
         return replace(self.budget, nodes=length, depth=length, min_path_prob=min_path_prob)
 
     def add(self, draft: Draft) -> None:
-        for token, distribution in zip(draft.tree.tokens[1:], draft.q, strict=True):
-            token_prob = distribution.prob(token)
-            self.tokens.append(token)
-            self.distributions.append(distribution)
+        """Append a drafter's chain."""
+        self.tokens += draft.tree.tokens[1:]
+        self.distributions += draft.q
+        for token_prob in _token_probs(draft):
             self.path_prob *= token_prob
             self.stopped = self.budget.stops_below(token_prob, self.path_prob)
 
     def draft(self) -> Draft:
         return Draft(chain([self.request.root, *self.tokens]), tuple(self.distributions))
+
+
+def _token_probs(draft: Draft) -> list[float]:
+    """The probability of each token of a chain, by which its drafter decides where to stop."""
+    if not draft.path_probs:
+        return [q.prob(token) for q, token in zip(draft.q, draft.tree.tokens[1:], strict=True)]
+    probs = pairwise((1.0, *draft.path_probs))
+    return [below / above if above else 0.0 for above, below in probs]
 
 
 class HorizontalCascade(Drafter):

@@ -24,7 +24,7 @@ from foretoken.drafters.base import Drafter
 from foretoken.drafters.drawing import (
     Drawn,
     clearest,
-    coupled,
+    coupled_draws,
     distinct,
     grown_draws,
     independent,
@@ -296,7 +296,7 @@ class ModelDrafter(Drafter):
             child = Node(token, distribution, node, (*ranks, rank), path_prob * token_prob)
             child.stopped = growth.budget.stops_below(token_prob, child.path_prob)
             children.append(child)
-        if self.shares_nodes and self.independent_siblings:
+        if self.shares_nodes and self.independent_siblings and self._shape.branches:
             return _shared(growth, children)
         return children
 
@@ -342,7 +342,7 @@ class ModelDrafter(Drafter):
             return clearest(distribution, noise, depth, width)
         if self._options.expansion == "sample_with_replacement":
             return independent(distribution, noise, depth, width)
-        draw = coupled if self._coupled else distinct
+        draw = coupled_draws if self._coupled else distinct
         return draw(distribution, noise, depth, width)
 
     def _noise(self, request: Request) -> Noise:

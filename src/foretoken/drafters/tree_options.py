@@ -27,7 +27,8 @@ class TreeOptions(SampledOptions):
         tree_depth: for "dynamic": the number of levels.
         expansion: how children are chosen. `top_k` takes the most probable tokens (q is one-hot),
             `sample` draws without replacement, and `sample_with_replacement` draws independently.
-            `auto` is `sample` for sampled requests and `top_k` for greedy ones.
+            `auto` is `sample` for sampled requests and `top_k` for greedy ones. At temperature 0,
+            where nothing can be drawn, `sample` takes the most probable tokens, too.
     """
 
     tree: (
@@ -72,10 +73,16 @@ class TreeOptions(SampledOptions):
             for name in ("tree_top_k", "tree_depth"):
                 if name in self.model_fields_set:
                     raise ValueError(f"{name} is for tree 'dynamic': remove it.")
-        if self.tree == "dynamic" or self.expansion == "top_k":
-            for name in OF_Q:
-                if getattr(self, name) is not None:
-                    raise ValueError(f"{name} has no effect where children are the top-k.")
+        for name in OF_Q:
+            if getattr(self, name) is None:
+                continue
+            if self.expansion == "top_k":
+                raise ValueError(f"{name} has no effect where children are the top-k: remove it.")
+            if self.tree == "dynamic":
+                raise ValueError(
+                    f"{name} is not for tree 'dynamic': dynamic trees always take the request's "
+                    "own parameters. Remove it."
+                )
         return self
 
     def takes_most_probable(self, temperature: float, *, coupled: bool) -> bool:
@@ -86,8 +93,10 @@ class TreeOptions(SampledOptions):
             coupled: whether the drafter knows the target's noise. Dynamic trees then have the
                 tokens that the target probably draws with it (`drafters.drawing.clearest`).
         """
+        if self.expansion in ("auto", "sample") and temperature < GREEDY_BELOW:
+            return True
         if self.expansion == "auto":
-            return temperature < GREEDY_BELOW or (self.tree == "dynamic" and not coupled)
+            return self.tree == "dynamic" and not coupled
         return self.expansion == "top_k"
 
     def default_num_speculative_tokens(self) -> int | None:

@@ -231,7 +231,8 @@ class Passes(SourceRows):
         order = self._order(keys)
         ordered = [limits[index] for index in order]
         grown = self.network.grow(inputs, self._slab, plan, ordered, token_ids)
-        self.num_passes += max(tree.depth for tree in grown)
+        # One that is undecided was given up in some pass, the first one at the earliest.
+        self.num_passes += max(1, max(tree.depth for tree in grown))
         by_key = {keys[index]: tree for index, tree in zip(order, grown, strict=True)}
         return [by_key[key] for key in keys]
 

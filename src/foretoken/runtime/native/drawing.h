@@ -75,14 +75,13 @@ public:
         logits_ = logits, vocabulary_ = vocabulary, temperature_ = draw.temperature;
         if (!weigh()) return false;
         float floor = floor_of(draw), cut = NONE;
-        if (std::isnan(floor)) return false;
         int rivals = draw.coupled ? std::max(width, RIVALS) : width;
         do {  // each time, less is left of what top_p excludes
             best.order(vocabulary, std::max(width + 1, rivals), [&](long i) {
                 f32x16 scaled = some(i);
                 return (scaled >= floor) & (scaled > cut) ? scaled + load<f32x16>(noise + i) : splat(NONE);
             });
-            if (!rough && is_close(best, width)) return false;
+            if ((!rough && is_close(best, width)) || is_near_least(best)) return false;
         } while (draw.top_p < 1 && excludes(best, rivals, floor, draw.top_p, cut));
         if (std::isnan(cut)) return false;
         int chosen = std::min(width, best.count);
@@ -127,6 +126,14 @@ private:
         return false;
     }
 
+    // Whether rounding might decide if min_p excludes one of the best. What it excludes of the others
+    // is not drawn anyway.
+    bool is_near_least(const Ranking& best) const {
+        for (int i = 0; i < best.count; i++)
+            if (std::fabs(at(best.tokens[i]) - least_) < doubt_) return true;
+        return false;
+    }
+
     // Whether one of the best is outside the nucleus; `cut` is then its logit, or NaN in doubt.
     bool excludes(const Ranking& best, int width, float floor, float top_p, float& cut) const {
         for (int i = 0; i < width && i < best.count; i++) {
@@ -139,19 +146,21 @@ private:
         return false;
     }
 
-    // The least logit that min_p and top_k leave; NaN if min_p nearly equals a probability.
+    // The least logit that min_p and top_k leave, and those from which min_p can hardly be told.
     float floor_of(const Draw& draw) {
         float floor = NONE;
+        least_ = NONE, doubt_ = unsure_ = 0;
         if (draw.min_p > 0) {
-            float ratio = std::log(draw.min_p), least = top_ + ratio, doubt = 1e-4f + 1e-6f * std::fabs(top_);
-            i32x16 doubtful = {};
-            for (long i = 0; i < vocabulary_; i += LANES) {
-                f32x16 off = some(i) - least;
-                doubtful |= (off < doubt) & (off > -doubt);
+            float ratio = std::log(draw.min_p), doubt = 1e-4f + 1e-6f * std::fabs(top_);
+            least_ = top_ + ratio;
+            if (ratio < -doubt) doubt_ = doubt;  // else only the most probable token stays, in any case
+            floor = std::min(least_ - doubt_, top_);
+            f32x16 mass = {};
+            for (long i = 0; draw.top_p < 1 && i < vocabulary_; i += LANES) {
+                f32x16 x = some(i), off = x - least_;
+                mass += (off < doubt_) & (off > -doubt_) ? exp(x - top_) : splat(0.0f);
             }
-            // The most probable token always stays.
-            if (any(doubtful) && ratio < -doubt) return std::numeric_limits<float>::quiet_NaN();
-            floor = std::min(least, top_);
+            unsure_ = sum(mass);
         }
         if (draw.top_k >= 1 && draw.top_k < vocabulary_) {
             sorted_.assign(logits_, logits_ + vocabulary_);
@@ -170,7 +179,7 @@ private:
             above += x > scaled ? mass : splat(0.0f);
             equal += x == scaled ? mass : splat(0.0f);
         }
-        float others = std::max(0.0f, sum(equal) - std::exp(scaled - top_)), all = sum(kept), doubt = 1e-4f * all;
+        float others = std::max(0.0f, sum(equal) - std::exp(scaled - top_)), all = sum(kept), doubt = 1e-4f * all + unsure_;
         if (sum(above) == 0 && others < doubt) return 1;
         if (sum(above) + others + doubt < top_p * all) return 1;
         return sum(above) - doubt > top_p * all ? 0 : -1;
@@ -179,6 +188,8 @@ private:
     const float* logits_;
     long vocabulary_;
     float temperature_, top_, total_;
+    float least_, doubt_;  // the least logit that min_p leaves; those that are closer to it are in doubt
+    float unsure_;         // their mass, if there is a nucleus that it may be part of
     std::vector<float> sorted_;
 };
 
