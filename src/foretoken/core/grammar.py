@@ -29,8 +29,8 @@ __all__ = ["Grammar", "Grammars"]
 
 MAX_ITEMS = 5000
 """Most items that llguidance's parser may make for one mask. An ambiguous grammar makes more of
-them with every token, and the time for one grows too: at half this number a mask took up to 30 ms. An
-object of 480 optional properties needs fewer."""
+them with every token, and the time for one grows too: at half this number a mask took up to 30 ms.
+An object of 480 optional properties needs fewer."""
 
 
 class Grammars:
@@ -67,7 +67,7 @@ class Grammars:
 
         compiled = Grammar(matcher, self._vocab_size)
         try:
-            compiled.allowed(())  # a form that is too complex mostly shows it here
+            compiled.try_out()
         except RequestError as error:
             raise ConfigError(str(error)) from None
         return compiled
@@ -103,6 +103,15 @@ class Grammar:
         self._matcher = new()
         self._vocab_size = vocab_size
         self._tokens: list[int] = []  # output tokens the matcher has consumed
+
+    def try_out(self) -> None:
+        """Compute the first mask: a form that is too complex mostly shows it there.
+
+        Raises:
+            RequestError: as `allowed`.
+        """
+        self._matcher.compute_bitmask()
+        self._check()
 
     def allowed(self, output_ids: Sequence[int]) -> Tensor | None:
         """The tokens that may come next.

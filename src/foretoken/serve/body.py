@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from foretoken.serve.errors import APIError, invalid, of_validation
 from foretoken.serve.settings import Settings
 
-__all__ = ["Body", "by_kind", "by_type", "parsed", "read", "read_json"]
+__all__ = ["Body", "by_kind", "by_type", "parsed", "read"]
 
 _AT_ONCE = 65536
 """Bytes of JSON that are read in the event loop (about a millisecond); more in a thread."""
@@ -111,24 +111,12 @@ async def read(request: Request, kind: type[AnyBody], settings: Settings) -> Any
     """The body of a request, which is of this kind.
 
     Raises:
-        APIError: as `read_json`; or a field is wrong (400).
+        APIError: it is too large (413), too slow (408), not JSON, or a field is wrong (400).
     """
     content = await _content(request, settings)
     if len(content) <= _AT_ONCE:
         return parsed(kind, _loads(content))
     return await asyncio.to_thread(lambda: parsed(kind, _loads(content)))
-
-
-async def read_json(request: Request, settings: Settings) -> Any:
-    """The JSON value of a request's body.
-
-    Raises:
-        APIError: it is too large (413), too slow (408), or not JSON (400).
-    """
-    content = await _content(request, settings)
-    if len(content) <= _AT_ONCE:
-        return _loads(content)
-    return await asyncio.to_thread(_loads, content)
 
 
 async def _content(request: Request, settings: Settings) -> bytes:

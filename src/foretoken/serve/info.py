@@ -12,7 +12,7 @@ from foretoken import __version__
 from foretoken.core.checks import check_token_ids
 from foretoken.engine.prompts import needed
 from foretoken.errors import ForetokenError
-from foretoken.serve.body import parsed, read_json
+from foretoken.serve.body import read
 from foretoken.serve.chat_prompt import chat_ids, text_ids
 from foretoken.serve.errors import APIError, invalid, of_engine
 from foretoken.serve.fields import DetokenizeBody, TokenizeBody
@@ -76,7 +76,7 @@ def _model(state: ServerState, name: str) -> dict[str, Any]:
 async def tokenize(request: Request) -> Response:
     """The token ids of a text or a conversation."""
     state = state_of(request)
-    body = parsed(TokenizeBody, await read_json(request, state.settings))
+    body = await read(request, TokenizeBody, state.settings)
     state.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "send either prompt or messages.")
@@ -117,7 +117,7 @@ def _tokenized(body: TokenizeBody, state: ServerState) -> dict[str, Any]:
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     state = state_of(request)
-    body = parsed(DetokenizeBody, await read_json(request, state.settings))
+    body = await read(request, DetokenizeBody, state.settings)
     state.check_model(body.model)
 
     def decoded() -> dict[str, str]:
@@ -129,6 +129,7 @@ async def detokenize(request: Request) -> Response:
 
 
 async def _off_loop(state: ServerState, body: Any, act: Any) -> Any:
+    state.enter(1)  # it waits for the same threads as an output
     try:
         return await state.llm.prepare(act)
     except APIError:
@@ -136,3 +137,5 @@ async def _off_loop(state: ServerState, body: Any, act: Any) -> Any:
     except ForetokenError as error:
         state.check_open()
         raise of_engine(error, type(body).model_fields, "prompt") from error
+    finally:
+        state.leave(1)
