@@ -50,6 +50,7 @@ from benchmarks.serving_servers import (
 )
 from foretoken.bench.prompts_file import Prompt, read_prompts, stratified
 from foretoken.bench.ratios import t_ratio
+from foretoken.bench.rounds import order
 
 __all__ = ["main"]
 
@@ -159,7 +160,7 @@ def _measured(
     temperature: float,
     seed: int,
 ) -> Bursts:
-    """All bursts; the servers take turns, and another one begins each time."""
+    """All bursts; the servers take turns, in an order that changes."""
     found: Bursts = {(server.name, rate): [] for server in servers for rate in rates}
     with progress_bar() as bar:
         task = bar.add_task("", total=rounds * len(rates) * len(servers))
@@ -171,8 +172,7 @@ def _measured(
             for rate in rates:
                 part = [next(prompts) for _ in range(requests)]
                 due = arrivals(requests, rate, f"{seed}/{number}/{rate}")
-                first = turn % len(servers)
-                for server in [*servers[first:], *servers[:first]]:
+                for server in order(servers, turn):
                     bar.update(task, description=f"{rate:g}/s {server.name}")
                     burst = asyncio.run(send(server.url, part, due, max_tokens, temperature))
                     found[server.name, rate].append(burst)

@@ -4,7 +4,7 @@
     async for chunk in llm.generate("Hello", SamplingParams(temperature=0, max_tokens=64)):
         print(chunk.text, end="")
 
-Leaving the loop early, or cancelling its task, ends the request and frees its memory.
+Cancelling the task, or closing the generator, ends the request at once and frees its memory.
 """
 
 from __future__ import annotations

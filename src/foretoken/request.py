@@ -350,7 +350,7 @@ class Request:
         self.metrics.verify_seconds += verify
         self.metrics.accept_seconds += accept
         if self.beams is None:
-            last = self._written.trace.steps[-1]
+            last = self.last_step
             last.draft_seconds, last.verify_seconds = draft, verify
             last.accept_seconds = max(0.0, accept - last.recording_seconds)
 

@@ -20,24 +20,7 @@ from foretoken.cli.trace_picture import picture
 from foretoken.cli.trace_summary import TraceSummary
 from tests.cli.conftest import Run, error_of
 from tests.tiny import tiny_model, tiny_tokenizer
-
-PIECES = {1: " the", 2: " cat", 3: " sat", 4: "\n", 5: " dog", 6: "\t"}
-
-
-def step(drafted: tuple[int, ...], accepted: tuple[int, ...], **fields: object) -> StepTrace:
-    size = len(drafted)
-    defaults: dict[str, object] = {
-        "parents": tuple(range(-1, size - 1)),
-        "q": (1.0,) * size,
-        "p": (0.5,) * size,
-        "rejected": (),
-        "reason": "",
-        "token": 5,
-        "origin": Origin.BONUS,
-        "committed": len(accepted) + 1,
-    }
-    return StepTrace(drafted=drafted, accepted=accepted, **{**defaults, **fields})  # type: ignore[arg-type]
-
+from tests.traces import PIECES, step
 
 CORRECTED = step((1, 2, 3, 4), (0, 1), rejected=(2,), origin=Origin.CORRECTION, reason="no")
 BONUS = step((1, 2), (0, 1), token=4)

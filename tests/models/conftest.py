@@ -126,7 +126,7 @@ def make_gguf(tmp_path: Path, make_model: MakeModel, byte_vocabulary: list[str])
         writer = gguf.GGUFWriter(path, metadata.pop("architecture"))
         for key, value in metadata.items():
             if value is not None:
-                _add(writer, key, value)
+                add_field(writer, key, value)
         for key, weight in weights.items():
             if weight is not None and (kind := (quantize or {}).get(key)) is not None:
                 writer.add_tensor(key, gguf.quantize(weight, kind), raw_dtype=kind)
@@ -195,7 +195,8 @@ def _metadata(architecture: str, vocabulary: list[str]) -> dict[str, Any]:
     }
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add_field(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Write a field of a GGUF file, with the type of its value."""
     if isinstance(value, list):
         writer.add_array(key, value)
     elif isinstance(value, bool):

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from foretoken import LLM, SamplingParams
 from foretoken.errors import ModelError
 from foretoken.models import cached, load_model, load_tokenizer, resolve
+from tests.models.conftest import add_field
 from tests.models.test_convert_tokenizer import sentencepiece_settings
 from tests.tiny import reference_greedy
 
@@ -211,19 +212,6 @@ def _settings(model_type: str, layers: int, vocabulary: list[str]) -> dict[str, 
     return {**named, **text, "tokenizer.ggml.eos_token_id": 2}
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    if isinstance(value, list):
-        writer.add_array(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    elif isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    else:
-        writer.add_uint32(key, value)
-
-
 @pytest.fixture
 def write(tmp_path: Path, byte_vocabulary: list[str]) -> Callable[..., tuple[Path, Any]]:
     """Writes a family's file; returns it and the model."""
@@ -236,7 +224,7 @@ def write(tmp_path: Path, byte_vocabulary: list[str]) -> Callable[..., tuple[Pat
         writer = gguf.GGUFWriter(path, architecture)
         for key, value in settings.items():
             if value is not None:
-                _add(writer, key, value)
+                add_field(writer, key, value)
         for name, weight in tensors(model_type, model).items():
             writer.add_tensor(name, weight)
         writer.write_header_to_file()

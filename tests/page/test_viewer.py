@@ -15,27 +15,19 @@ from playwright.sync_api import Page, expect
 from foretoken import Origin, StepTrace, Trace
 from foretoken.cli.trace_page import html
 from foretoken.trace import Candidate
+from tests import traces
 from tests.page.conftest import Open, shot
 
-PIECES = {1: " the", 2: " cat", 3: " sat", 4: "\n", 5: " dog", 6: "\t", 7: "A"}
+PIECES = {**traces.PIECES, 7: "A"}
 
 
 def step(drafted: tuple[int, ...], accepted: tuple[int, ...], **fields: Any) -> StepTrace:
-    size = len(drafted)
-    defaults: dict[str, Any] = {
-        "parents": tuple(range(-1, size - 1)),
-        "q": (1.0,) * size,
-        "p": (0.5,) * size,
-        "rejected": (),
-        "reason": "",
-        "token": 5,
-        "origin": Origin.BONUS,
-        "committed": len(accepted) + 1,
-        "draft_seconds": 0.001 * size,
-        "verify_seconds": 0.01 + 0.001 * size,
+    times = {
+        "draft_seconds": 0.001 * len(drafted),
+        "verify_seconds": 0.01 + 0.001 * len(drafted),
         "accept_seconds": 0.001,
     }
-    return StepTrace(drafted=drafted, accepted=accepted, **{**defaults, **fields})
+    return traces.step(drafted, accepted, **{**times, **fields})
 
 
 PLAIN = step((), (), token=7, origin=Origin.PLAIN)

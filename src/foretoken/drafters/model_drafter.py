@@ -58,6 +58,8 @@ class _Growth:
     """All draws in order, where draws of the same token share a node."""
     num_computed: int = 0
     """Nodes of `tree()` that earlier passes computed."""
+    at_once: GrowthDraw | None = None
+    """How one call draws the tokens; None if it takes the most probable ones."""
 
     def tree(self) -> TokenTree:
         """The pending tokens as a chain, and the scored nodes below its last token, the root."""
@@ -194,7 +196,9 @@ class ModelDrafter(Drafter):
         they are cut off with what is below them.
         """
         if isinstance(self._scorer, GrowingScorer):
-            self._grow_alike([each for each in growths if self._can_grow_at_once(each.request)])
+            for growth in growths:
+                growth.at_once = self._growth_draw(growth.request)
+            self._grow_alike([each for each in growths if self._can_grow_at_once(each)])
             self._grow_alike([each for each in growths if self._can_draw_at_once(each)])
 
     def _grow_alike(self, growths: Sequence[_Growth]) -> None:
@@ -222,7 +226,7 @@ class ModelDrafter(Drafter):
             self._shape.positions(budget),
             budget.min_token_prob,
             budget.min_path_prob,
-            self._growth_draw(growth.request),
+            growth.at_once,
         )
 
     def _growth_draw(self, request: Request) -> GrowthDraw | None:
@@ -234,8 +238,7 @@ class ModelDrafter(Drafter):
 
     def _take(self, growth: _Growth, tree: GrownTree) -> None:
         """Take the nodes of a tree that the scorer has grown."""
-        request = growth.request
-        draw = self._growth_draw(request)
+        request, draw = growth.request, growth.at_once
 
         def q_of(logits: Tensor) -> Distribution:
             assert draw is not None
@@ -248,19 +251,17 @@ class ModelDrafter(Drafter):
         growth.frontier = []
         self._scorer.finish_draft(growth.request, len(growth.pending))
 
-    def _can_grow_at_once(self, request: Request) -> bool:
+    def _can_grow_at_once(self, growth: _Growth) -> bool:
         """Whether the children of a node are the most probable tokens of the raw logits.
 
         The model's own rules and bad words may forbid some of them, which are then not drafted.
         """
-        probable = self._takes_most_probable(request)
-        return probable and not request.sampler.params_change_logits
+        return growth.at_once is None and not growth.request.sampler.params_change_logits
 
     def _can_draw_at_once(self, growth: _Growth) -> bool:
         """Whether the children of a node are drawn without replacement from the raw logits."""
-        request, budget = growth.request, growth.budget
-        draw = self._growth_draw(request)
-        if draw is None or self.independent_siblings or request.sampler.changes_logits:
+        draw, budget = growth.at_once, growth.budget
+        if draw is None or self.independent_siblings or growth.request.sampler.changes_logits:
             return False
         # Of independent draws, probabilities after truncation are known only later.
         stops = budget.min_token_prob or budget.min_path_prob

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from foretoken.errors import ForetokenError
 
-__all__ = ["Pool"]
+__all__ = ["Pool", "closed_error"]
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class Pool:
             if not future.set_running_or_notify_cancel():
                 return
             if self._closed:
-                future.set_exception(_closed())
+                future.set_exception(closed_error())
                 return
             try:
                 future.set_result(act())
@@ -60,7 +60,7 @@ class Pool:
 
         with self._lock:
             if self._closed:
-                raise _closed()
+                raise closed_error()
             self._queue.put(run)
         return future
 
@@ -84,5 +84,6 @@ class Pool:
             del act  # and what it holds, while this waits for the next
 
 
-def _closed() -> ForetokenError:
+def closed_error() -> ForetokenError:
+    """What is raised for whatever comes after the end."""
     return ForetokenError("the engine was closed: make a new AsyncLLM.")

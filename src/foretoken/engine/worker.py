@@ -17,6 +17,7 @@ from typing import TypeAlias, TypeVar
 from foretoken.engine.jobs import Job
 from foretoken.engine.llm_engine import LLMEngine
 from foretoken.engine.outbox import Outbox
+from foretoken.engine.pool import closed_error
 from foretoken.engine.runs import StepReport
 from foretoken.errors import ForetokenError, in_one_line
 from foretoken.outputs import StreamChunk
@@ -39,14 +40,14 @@ class Worker:
 
     Args:
         engine: the engine.
-        observe: called with the report of each step, in the worker's thread.
+
+    Attributes:
+        observe: called with the report of each step, in the worker's thread; None if nobody asks.
     """
 
-    def __init__(
-        self, engine: LLMEngine, observe: Callable[[StepReport], object] | None = None
-    ) -> None:
+    def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
-        self.observe = observe
+        self.observe: Callable[[StepReport], object] | None = None
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._outbox = Outbox()
         self._jobs: dict[int, tuple[Job, Deliver]] = {}  # by the job's id
@@ -187,5 +188,5 @@ class Worker:
     def _send(self, command: Callable[[], None]) -> None:
         with self._lock:
             if self._closed:
-                raise ForetokenError("the engine was closed: make a new AsyncLLM.")
+                raise closed_error()
             self._inbox.put(command)

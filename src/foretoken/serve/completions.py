@@ -14,10 +14,11 @@ from foretoken.core.detokenizer import Detokenizer
 from foretoken.core.logprobs import TokenLogprobs
 from foretoken.core.params import SamplingParams
 from foretoken.outputs import CompletionOutput, RequestOutput, StreamChunk, StreamedToken
+from foretoken.serve.answers import responded
 from foretoken.serve.body import read
 from foretoken.serve.chat_prompt import text_ids
 from foretoken.serve.errors import invalid
-from foretoken.serve.events import DONE, EventStream, as_json, data
+from foretoken.serve.events import DONE, data
 from foretoken.serve.fields import CompletionBody
 from foretoken.serve.rendering import (
     all_outputs,
@@ -28,7 +29,7 @@ from foretoken.serve.rendering import (
     stop_fields,
     usage_of,
 )
-from foretoken.serve.running import GONE, Prepared, Run, started, while_connected
+from foretoken.serve.running import Prepared, Run, started
 from foretoken.serve.sampling import form_of, params_of
 from foretoken.serve.schema import takes
 from foretoken.serve.state import ServerState, state_of
@@ -57,16 +58,7 @@ async def create_completion(request: Request) -> Response:
         trace=body.foretoken is not None and body.foretoken.trace,
     )
     answer = _Answer(body, prompts, run, state)
-    if body.stream:
-        return EventStream(run, answer.events(), state.settings.write_timeout)
-    try:
-        results = await while_connected(request, run.results())
-        if results is None:
-            return GONE
-        content = await state.llm.off_loop(lambda: as_json(answer.whole(results)))
-        return Response(content, media_type="application/json")
-    finally:
-        run.close()
+    return await responded(request, state, run, answer, stream=body.stream)
 
 
 def _prompts(body: CompletionBody, state: ServerState) -> list[str | list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -11,14 +11,15 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from foretoken.core.params import SamplingParams
-from foretoken.outputs import CompletionOutput
+from foretoken.outputs import CompletionOutput, RequestOutput
+from foretoken.serve.answers import responded
 from foretoken.serve.body import read
 from foretoken.serve.chat_prompt import chat_ids
 from foretoken.serve.errors import APIError, invalid
-from foretoken.serve.events import EventStream, as_json, event
+from foretoken.serve.events import event
 from foretoken.serve.fields import Message, ResponseBody, SamplingBody
 from foretoken.serve.rendering import new_id, usage_of
-from foretoken.serve.running import GONE, Prepared, Run, started, while_connected
+from foretoken.serve.running import Prepared, Run, started
 from foretoken.serve.sampling import form_of, params_of
 from foretoken.serve.schema import takes
 from foretoken.serve.state import ServerState, state_of
@@ -35,16 +36,7 @@ async def create_response(request: Request) -> Response:
     body = await read(request, ResponseBody, state.settings)
     run = await started(request, state, body, 1, partial(_prepared, body, state), "input")
     answer = _Answer(body, run, state)
-    if body.stream:
-        return EventStream(run, answer.events(), state.settings.write_timeout)
-    try:
-        results = await while_connected(request, run.results())
-        if results is None:
-            return GONE
-        content = await state.llm.off_loop(lambda: as_json(answer.whole(results[0].outputs[0])))
-        return Response(content, media_type="application/json")
-    finally:
-        run.close()
+    return await responded(request, state, run, answer, stream=body.stream)
 
 
 def _messages(body: ResponseBody) -> list[Message]:
@@ -99,8 +91,11 @@ class _Answer:
             "max_output_tokens": body.max_output_tokens,
         }
 
-    def whole(self, output: CompletionOutput) -> dict[str, Any]:
+    def whole(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
         """The response when it has ended."""
+        return self._ended(results[0].outputs[0])
+
+    def _ended(self, output: CompletionOutput) -> dict[str, Any]:
         usage, cut = usage_of(self._run, [output]), output.finish_reason == "length"
         return {
             **self._head,
@@ -164,7 +159,7 @@ class _Answer:
         assert output is not None, "the last chunk has the output"
         yield made("response.output_text.done", **place, text=output.text, logprobs=[])
         yield made("response.content_part.done", **place, part=_part(output.text))
-        whole = self.whole(output)
+        whole = self._ended(output)
         yield made("response.output_item.done", output_index=0, item=whole["output"][0])
         yield made(f"response.{whole['status']}", response=whole)
 
