@@ -76,7 +76,8 @@ def test_it_keeps_its_own_quantization() -> None:
 
 def test_for_one_request() -> None:
     draft, llm = small(), LLM(tiny_model(head_dim=32))
-    (out,) = llm.generate(PROMPTS[:1], GREEDY, speculative_config={"model": draft})
+    config = {"model": draft, "controller": "fixed"}
+    (out,) = llm.generate(PROMPTS[:1], GREEDY, speculative_config=config)
     assert out.metrics.num_draft_tokens > 0
     assert [list(out.outputs[0].token_ids)] == tokens(llm)[:1]
 
