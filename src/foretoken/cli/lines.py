@@ -42,8 +42,7 @@ def generate_lines(
         ForetokenError: a request failed. The other lines are complete.
     """
     places = list(range(len(lines))) if results is None else results.begin(llm, lines)
-    references = [lines[place].references or () for place in places]
-    quoted = llm.engine.references.read_all(len(references), references)
+    quoted = llm.engine.references.read_all([lines[place].references for place in places])
     jobs = deque(
         _job(llm, lines[place], as_prompt(lines[place]), texts)
         for place, texts in zip(places, quoted, strict=True)
@@ -75,9 +74,11 @@ def generate_lines(
 
 
 def _job(llm: LLM, line: Line, prompt: Prompt, references: Any) -> Job:
+    from foretoken.engine.job_spec import JobSpec
+
+    spec = JobSpec(prompt, line.params, references=references, prediction=line.prediction)
     try:
-        expected = llm.engine.references.prediction(line.prediction)
-        return llm.engine.job(prompt, line.params, references=references, prediction=expected)
+        return llm.engine.job(spec)
     except PromptError as error:
         raise PromptError(f"line {line.number}: {error}") from None
 
