@@ -21,6 +21,7 @@ from foretoken import (
     StreamChunk,
 )
 from foretoken.engine.job_spec import JobSpec
+from foretoken.engine.llm_engine import LLMEngine
 from tests.engine.serving import assert_empty, bits
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -289,3 +290,82 @@ def test_prompts_with_strategies_of_their_own_take_one_turn(
     assert turns == ["foretoken-engine"]
     assert all(each[-1].finished for each in chunks)
     assert [each[-1].prompt_index for each in chunks] == [0, 1, 2, 3]
+
+
+def test_a_request_that_cannot_be_queued_ends_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm, start = llm_of(), LLMEngine.start
+
+    def failing(self: LLMEngine, jobs: Any) -> None:
+        if jobs[0].prompt == "bad":
+            raise RuntimeError("made to fail")
+        start(self, jobs)
+
+    monkeypatch.setattr(LLMEngine, "start", failing)
+
+    async def both(asynchronous: AsyncLLM) -> Any:
+        bad, good = collected(asynchronous, "bad", GREEDY), collected(asynchronous, "one", GREEDY)
+        return await asyncio.gather(good, bad, return_exceptions=True)
+
+    good, bad = run(llm, both)
+    assert isinstance(bad, RequestError)
+    assert "made to fail" in str(bad)
+    assert good[-1].output.finish_reason == "length"
+    assert "could not be queued" in caplog.text
+
+
+def test_an_observer_that_fails_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def observe(_: Any) -> None:
+        raise RuntimeError("made to fail")
+
+    async def observed(asynchronous: AsyncLLM) -> list[StreamChunk]:
+        asynchronous.worker.observe = observe
+        return await collected(asynchronous, "one", GREEDY)
+
+    assert run(llm_of(), observed)[-1].finished
+    assert len([record for record in caplog.records if "counted" in record.getMessage()]) == 1
+
+
+def test_a_request_that_is_stopped_gives_its_end() -> None:
+    async def stopped(asynchronous: AsyncLLM) -> list[StreamChunk]:
+        (request,) = await asynchronous.submit(
+            [JobSpec("one", SEVERAL.model_copy(update={"max_tokens": None}))]
+        )
+        chunks = [await anext(request)]
+        request.stop()
+        return [*chunks, *[chunk async for chunk in request]]
+
+    chunks = run(llm_of(), stopped)
+    ends = [chunk.output for chunk in chunks if chunk.output]
+    assert [each.finish_reason for each in ends] == ["abort"] * 3
+    for end in ends:
+        tokens = [t for chunk in chunks if chunk.index == end.index for t in chunk.tokens]
+        assert tuple(token.token_id for token in tokens) == end.token_ids
+        assert sum(step.committed for step in end.trace.steps) == len(tokens)
+
+
+def test_closing_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, go_on, begun = llm_of(), Event(), Event()
+    advance = llm.engine.advance
+
+    def slow() -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        return advance()
+
+    monkeypatch.setattr(llm.engine, "advance", slow)
+
+    async def main() -> None:
+        asynchronous = AsyncLLM(llm)
+        (request,) = await asynchronous.submit([JobSpec("one", GREEDY)])
+        await asyncio.to_thread(begun.wait, 60)
+        assert not asynchronous.close(timeout=0.01)
+        go_on.set()
+        with pytest.raises(RequestError, match="closed"):
+            async for _ in request:
+                pass
+        assert asynchronous.close()
+
+    asyncio.run(main())
+    assert_empty(llm)

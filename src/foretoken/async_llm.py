@@ -92,6 +92,19 @@ class AsyncRequest:
             self._news.set()
             self._worker.end(self.job)
 
+    def stop(self) -> None:
+        """End the outputs where they are, with the reason "abort"; their last chunks still come."""
+        if self._open and self._failure is None:
+            self._worker.stop(self.job)
+
+    def give_up(self, error: Exception) -> None:
+        """End the request at once, with this error for whoever waits for its next chunk."""
+        if self._open and self._failure is None:
+            self._failure = error
+            self._chunks.clear()
+            self._news.set()
+            self._worker.end(self.job)
+
     def result(self) -> RequestOutput:
         """All outputs with the tokens generated so far."""
         return self.job.result()
@@ -201,11 +214,18 @@ class AsyncLLM:
         """Run this in the engine's thread, between two steps."""
         return await asyncio.wrap_future(self.worker.call(act))
 
-    def close(self) -> None:
-        """End all requests and the threads; those who wait for a chunk get a RequestError."""
-        self.worker.close()
+    def close(self, timeout: float | None = None) -> bool:
+        """End all requests and the threads; those who wait for a chunk get a RequestError.
+
+        Args:
+            timeout: seconds to wait for the step that runs; None waits for its end.
+
+        Returns:
+            Whether the engine's thread has ended. If not, it ends after the step.
+        """
         self._preparing.close()
         self._rendering.close()
+        return self.worker.close(timeout)
 
     async def __aenter__(self) -> AsyncLLM:
         """The `AsyncLLM` itself."""

@@ -162,22 +162,24 @@ def held(server: Served, monkeypatch: pytest.MonkeyPatch, steps: int) -> Event:
 
 @pytest.mark.parametrize("by", ["button", "key"])
 def test_stop(page: Page, server: Served, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The part that has come stays, and the engine is free at once."""
+    """The part that has come stays, with its trace, and the engine is free after its step."""
     configure(page, max_tokens=900, seed=5)
     go_on = held(server, monkeypatch, 3)
     answer = ask(page)
     expect(answer.locator(".token")).to_have_count(12)
     shot(page, "chat-streaming")
     expect(answer.locator(".state")).to_have_text("generating …")
-    if by == "button":
-        page.get_by_role("button", name="Stop").click()
-    else:
-        page.keyboard.press("Escape")
+    with page.expect_response("**/cancel") as told:
+        if by == "button":
+            page.get_by_role("button", name="Stop").click()
+        else:
+            page.keyboard.press("Escape")
+    assert told.value.status == 204
+    go_on.set()  # the step that runs
     expect(answer.locator(".state")).to_have_text("stopped")
-    go_on.set()
     expect(answer.locator(".failure")).to_have_count(0)
     wait_until_idle(server)
-    expect(answer.locator(".token")).to_have_count(12)
+    expect(answer.get_by_role("link", name="Trace")).to_be_visible()
 
 
 def test_escape_leaves_a_trace_before_it_stops_an_answer(
@@ -194,9 +196,10 @@ def test_escape_leaves_a_trace_before_it_stops_an_answer(
     page.keyboard.press("Escape")
     expect(answer.locator(".state")).to_be_visible()
     expect(answer.locator(".state")).to_have_text("generating …")
-    page.keyboard.press("Escape")
-    expect(answer.locator(".state")).to_have_text("stopped")
+    with page.expect_response("**/cancel"):
+        page.keyboard.press("Escape")
     go_on.set()
+    expect(answer.locator(".state")).to_have_text("stopped")
     wait_until_idle(server)
 
 

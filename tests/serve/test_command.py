@@ -26,9 +26,9 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def process(*arguments: object) -> Iterator[tuple[Program, str]]:
+def process(*arguments: object, code: str = MAIN) -> Iterator[tuple[Program, str]]:
     """A running server and its URL."""
-    with Program(MAIN, "serve", *arguments, "--port", 0, env=environment()) as program:
+    with Program(code, "serve", *arguments, "--port", 0, env=environment()) as program:
         assert program.stderr is not None
         line = program.stderr.readline().decode()
         found = re.search(r"at (http://\S+)/v1; Ctrl-C", line)
@@ -79,6 +79,36 @@ def test_ctrl_c_and_the_grace_period(tiny_folder: Path) -> None:
             assert program.wait() == 130
         assert program.stderr is not None
         assert program.stderr.read().splitlines()[-1] == b"interrupted"
+
+
+STUCK = """
+import time
+from foretoken.engine.runs import Runs
+from foretoken.serve import run
+run.LAST_STEP = 0.1
+advance, steps = Runs.advance, iter(range(3))
+Runs.advance = lambda self: advance(self) if next(steps, None) is not None else time.sleep(10**6)
+"""
+"""The engine's fourth step has no end."""
+
+
+def test_a_step_without_an_end_does_not_hold_up_the_end(tiny_folder: Path) -> None:
+    options = ("--shutdown-timeout", 0, "--no-log-requests", "--served-model-name", "mine")
+    with process(tiny_folder, *options, code=STUCK + MAIN) as (program, url):
+        body = BODY | {"stream": True, "max_tokens": 300}
+        with (
+            httpx2.Client(base_url=url, timeout=120) as client,
+            client.stream("POST", "/v1/completions", json=body) as response,
+        ):
+            pieces = response.iter_text()
+            text = next(pieces)
+            program.send_signal(signal.SIGTERM)
+            text += "".join(pieces)
+        assert "the server is shutting down" in text
+        assert "[DONE]" not in text
+        assert program.wait() == 0
+        assert program.stderr is not None
+        assert b"the process ends without it" in program.stderr.read()
 
 
 def test_a_port_in_use(run: Run) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import closing
@@ -25,6 +27,7 @@ from tests.serve.support import MODEL, Served, samples, served, tiny_llm
 
 ENDLESS = {"model": MODEL, "prompt": "hello", "max_tokens": 900, "ignore_eos": True}
 KEYS = ("first-key", "second-key")
+HELLO = {"role": "user", "content": "hello"}
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +52,14 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 class Gate:
-    """Lets the engine's steps through, or holds them back."""
+    """Lets the engine's steps through, or holds them back after the first ones."""
 
-    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.open, advance = False, llm.engine.advance
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch, steps: int = 0) -> None:
+        self.open, advance, left = False, llm.engine.advance, iter(range(steps))
 
         def wait() -> Any:
-            until(lambda: self.open)
+            if next(left, None) is None:
+                until(lambda: self.open)
             return advance()
 
         monkeypatch.setattr(llm.engine, "advance", wait)
@@ -108,6 +112,30 @@ def test_origins(strict: Served, server: Served) -> None:
         assert (answer.headers.get(header) == origin) is allowed
         assert header not in server.http.options("/v1/completions", headers=ask).headers
         assert header not in server.http.get("/health", headers={"Origin": origin}).headers
+
+
+def test_pages_of_allowed_origins_can_read_answers_and_errors(strict: Served) -> None:
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 2, "temperature": 0}
+    for content, key, status in ((body, KEYS[0], 200), (body, "x", 401), ({}, KEYS[0], 400)):
+        headers = {"Origin": "https://here.example", "Authorization": f"Bearer {key}"}
+        answer = strict.http.post("/v1/completions", json=content, headers=headers)
+        assert answer.status_code == status
+        assert answer.headers["access-control-allow-origin"] == "https://here.example"
+        assert answer.headers["access-control-expose-headers"] == "X-Request-Id, Retry-After"
+        assert "Origin" in answer.headers["vary"]
+        assert "access-control-allow-credentials" not in answer.headers
+        headers["Origin"] = "https://there.example"
+        answer = strict.http.post("/v1/completions", json=content, headers=headers)
+        assert answer.status_code == 403
+        assert "access-control-allow-origin" not in answer.headers
+
+
+def test_any_origin_may_be_allowed() -> None:
+    with served(allowed_origins=("*",), host="127.0.0.1") as running:
+        headers = {"Origin": "https://anywhere.example"}
+        for path in ("/health", "/v1/models"):
+            answer = running.http.get(path, headers=headers)
+            assert answer.headers["access-control-allow-origin"] == "*"
 
 
 # Limits
@@ -273,6 +301,94 @@ def test_ended_outputs_take_no_place() -> None:
         for run in (slow, running, third):
             run.close()
         assert state.open_sequences == 0
+
+
+def test_a_connection_whose_client_takes_nothing_is_dropped() -> None:
+    """It would stay half open: `close` waits until all was taken."""
+    with served(write_timeout=0.2) as running:
+        prompt = {"model": MODEL, "prompt": "x" * 900, "max_tokens": 0, "temperature": 0}
+        asks = request_of(prompt | {"echo": True, "logprobs": 5})
+        with socket.create_connection(("127.0.0.1", running.port), timeout=60) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            until(lambda: len(running.server.server_state.connections) == 1)
+            with pytest.raises(ConnectionError):  # noqa: PT012
+                while True:  # answers that nobody reads
+                    connection.sendall(asks)
+                    time.sleep(0.002)
+            until(lambda: not running.server.server_state.connections)
+        until(lambda: running.state.open_sequences == 0)
+
+
+# The end
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_clients_are_told_when_the_time_is_over(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    llm = tiny_llm()
+    with served(llm, shutdown_timeout=0.0) as running:
+        gate = Gate(llm, monkeypatch)
+        with raw(running, request_of({**ENDLESS, "stream": stream})) as connection:
+            until(lambda: bool(running.state.llm.worker._jobs))
+            running.server.handle_exit(signal.SIGTERM, None)
+            content = b""
+            while part := connection.recv(1000):
+                content += part
+        gate.open = True
+    assert content.startswith(b"HTTP/1.1 200" if stream else b"HTTP/1.1 503")
+    assert b"the server is shutting down" in content
+    assert b"[DONE]" not in content
+
+
+def test_a_request_that_is_prepared_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, begun = threading.Event(), threading.Event()
+
+    def slow(*_: Any, **__: Any) -> Any:
+        begun.set()
+        go_on.wait(60)
+        raise ForetokenError("made to fail")
+
+    monkeypatch.setattr("foretoken.serve.completions.text_ids", slow)
+    with served(shutdown_timeout=0.0) as running:
+        with raw(running, request_of(ENDLESS)) as connection:
+            assert begun.wait(60)
+            running.server.handle_exit(signal.SIGTERM, None)
+            assert connection.recv(1000).startswith(b"HTTP/1.1 503")
+        go_on.set()
+
+
+# Stopping an answer
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_an_answer_that_its_client_stops(
+    server: Served, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(server.llm, monkeypatch, steps=3)
+    body: dict[str, Any] = {"model": MODEL, "stream": True, "seed": 3}
+    if path == "/v1/responses":
+        body |= {"input": "hello", "max_output_tokens": 900}
+    else:
+        body |= {"max_tokens": 900, "ignore_eos": True, "foretoken": {"trace": True}}
+        body |= {"prompt": "a"} if "chat" not in path else {"messages": [HELLO]}
+    with server.http.stream("POST", path, json=body) as response:
+        lines = (line for line in response.iter_lines() if line.startswith("data: "))
+        first = json.loads(next(lines).removeprefix("data: "))
+        response_id = first.get("id") or first["response"]["id"]
+        told = server.http.post(f"{path}/{response_id}/cancel")
+        assert told.status_code == 204
+        gate.open = True
+        events = [json.loads(x.removeprefix("data: ")) for x in lines if x != "data: [DONE]"]
+    last = events[-1]
+    if path == "/v1/responses":
+        assert last["type"] == "response.incomplete"
+        assert last["response"]["status"] == "incomplete"
+    else:
+        assert last["choices"][0]["finish_reason"] == "abort"
+        assert last["choices"][0]["foretoken"]["trace"]["steps"]
+    until(lambda: server.state.open_sequences == 0)
+    assert server.http.post(f"{path}/{response_id}/cancel").status_code == 404
 
 
 # Faults

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TypeAlias, TypeVar
 
@@ -54,6 +55,7 @@ class Worker:
         self._lock = threading.Lock()  # nothing enters the inbox behind the command that closes it
         self._closed = False
         self._running = True
+        self._observes = True  # and nothing was wrong with it so far
         self._thread = threading.Thread(target=self._run, name="foretoken-engine", daemon=True)
         self._thread.start()
 
@@ -72,10 +74,13 @@ class Worker:
 
     def end(self, job: Job) -> None:
         """Abort a job and deliver no more of it, if it has not ended; returns at once."""
-        try:
+        with suppress(ForetokenError):  # closing has ended it
             self._send(lambda: self._end(job))
-        except ForetokenError:  # closing has ended it
-            return
+
+    def stop(self, job: Job) -> None:
+        """End the outputs of a job where they are; their last chunks still come."""
+        with suppress(ForetokenError):  # closing has ended it
+            self._send(lambda: self._stop_early(job))
 
     def call(self, act: Callable[[], T]) -> Future[T]:
         """Let the thread run this between two steps.
@@ -98,11 +103,19 @@ class Worker:
         self._send(run)
         return future
 
-    def close(self) -> None:
-        """End all jobs and the thread; nothing happens if it is closed."""
+    def close(self, timeout: float | None = None) -> bool:
+        """End all jobs and the thread.
+
+        Args:
+            timeout: seconds to wait for the step that runs; None waits for its end.
+
+        Returns:
+            Whether the thread has ended. If not, it ends after the step.
+        """
         self._close()
         if self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def _close(self) -> None:
         with self._lock:
@@ -139,10 +152,20 @@ class Worker:
 
     def _advance(self) -> None:
         report = self._engine.advance()
-        if report is not None and self.observe is not None:
-            self.observe(report)  # first: who has read an answer finds it in the metrics
+        if report is not None:
+            self._observe(report)  # first: who has read an answer finds it in the metrics
         for job in self._outbox.take():
             self._report(job)
+
+    def _observe(self, report: StepReport) -> None:
+        if self.observe is None:
+            return
+        try:
+            self.observe(report)
+        except Exception:  # what counts the steps does not end the requests
+            if self._observes:
+                self._observes = False
+                _log.exception("a step could not be counted; later failures are not logged")
 
     def _report(self, job: Job) -> None:
         _, deliver = self._jobs.get(id(job), (job, None))
@@ -151,9 +174,7 @@ class Worker:
         try:
             chunks = job.take()
         except Exception as error:  # its text or trace cannot be made
-            del self._jobs[id(job)]
-            deliver((), error)
-            self._engine.end([job])
+            self._fail(job, error)
             return
         if job.all_taken:
             del self._jobs[id(job)]
@@ -162,11 +183,32 @@ class Worker:
     def _start(self, job: Job, deliver: Deliver) -> None:
         self._jobs[id(job)] = job, deliver
         self._outbox.watch([job])
-        self._engine.start([job])
+        try:
+            self._engine.start([job])
+        except Exception as error:
+            _log.exception("a request could not be queued")
+            self._fail(job, error)
 
     def _end(self, job: Job) -> None:
         if self._jobs.pop(id(job), None) is not None:
+            self._free(job)
+
+    def _stop_early(self, job: Job) -> None:
+        if id(job) in self._jobs:
+            self._free(job)
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        """End one job because of an error that is its own."""
+        _, deliver = self._jobs.pop(id(job))
+        deliver((), error)
+        self._free(job)
+
+    def _free(self, job: Job) -> None:
+        """Let the engine end a job. If it cannot, that is no reason to end others."""
+        try:
             self._engine.end([job])
+        except Exception:
+            _log.exception("a request could not be ended")
 
     def _give_up(self, error: Exception) -> None:
         """End all jobs because of an error that is not of one of them."""
@@ -174,10 +216,7 @@ class Worker:
         for _, deliver in jobs:
             deliver((), error)
         for job, _ in jobs:
-            try:
-                self._engine.end([job])
-            except Exception:
-                _log.exception("a request could not be ended")
+            self._free(job)
 
     def _stop(self) -> None:
         self._running = False

@@ -10,7 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from foretoken import __version__
 from foretoken.async_llm import AsyncLLM
-from foretoken.serve import chat, completions, info, page, responses
+from foretoken.serve import chat, completions, info, page, responses, stopping
 from foretoken.serve.errors import APIError
 from foretoken.serve.events import as_json
 from foretoken.serve.middleware import Authentication, Faults, RequestLog
@@ -38,7 +38,7 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
         redoc_url=None,
     )
     app.state.server = ServerState(llm, settings)
-    for each in (chat, completions, responses, info, page):
+    for each in (chat, completions, responses, stopping, info, page):
         app.include_router(each.router)
     app.add_exception_handler(APIError, _answered)
     app.add_exception_handler(HTTPException, _of_routing)

@@ -15,14 +15,13 @@ from foretoken.serve.answers import responded
 from foretoken.serve.body import read
 from foretoken.serve.chat_prompt import chat_ids
 from foretoken.serve.errors import invalid
-from foretoken.serve.events import DONE, data
+from foretoken.serve.events import data
 from foretoken.serve.fields import ChatBody
 from foretoken.serve.messages import Tool
 from foretoken.serve.rendering import (
     all_outputs,
     chat_logprobs,
     details_of,
-    new_id,
     prompt_logprobs,
     stop_fields,
     usage_of,
@@ -31,6 +30,7 @@ from foretoken.serve.running import Run, started
 from foretoken.serve.sampling import form_of, params_of
 from foretoken.serve.schema import takes
 from foretoken.serve.state import ServerState, state_of
+from foretoken.serve.stream_end import chunk_usage, last_events, refuse_stream_options
 from foretoken.serve.tools import Call, CallFinder, forced_form, forced_name, tools_of
 
 __all__ = ["router"]
@@ -63,8 +63,7 @@ def _check(body: ChatBody) -> None:
         raise invalid("max_tokens", "max_tokens and max_completion_tokens mean the same: send one.")
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", 'top_logprobs need "logprobs": true.')
-    if body.stream_options is not None and not body.stream:
-        raise invalid("stream_options", 'stream_options need "stream": true.')
+    refuse_stream_options(body)
     if body.parallel_tool_calls is not None and not body.tools:
         raise invalid("parallel_tool_calls", "parallel_tool_calls needs tools.")
     if body.add_special_tokens:
@@ -112,7 +111,7 @@ class _Answer:
         self._body, self._tools, self._run, self._state = body, tools, run, state
         self._forced = forced_name(body)
         self._head = {
-            "id": new_id("chatcmpl-"),
+            "id": run.named("chatcmpl-"),
             "created": int(time.time()),
             "model": state.settings.model,
         }
@@ -163,23 +162,21 @@ class _Answer:
 
     async def events(self) -> AsyncIterator[bytes]:
         """The chunks of the response."""
-        body, options = self._body, self._body.stream_options
+        body = self._body
         head = {**self._head, "object": "chat.completion.chunk"}
-        continuous = options is not None and options.continuous_usage_stats
         writers = [self._writer() for _ in range(body.n or 1)]
         for index in range(len(writers)):
             delta = {"role": "assistant", "content": ""}
             choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
             yield data({**head, "choices": [choice]})
         async for _, chunk in self._run.chunks():
-            more: dict[str, Any] = {"usage": usage_of(self._run)} if continuous else {}
+            more = chunk_usage(body, self._run)
             make = partial(self._chunk_data, head, writers[chunk.index], chunk, more)
             traced = chunk.finished and body.foretoken is not None
             large = traced or chunk.prompt_logprobs is not None
             yield await self._state.llm.off_loop(make) if large else make()
-        if options is not None and options.include_usage:
-            yield data({**head, "choices": [], "usage": usage_of(self._run)})
-        yield DONE
+        for each in last_events(body, self._run, head):
+            yield each
 
     def _chunk_data(
         self, head: dict[str, Any], writer: _Writer, chunk: StreamChunk, more: dict[str, Any]

@@ -19,13 +19,12 @@ from foretoken.serve.answers import responded
 from foretoken.serve.body import read
 from foretoken.serve.chat_prompt import text_ids
 from foretoken.serve.errors import invalid
-from foretoken.serve.events import DONE, data
+from foretoken.serve.events import data
 from foretoken.serve.fields import CompletionBody
 from foretoken.serve.rendering import (
     all_outputs,
     completion_logprobs,
     details_of,
-    new_id,
     prompt_logprobs,
     stop_fields,
     usage_of,
@@ -34,6 +33,7 @@ from foretoken.serve.running import Run, started
 from foretoken.serve.sampling import form_of, params_of
 from foretoken.serve.schema import takes
 from foretoken.serve.state import ServerState, state_of
+from foretoken.serve.stream_end import chunk_usage, last_events, refuse_stream_options
 
 __all__ = ["router"]
 
@@ -74,8 +74,7 @@ def _check(body: CompletionBody) -> None:
     """Refuse combinations that would ignore a field."""
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise invalid("best_of", "best_of: it must be n here: choose among the outputs yourself.")
-    if body.stream_options is not None and not body.stream:
-        raise invalid("stream_options", 'stream_options need "stream": true.')
+    refuse_stream_options(body)
     first = body.prompt if isinstance(body.prompt, str) else body.prompt[0]
     if body.add_special_tokens is not None and not isinstance(first, str):
         raise invalid(
@@ -122,12 +121,13 @@ class _Answer:
     ) -> None:
         self._body, self._prompts, self._run, self._state = body, prompts, run, state
         self._head = {
-            "id": new_id("cmpl-"),
+            "id": run.named("cmpl-"),
             "object": "text_completion",
             "created": int(time.time()),
             "model": state.settings.model,
         }
         self._lengths: dict[int, int] = {}  # of the text of each choice that was sent
+        self._echoes: dict[int, tuple[list[int], list[str]]] = {}  # of each prompt
 
     def whole(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
         """The response, to be made off the loop."""
@@ -144,17 +144,14 @@ class _Answer:
 
     async def events(self) -> AsyncIterator[bytes]:
         """The chunks of the response."""
-        options = self._body.stream_options
-        continuous = options is not None and options.continuous_usage_stats
         async for index, chunk in self._run.chunks():
             place = index * (self._body.n or 1) + chunk.index
             begins = place not in self._lengths
-            usage = {"usage": usage_of(self._run)} if continuous else {}
+            usage = chunk_usage(self._body, self._run)
             make = partial(self._chunk_data, index, chunk, begins=begins, usage=usage)
             yield await self._made(make, chunk, begins=begins)
-        if options is not None and options.include_usage:
-            yield data({**self._head, "choices": [], "usage": usage_of(self._run)})
-        yield DONE
+        for each in last_events(self._body, self._run, self._head):
+            yield each
 
     def _chunk_data(
         self, prompt_index: int, chunk: StreamChunk, *, begins: bool, usage: dict[str, Any]
@@ -209,7 +206,12 @@ class _Answer:
         return choice
 
     def _echoed(self, prompt_index: int) -> tuple[list[int], list[str]]:
-        """Ids of the prompt, and texts that make its text together."""
+        """Ids of the prompt, and texts that make its text together; made once for all outputs."""
+        if prompt_index not in self._echoes:
+            self._echoes[prompt_index] = self._echo(prompt_index)
+        return self._echoes[prompt_index]
+
+    def _echo(self, prompt_index: int) -> tuple[list[int], list[str]]:
         request = self._run.requests[prompt_index].job.requests[0]
         given, ids = self._prompts[prompt_index], list(request.prompt_ids)
         tokenizer, most = self._state.llm.llm.tokenizer, self._body.truncate_prompt_tokens

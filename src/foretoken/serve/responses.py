@@ -30,6 +30,9 @@ __all__ = ["router"]
 
 router = APIRouter()
 
+_CUT = {"length": "max_output_tokens", "abort": "cancelled"}
+"""Why an output is not complete, by its finish reason."""
+
 
 @router.post("/v1/responses", **takes(ResponseBody))
 async def create_response(request: Request) -> Response:
@@ -77,7 +80,7 @@ class _Answer:
         self._body, self._run = body, run
         self._item = new_id("msg_")
         self._head = {
-            "id": new_id("resp_"),
+            "id": run.named("resp_"),
             "object": "response",
             "created_at": int(time.time()),
             "model": state.settings.model,
@@ -99,11 +102,11 @@ class _Answer:
         return self._ended(results[0].outputs[0])
 
     def _ended(self, output: CompletionOutput) -> dict[str, Any]:
-        usage, cut = usage_of(self._run, [output]), output.finish_reason == "length"
+        usage, cut = usage_of(self._run, [output]), output.finish_reason in _CUT
         return {
             **self._head,
             "status": "incomplete" if cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "incomplete_details": {"reason": _CUT[output.finish_reason]} if cut else None,
             "error": None,
             "output": [self._message(output.text, "incomplete" if cut else "completed")],
             "usage": {

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from foretoken.async_llm import AsyncLLM
 from foretoken.errors import ForetokenError
 from foretoken.serve.app import create_app
+from foretoken.serve.protocol import timed_protocol
 from foretoken.serve.settings import Settings
 from foretoken.serve.state import ServerState
 
@@ -26,55 +29,18 @@ __all__ = ["ForetokenServer", "serve"]
 _log = logging.getLogger(__name__)
 
 
-def timed_protocol(seconds: float) -> type[H11Protocol]:
-    """Uvicorn's protocol, which closes connections whose headers do not come in time.
-
-    Args:
-        seconds: from the connection, or from the first byte of a later request, to the last header.
-    """
-
-    class TimedProtocol(H11Protocol):
-        _deadline: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._wait()
-
-        def data_received(self, data: bytes) -> None:
-            if self._deadline is None and self._between_requests():
-                self._wait()
-            super().data_received(data)
-            if not self._between_requests():
-                self._stop_waiting()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_waiting()
-            super().connection_lost(exc)
-
-        def _between_requests(self) -> bool:
-            return self.cycle is None or self.cycle.response_complete
-
-        def _wait(self) -> None:
-            self._deadline = self.loop.call_later(seconds, self._give_up)
-
-        def _stop_waiting(self) -> None:
-            if self._deadline is not None:
-                self._deadline.cancel()
-                self._deadline = None
-
-        def _give_up(self) -> None:
-            self._deadline = None
-            if self._between_requests():
-                self.transport.close()
-
-    return TimedProtocol
+TELLING = 2.0
+"""Seconds after the time to end in which clients are told that their requests were cut off."""
+LAST_STEP = 5.0
+"""Seconds that a step of the engine has left after that; then the process ends in its middle."""
 
 
 class ForetokenServer(uvicorn.Server):
     """uvicorn's server with a graceful end.
 
     After SIGTERM or SIGINT, it takes no more requests and lets those that run go on for
-    `Settings.shutdown_timeout` seconds. A second SIGINT ends it at once.
+    `Settings.shutdown_timeout` seconds. Then their clients are told that they were cut off, and
+    after `TELLING` seconds all connections are closed. A second SIGINT ends it at once.
 
     Args:
         app: the app.
@@ -88,13 +54,13 @@ class ForetokenServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=timed_protocol(settings.header_timeout),
+                http=timed_protocol(settings.header_timeout, settings.write_timeout),
                 ws="none",
                 lifespan="off",
                 access_log=False,
                 log_config=None,
                 server_header=False,
-                timeout_graceful_shutdown=max(1, round(settings.shutdown_timeout)),
+                timeout_graceful_shutdown=math.ceil(settings.shutdown_timeout + TELLING),
             )
         )
         state = app.state.server
@@ -108,6 +74,15 @@ class ForetokenServer(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let the requests end, and cut off those that do not in time."""
+        loop = asyncio.get_running_loop()
+        cut = loop.call_later(self._state.settings.shutdown_timeout, self._state.cut_off)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            cut.cancel()
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to stop; also called when there is nothing to do."""
@@ -142,6 +117,9 @@ def serve(
 ) -> None:
     """Serve a model until a signal ends it, then close `llm`.
 
+    If a step of the engine still runs `LAST_STEP` seconds after the last connection was closed, the
+    process ends at once, with the exit code that it would have had.
+
     Args:
         llm: the engine.
         settings: limits and names.
@@ -158,6 +136,16 @@ def serve(
         if not llm.worker.alive:
             raise ForetokenError("the engine failed; its log says why: start the server again.")
     finally:
-        llm.close()
+        if not llm.close(LAST_STEP):
+            _leave(130 if server.interrupted else 0 if server.should_exit else 1)
     if server.interrupted:
         raise KeyboardInterrupt
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process while another thread computes, which Python's own end would wait for."""
+    _log.warning("a step of the engine did not end in time: the process ends without it")
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

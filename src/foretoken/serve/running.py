@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ from starlette.responses import Response
 
 from foretoken.async_llm import AsyncRequest
 from foretoken.engine.job_spec import JobSpec
-from foretoken.errors import ForetokenError
+from foretoken.errors import ForetokenError, RequestError
 from foretoken.outputs import CompletionOutput, RequestOutput, StreamChunk
 from foretoken.serve.errors import APIError, of_engine
 from foretoken.serve.fields import ResponseBody, SamplingBody
@@ -41,6 +42,8 @@ class Run:
     Attributes:
         log: what the request's log line says of it, when it has ended.
         entered: whether all prompts are in the engine.
+        preparing: the task that queues the prompts, as long as it does.
+        response_id: the id of the response, once it is made.
     """
 
     def __init__(
@@ -56,17 +59,27 @@ class Run:
         self._closed = False
         self._left = False
         self.entered = False
+        self.response_id: str | None = None
+        self.preparing: asyncio.Task[Any] | None = None
+        self._refusal: APIError | None = None
         state.runs.add(self)
 
     async def chunks(self) -> AsyncIterator[tuple[int, StreamChunk]]:
         """Index of the prompt, and the chunk, as they come.
 
         Raises:
-            APIError: an output has failed.
+            APIError: an output has failed, or the run was cut off.
         """
+        try:
+            async for item in self._joined():
+                self._watch(*item)
+                yield item
+        except RequestError as error:
+            raise self._refusal or error from None
+
+    async def _joined(self) -> AsyncIterator[tuple[int, StreamChunk]]:
         if len(self.requests) == 1:
             async for chunk in self.requests[0]:
-                self._watch(0, chunk)
                 yield 0, chunk
             return
         queue: asyncio.Queue[tuple[int, StreamChunk] | BaseException | None] = asyncio.Queue()
@@ -89,7 +102,6 @@ class Run:
                 if item is None:
                     left -= 1
                 else:
-                    self._watch(*item)
                     yield item
         finally:
             for task in tasks:
@@ -104,6 +116,29 @@ class Run:
         async for _ in self.chunks():
             pass
         return [request.result() for request in self.requests]
+
+    def stop(self) -> None:
+        """End all outputs where they are; their last chunks still come."""
+        for request in self.requests:
+            request.stop()
+
+    def cut_off(self, error: APIError) -> None:
+        """End all outputs, with this error for the client."""
+        self._refusal = error
+        for request in self.requests:
+            request.give_up(error)
+        if self.preparing is not None:
+            self.preparing.cancel()
+
+    def named(self, kind: str) -> str:
+        """A new id of the response, such as "cmpl-..."; clients may stop it by this id."""
+        self.response_id = f"{kind}{uuid.uuid4().hex}"
+        return self.response_id
+
+    @property
+    def refusal(self) -> APIError | None:
+        """Why it was cut off; None if it was not."""
+        return self._refusal
 
     def close(self) -> None:
         """End what still runs; nothing happens if it has ended."""
@@ -190,10 +225,15 @@ async def started(
     requests: list[AsyncRequest] = []
     run = Run(state, requests, sequences, began)
     request.state.log = run.log
+    run.preparing = task = asyncio.current_task()
     try:
         requests += await state.llm.submit(await state.llm.prepare(prepare))
     except BaseException as error:
         run.close()
+        if run.refusal is not None and isinstance(error, asyncio.CancelledError):
+            if task is not None:
+                task.uncancel()  # the client is told, and then it ends by itself
+            raise run.refusal from None
         if isinstance(error, ForetokenError):
             state.check_open()  # if it was closed meanwhile, nothing is wrong with the request
             refused = of_engine(error, type(body).model_fields, prompt_field)
@@ -201,6 +241,8 @@ async def started(
                 refused.param = _form_field(body)
             raise refused from error
         raise
+    finally:
+        run.preparing = None
     run.entered = True
     return run
 

@@ -10,7 +10,7 @@ from pydantic.json_schema import models_json_schema
 
 from foretoken.serve.body import Body
 
-__all__ = ["describe", "takes"]
+__all__ = ["describe", "fails", "takes"]
 
 _REFERENCE = "#/components/schemas/{model}"
 _ERROR = {
@@ -47,7 +47,6 @@ def takes(kind: type[Body]) -> dict[str, Any]:
     """Arguments of a route whose body is of this kind."""
     _kinds[kind.__name__] = kind
     reference = {"$ref": _REFERENCE.format(model=kind.__name__)}
-    error = {"application/json": {"schema": {"$ref": _REFERENCE.format(model="Error")}}}
     return {
         "openapi_extra": {
             "requestBody": {
@@ -55,11 +54,15 @@ def takes(kind: type[Body]) -> dict[str, Any]:
                 "content": {"application/json": {"schema": reference}},
             }
         },
-        "responses": {
-            status: {"description": meaning, "content": error}
-            for status, meaning in _STATUSES.items()
-        },
+        **fails(*_STATUSES),
     }
+
+
+def fails(*statuses: int) -> dict[str, Any]:
+    """Arguments of a route that may answer with an error object and one of these statuses."""
+    error = {"application/json": {"schema": {"$ref": _REFERENCE.format(model="Error")}}}
+    found = {status: {"description": _STATUSES[status], "content": error} for status in statuses}
+    return {"responses": found}
 
 
 def describe(app: FastAPI) -> dict[str, Any]:

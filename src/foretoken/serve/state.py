@@ -24,6 +24,8 @@ MAX_STRATEGIES = 8
 class OpenRun(Protocol):
     """Outputs that were counted by `ServerState.enter`."""
 
+    response_id: str | None
+
     @property
     def ended(self) -> bool:
         """Whether the engine has ended all of them."""
@@ -31,6 +33,14 @@ class OpenRun(Protocol):
 
     def leave(self) -> None:
         """Count them off."""
+        ...
+
+    def stop(self) -> None:
+        """End all of them where they are; the client gets what there is."""
+        ...
+
+    def cut_off(self, error: APIError) -> None:
+        """End all of them; the client gets this error."""
         ...
 
 
@@ -115,6 +125,22 @@ class ServerState:
                 headers={"Retry-After": "1"},
             )
         self.open_sequences += sequences
+
+    def cut_off(self) -> None:
+        """Tell the clients of all requests that the server shuts down before their end."""
+        for run in list(self.runs):
+            run.cut_off(_shut_down())
+
+    def stop(self, response_id: str) -> None:
+        """End the outputs of a response that is being generated.
+
+        Raises:
+            APIError: 404.
+        """
+        run = next((run for run in self.runs if run.response_id == response_id), None)
+        if run is None:
+            raise APIError(404, f"no response '{response_id[:100]}' is being generated.")
+        run.stop()
 
     def leave(self, sequences: int) -> None:
         """Count outputs off."""

@@ -36,17 +36,18 @@ export class AnswerView {
   }
 
   /** Generate it. Errors are shown in the answer, and thrown. */
-  async run(key, signal) {
+  async run(key, stopper) {
     this.root.setAttribute("aria-busy", "true");
     this.state.textContent = "waiting …";
     this.sent = performance.now();
     try {
-      for await (const part of answer(this.body, key, signal)) this.take(part);
+      for await (const part of answer(this.body, key, stopper)) this.take(part);
     } catch (error) {
-      if (error.name === "AbortError") this.finish = "stopped";
+      if (error.name === "AbortError") this.finish ??= "stopped";
       else this.tell(error);
       if (error.name !== "AbortError") throw error;
     } finally {
+      if (stopper.stopped && this.finish === "abort") this.finish = "stopped";
       this.root.removeAttribute("aria-busy");
       this.state.textContent = FINISHES[this.finish] ?? "";
     }

@@ -47,15 +47,45 @@ export async function modelName(key) {
   return (await response.json()).data[0].id;
 }
 
+const LAST = 3000; // milliseconds that a stopped answer has for its end
+
+/** Stops an answer, so that its end with the trace still comes if the server is there to send it. */
+export class Stopper {
+  #controller = new AbortController();
+  #cancel = null;
+  stopped = false;
+
+  get signal() {
+    return this.#controller.signal;
+  }
+
+  /** The answer has begun: from now on the server can be asked to end it. */
+  begun(id, key) {
+    this.#cancel ??= () => asked(`v1/chat/completions/${id}/cancel`, key, { method: "POST" });
+  }
+
+  async stop() {
+    if (this.stopped) return this.#controller.abort();
+    this.stopped = true;
+    if (!this.#cancel) return this.#controller.abort();
+    setTimeout(() => this.#controller.abort(), LAST);
+    try {
+      await this.#cancel();
+    } catch {
+      this.#controller.abort(); // another replica has it, or none
+    }
+  }
+}
+
 /**
  * The next message of a conversation, as it is generated.
  *
  * @param {Object} body of `/v1/chat/completions`, without `stream` and `foretoken`.
  * @param {string} key the API key, or "".
- * @param {AbortSignal} signal ends the request.
+ * @param {Stopper} stopper ends the answer.
  * @yields {{tokens: Object[], finish: string | null, metrics: Object?, trace: Object?}}
  */
-export async function* answer(body, key, signal) {
+export async function* answer(body, key, stopper) {
   const response = await asked("v1/chat/completions", key, {
     method: "POST",
     headers: { "Content-Type": "application/json" },
@@ -64,7 +94,7 @@ export async function* answer(body, key, signal) {
       stream: true,
       foretoken: { tokens: true, metrics: true, trace: true },
     }),
-    signal,
+    signal: stopper.signal,
   });
   let ended = false;
   for await (const data of events(response.body)) {
@@ -74,6 +104,7 @@ export async function* answer(body, key, signal) {
     }
     const value = JSON.parse(data);
     if (value.error) throw new ServerError(value.error.message, 500);
+    stopper.begun(value.id, key);
     for (const choice of value.choices)
       if (choice.foretoken)
         yield {

@@ -1,7 +1,7 @@
 // The page of a server: a chat, and the trace viewer for its answers and for traces from disk.
 
 import { AnswerView } from "./answer_view.js";
-import { ServerError, modelName } from "./api.js";
+import { ServerError, Stopper, modelName } from "./api.js";
 import { el, hasModifier, helpButton, isTyping, themeButton } from "./dom.js";
 import { opener } from "./opening.js";
 import { Settings } from "./settings.js";
@@ -15,7 +15,7 @@ const viewer = new Viewer(byId("viewer"));
 const settings = new Settings();
 const traces = new Map(); // "#trace-1" -> {trace, title}
 let model = null;
-let running = null; // AbortController of the request that runs
+let running = null; // Stopper of the answer that is generated
 let messages = [];
 
 const KEYS = [
@@ -44,7 +44,7 @@ const prompt = el("textarea", {
   "aria-label": "Message",
 });
 const send = el("button", { type: "submit", class: "primary" }, "Send");
-const stop = el("button", { type: "button", hidden: true, onclick: () => running?.abort() }, "Stop");
+const stop = el("button", { type: "button", hidden: true, onclick: () => running?.stop() }, "Stop");
 const fresh = el("button", { type: "button", onclick: startAgain }, "New chat");
 const composer = el(
   "form",
@@ -96,7 +96,7 @@ async function ask(conversation, fields) {
   const done = await generate(view);
   if (done) {
     messages = [...conversation, { role: "assistant", content: view.text }];
-    if (view.trace) view.links.append(compareButton(view, pair));
+    if (view.trace && view.finish !== "stopped") view.links.append(compareButton(view, pair));
   } else {
     const retry = () => {
       if (running) return;
@@ -109,13 +109,13 @@ async function ask(conversation, fields) {
 
 /** Whether the answer came, be it only in part because the user stopped it. */
 async function generate(view) {
-  running = new AbortController();
+  running = new Stopper();
   [send.disabled, stop.hidden, fresh.disabled] = [true, false, true];
   try {
     model ??= await modelName(settings.key);
     byId("model").textContent = model;
     view.body = { model, ...view.body };
-    await view.run(settings.key, running.signal);
+    await view.run(settings.key, running);
     announced.textContent = `The answer has ended: ${view.counts.tokens} tokens.`;
     prompt.focus({ preventScroll: true });
     return true;
@@ -230,7 +230,7 @@ document.addEventListener("keydown", (event) => {
   if (document.querySelector("dialog[open]")) return;
   if (event.key === "Escape") {
     if (!tracePage.hidden) location.hash = "";
-    else running?.abort();
+    else running?.stop();
   } else if (!tracePage.hidden) viewer.keys(event);
   else if (event.key === "/" && !hasModifier(event) && !isTyping(event.target)) {
     event.preventDefault();

@@ -1,0 +1,119 @@
+"""The connection of a client, with limits of time: for its headers, and for taking what it gets."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+__all__ = ["timed_protocol"]
+
+_log = logging.getLogger(__name__)
+
+
+class _Transport:
+    """A transport that does not stay half open: what was closed is dropped after a time.
+
+    `close` of asyncio's transports waits until the client has taken what was written, and a client
+    may take nothing for ever.
+    """
+
+    def __init__(self, transport: asyncio.Transport, seconds: float) -> None:
+        self._transport, self._seconds = transport, seconds
+        self._dropping: asyncio.TimerHandle | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def close(self) -> None:
+        """Close it when all is written, or when the time is over."""
+        self._transport.close()
+        if self._dropping is None:
+            loop = asyncio.get_running_loop()
+            self._dropping = loop.call_later(self._seconds, self._transport.abort)
+
+    def lost(self) -> None:
+        """Nothing is left to drop."""
+        if self._dropping is not None:
+            self._dropping.cancel()
+
+
+def timed_protocol(header_seconds: float, write_seconds: float) -> type[H11Protocol]:
+    """Uvicorn's protocol, which drops clients that are too slow.
+
+    Args:
+        header_seconds: from the connection, or from the first byte of a later request, to the last
+            header.
+        write_seconds: in which a client has to take something of what waits for it.
+    """
+
+    class TimedProtocol(H11Protocol):
+        _deadline: asyncio.TimerHandle | None = None
+        _stalled: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            self._wire = _Transport(transport, write_seconds)
+            super().connection_made(self._wire)  # type: ignore[arg-type]
+            self._wait()
+
+        def data_received(self, data: bytes) -> None:
+            if self._deadline is None and self._between_requests():
+                self._wait()
+            super().data_received(data)
+            if not self._between_requests():
+                self._stop_waiting()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_waiting()
+            self._go_on()
+            self._wire.lost()
+            super().connection_lost(exc)
+
+        # Headers
+
+        def _between_requests(self) -> bool:
+            return self.cycle is None or self.cycle.response_complete
+
+        def _wait(self) -> None:
+            self._deadline = self.loop.call_later(header_seconds, self._give_up)
+
+        def _stop_waiting(self) -> None:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+        def _give_up(self) -> None:
+            self._deadline = None
+            if self._between_requests():
+                self.transport.close()
+
+        # Answers
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._watch()
+
+        def resume_writing(self) -> None:
+            self._go_on()
+            super().resume_writing()
+
+        def _watch(self) -> None:
+            left = self.transport.get_write_buffer_size()
+            self._stalled = self.loop.call_later(write_seconds, self._check, left)
+
+        def _check(self, before: int) -> None:
+            """Drop a client that has taken nothing; the app sees that it has gone."""
+            if self.transport.get_write_buffer_size() < before:
+                self._watch()
+                return
+            _log.info("a client took nothing for %g s", write_seconds)
+            self.transport.abort()
+
+        def _go_on(self) -> None:
+            if self._stalled is not None:
+                self._stalled.cancel()
+                self._stalled = None
+
+    return TimedProtocol
