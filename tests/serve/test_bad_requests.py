@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from foretoken import SpeculativeConfig
+from foretoken.engine.text_limit import TextLimit
 from foretoken.serve.sampling import MAX_NESTED, check_speculation
-from tests.serve.support import MODEL, Served
+from tests.serve.support import CONTEXT, MODEL, Served
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -131,6 +132,29 @@ def test_fields(server: Served, path: str, fields: dict[str, Any], param: str | 
 )
 def test_prompts(server: Served, fields: dict[str, Any], param: str) -> None:
     assert server.refused(COMPLETIONS, **fields)["param"].partition(".")[0] == param
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/responses"])
+def test_a_text_that_cannot_fit_is_not_split(
+    server: Served, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def split(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the text was split into tokens")
+
+    fields: dict[str, Any] = {"prompt": "a" * 9000}
+    if path != COMPLETIONS:
+        messages = [{"role": "user", "content": "a" * 9000}]
+        fields = {"messages": messages} if path == CHAT else {"input": messages}
+    monkeypatch.setattr(server.state, "text_limit", TextLimit(CONTEXT, 4))
+    monkeypatch.setattr(type(server.llm.tokenizer), "__call__", split)
+    monkeypatch.setattr(type(server.llm.tokenizer), "encode", split)
+    error = server.refused(path, **fields)
+    assert error["code"] == "context_length_exceeded"
+    assert "bytes, at least" in error["message"]
+    monkeypatch.undo()
+    if path != "/v1/responses":
+        fields |= {"truncate_prompt_tokens": 5, "max_tokens": 1}
+        assert server.post(path, **fields).json()["usage"]["prompt_tokens"] == 5
 
 
 def test_a_prompt_that_is_too_long(server: Served) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from jinja2 import TemplateError
@@ -107,6 +107,7 @@ def conversation_ids(
     tokenizer: PreTrainedTokenizerBase | None,
     *,
     add_generation_prompt: bool = True,
+    check_text: Callable[[str], object] = lambda _: None,
     **template: Any,
 ) -> list[int]:
     """Token ids of a conversation, which the model's chat template formats.
@@ -115,6 +116,7 @@ def conversation_ids(
         messages: the messages.
         tokenizer: the model's tokenizer, or None if it has none.
         add_generation_prompt: whether an answer begins behind them.
+        check_text: called with their text before it is split into tokens.
         **template: more arguments of `apply_chat_template`, such as tools.
 
     Raises:
@@ -125,11 +127,8 @@ def conversation_ids(
         raise PromptError("this model has no chat template: pass text instead of messages.")
     listed = [_with_text(message) for message in messages]
     try:
-        ids = tokenizer.apply_chat_template(
-            listed,
-            add_generation_prompt=add_generation_prompt,
-            return_dict=False,
-            **template,
+        text = tokenizer.apply_chat_template(
+            listed, add_generation_prompt=add_generation_prompt, tokenize=False, **template
         )
     except TemplateError as error:  # a template may refuse roles or their order
         raise PromptError(f"the model's chat template refuses this: {error}") from error
@@ -137,7 +136,9 @@ def conversation_ids(
         raise PromptError(
             f"the model's chat template cannot format this: {in_one_line(error)}"
         ) from error
-    return list(ids)
+    assert isinstance(text, str)
+    check_text(text)
+    return tokens_of(tokenizer, text, in_output=False)
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str, *, in_output: bool) -> list[int]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from foretoken.engine.prompts import checked_text, conversation_ids, needed, tokens_of
+from foretoken.engine.text_limit import TextLimit
 from foretoken.serve.errors import invalid
 from foretoken.serve.messages import Message, Tool
 
@@ -28,14 +29,26 @@ To call one, answer with its name and arguments, and nothing else, in this form:
 
 
 def text_ids(
-    prompt: str, tokenizer: PreTrainedTokenizerBase | None, *, add_special_tokens: bool
+    prompt: str,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    add_special_tokens: bool,
+    limit: TextLimit | None = None,
 ) -> list[int]:
     """Token ids of a text.
 
+    Args:
+        prompt: the text.
+        tokenizer: the model's, or None.
+        add_special_tokens: whether the tokenizer adds those that begin or end a text.
+        limit: refuses it early; None if it may have any length.
+
     Raises:
-        PromptError: there is no tokenizer, or the text has no encoding.
+        PromptError: there is no tokenizer, or the text has no encoding or is too long.
     """
     tokenizer = needed(tokenizer)
+    if limit is not None:
+        limit.check(prompt)
     if not add_special_tokens:
         return tokens_of(tokenizer, checked_text("prompt", prompt), in_output=False)
     return list(tokenizer.encode(checked_text("prompt", prompt)))
@@ -49,15 +62,16 @@ def chat_ids(
     add_generation_prompt: bool | None = None,
     continue_final_message: bool | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
+    limit: TextLimit | None = None,
 ) -> list[int]:
     """Token ids of a conversation.
 
     A chat template that has no tools gets them in a system message, and calls and their results as
-    text.
+    text. With a limit, a text that is too long is refused before it is split into tokens.
 
     Raises:
         APIError: `chat_template_kwargs` are not the template's.
-        PromptError: there is no chat template, or it refuses the messages.
+        PromptError: there is no chat template, it refuses the messages, or their text is too long.
     """
     tokenizer = needed(tokenizer)
     listed = [_message(message) for message in messages]
@@ -79,7 +93,13 @@ def chat_ids(
             )
         template["continue_final_message"] = True
     try:
-        return conversation_ids(listed, tokenizer, add_generation_prompt=generates, **template)
+        return conversation_ids(
+            listed,
+            tokenizer,
+            add_generation_prompt=generates,
+            check_text=(lambda _: None) if limit is None else limit.check,
+            **template,
+        )
     except RecursionError:  # a template writes the JSON of calls and tools
         raise invalid("messages", "messages or tools are nested too deeply.") from None
 

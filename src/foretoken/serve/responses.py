@@ -69,7 +69,7 @@ def _prepared(body: ResponseBody, state: ServerState) -> list[JobSpec]:
         logprobs=None,
         form=form_of(fields, response_format, "text"),
     )
-    ids = chat_ids(_messages(body), state.llm.llm.tokenizer)
+    ids = chat_ids(_messages(body), state.llm.llm.tokenizer, limit=state.text_limit)
     return [JobSpec(ids, params, body.speculative_config)]
 
 
@@ -102,11 +102,11 @@ class _Answer:
         return self._ended(results[0].outputs[0])
 
     def _ended(self, output: CompletionOutput) -> dict[str, Any]:
-        usage, cut = usage_of(self._run, [output]), output.finish_reason in _CUT
+        usage, cut = usage_of(self._run, [output]), _CUT.get(output.finish_reason or "")
         return {
             **self._head,
             "status": "incomplete" if cut else "completed",
-            "incomplete_details": {"reason": _CUT[output.finish_reason]} if cut else None,
+            "incomplete_details": {"reason": cut} if cut else None,
             "error": None,
             "output": [self._message(output.text, "incomplete" if cut else "completed")],
             "usage": {

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from transformers import PreTrainedTokenizerBase
 
 from foretoken.async_llm import AsyncLLM
+from foretoken.engine.text_limit import TextLimit
 from foretoken.serve.errors import APIError, invalid
 from foretoken.serve.metrics import ServerMetrics
 from foretoken.serve.settings import Settings
@@ -73,6 +74,11 @@ class ServerState:
     def capacity(self) -> int:
         """Most outputs that run and wait."""
         return self.llm.llm.engine.options.max_num_seqs + self.settings.max_waiting
+
+    @cached_property
+    def text_limit(self) -> TextLimit:
+        """The longest prompt that can fit; made off the loop, for it reads the vocabulary."""
+        return TextLimit.of(self.llm.llm.tokenizer, self.llm.llm.max_model_len)
 
     @cached_property
     def pieces(self) -> Pieces:
