@@ -11,10 +11,10 @@ import gc
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import cycle
-from typing import Any
+from typing import Any, Protocol
 
 import httpx2
 import psutil
@@ -178,6 +178,14 @@ class _FaultyGrammar(Grammar):
         return super().allowed(output_ids)
 
 
+class Asked(Protocol):
+    """A server in this process or in another one."""
+
+    url: str
+    port: int
+    http: httpx2.Client
+
+
 class Soak:
     """Clients of a server, with the answers that they must get.
 
@@ -185,10 +193,14 @@ class Soak:
         server: the server; nothing else is asked of it.
         seed: of what the clients do.
         clients: how many there are at a time.
+        actions: what they do, and how often; faults can be made in this process only.
     """
 
-    def __init__(self, server: Served, seed: int, clients: int) -> None:
+    def __init__(
+        self, server: Asked, seed: int, clients: int, actions: Mapping[str, int] = ACTIONS
+    ) -> None:
         self._server, self._random, self._clients = server, random.Random(seed), clients
+        self._actions = actions
         self.done = Counter[str]()
         self._requests = cycle(range(len(REQUESTS)))
         self._faults = cycle(range(len(FAULTS)))
@@ -208,7 +220,7 @@ class Soak:
         return response.json()
 
     async def _run(self, requests: int) -> None:
-        names, weights = list(ACTIONS), list(ACTIONS.values())
+        names, weights = list(self._actions), list(self._actions.values())
         plan = iter(self._random.choices(names, weights, k=requests))
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=self._clients)
         async with httpx2.AsyncClient(

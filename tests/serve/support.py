@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx2
 from prometheus_client.parser import text_string_to_metric_families
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken import LLM, AsyncLLM
 from foretoken.serve.address import bound_socket
@@ -26,12 +27,18 @@ CONTEXT = 1024
 LABELS = {"model_name": "tiny", "engine": "0"}
 
 
-def tiny_llm(**fields: Any) -> LLM:
-    """It writes printable ASCII, has a chat template, and drafts."""
+def tiny_parts() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model that writes printable ASCII, and its tokenizer with a chat template."""
     tokenizer = ascii_tokenizer()
     model = tiny_model(vocab_size=len(tokenizer.get_vocab()), max_position_embeddings=CONTEXT)
-    config = {"method": "ngram", "prompt_lookup_min": 1, "controller": "fixed"}
     model.generation_config.eos_token_id = tokenizer.eos_token_id
+    return model, tokenizer
+
+
+def tiny_llm(**fields: Any) -> LLM:
+    """The tiny model; it drafts."""
+    model, tokenizer = tiny_parts()
+    config = {"method": "ngram", "prompt_lookup_min": 1, "controller": "fixed"}
     return LLM(model, tokenizer=tokenizer, **{"speculative_config": config, **fields})
 
 

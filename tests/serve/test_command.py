@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +13,13 @@ import httpx2
 import pytest
 
 from tests.cli.conftest import Run, error_of, save_tiny
-from tests.cli.terminal import environment
-from tests.programs import MAIN, Program
+from tests.programs import MAIN
+from tests.serve.processes import process
 
 
 @pytest.fixture(scope="module")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("tiny"))
-
-
-@contextmanager
-def process(*arguments: object, code: str = MAIN) -> Iterator[tuple[Program, str]]:
-    """A running server and its URL."""
-    with Program(code, "serve", *arguments, "--port", 0, env=environment()) as program:
-        assert program.stderr is not None
-        line = program.stderr.readline().decode()
-        found = re.search(r"at (http://\S+)/v1; Ctrl-C", line)
-        assert found, line + program.stderr.read().decode()
-        yield program, found[1]
 
 
 BODY: dict[str, Any] = {"model": "mine", "prompt": "hello", "ignore_eos": True}

@@ -18,8 +18,10 @@ import pytest
 
 from foretoken import LLM, AsyncLLM, ForetokenError, Metrics, SamplingParams
 from foretoken.engine.worker import Worker
+from foretoken.serve.address import bound_socket
 from foretoken.serve.errors import APIError
 from foretoken.serve.events import DONE, EventStream
+from foretoken.serve.run import ForetokenServer, serve
 from foretoken.serve.running import Run
 from foretoken.serve.settings import Settings
 from foretoken.serve.state import ServerState
@@ -442,6 +444,19 @@ def test_a_drafter_that_fails(server: Served, monkeypatch: pytest.MonkeyPatch) -
     assert "made to fail" in choice["foretoken"]["metrics"]["drafter_failure"]
     found = server.http.get("/metrics").text
     assert 'foretoken:drafter_failures_total{engine="0",model_name="tiny"} 1.0' in found
+
+
+def test_costs_are_measured_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, measured = tiny_llm(speculative_config={"method": "none"}), list[bool]()
+    assert llm.bit_exact
+
+    def run(*_: Any, **__: Any) -> None:
+        measured.append(llm.engine.strategies.costs.measured)
+
+    monkeypatch.setattr(ForetokenServer, "run", run)
+    with bound_socket("127.0.0.1", 0) as at:
+        serve(AsyncLLM(llm), Settings(served_model_names=(MODEL,)), at)
+    assert measured == [True]
 
 
 # Logs

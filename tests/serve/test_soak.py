@@ -5,17 +5,24 @@ other than that of the request alone.
 from __future__ import annotations
 
 import re
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
+import httpx2
+import psutil
 import pytest
 
 from foretoken.runtime.attention import KEY_BLOCK
+from tests.serve.processes import process
 from tests.serve.soak import ACTIONS, COMPLETIONS, MALFORMED, Soak, faults, live_objects
-from tests.serve.support import Served, served, tiny_llm
+from tests.serve.support import MODEL, Served, served, tiny_llm, tiny_parts
 
 CLIENTS = 12
+MOST_GROWTH = 16 * 2**20
+"""Bytes by which the memory of a process may grow in the second soak."""
 HELD = 10
 """Objects of a kind that threads and tasks may hold of what they did last."""
 KEPT_PER_REQUEST = 0.1
@@ -94,3 +101,69 @@ def test_a_hundred_requests() -> None:
 @pytest.mark.timeout(3000)
 def test_five_thousand_requests() -> None:
     assert soaked(1000, 4000) < 4000 * KEPT_PER_REQUEST
+
+
+# A server as a process
+
+
+class Remote:
+    """`foretoken serve` in a process of its own, and what it holds."""
+
+    def __init__(self, pid: int, url: str) -> None:
+        self.url, self.port = url, int(url.rpartition(":")[2])
+        self.http = httpx2.Client(base_url=url, timeout=240)
+        self._process = psutil.Process(pid)
+
+    def settled(self) -> tuple[int, int]:
+        """Bytes of memory and open files, when nothing runs and nobody is connected."""
+        self.http.close()
+        until(lambda: not self._connected())
+        with httpx2.Client(base_url=self.url, timeout=240) as client:
+            until(lambda: self._outputs(client) == 0)
+        until(lambda: not self._connected())
+        return self._process.memory_info().rss, self._process.num_fds()
+
+    def _connected(self) -> int:
+        found = self._process.net_connections("tcp")
+        return sum(each.status == psutil.CONN_ESTABLISHED for each in found)
+
+    def _outputs(self, client: httpx2.Client) -> float:
+        found = client.get("/metrics").text
+        values = re.findall(r"^vllm:num_requests_(?:running|waiting).* (\S+)$", found, re.MULTILINE)
+        assert len(values) == 2
+        return sum(map(float, values))
+
+
+def soaked_process(folder: Path, first: int, second: int) -> tuple[int, int]:
+    """Two soaks of a process; by how many bytes and files it has grown in the second one."""
+    model, tokenizer = tiny_parts()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    limits = ("--max-num-seqs", 5, "--max-waiting", 6)
+    more = ("--served-model-name", MODEL, "--no-log-requests", "--kv-cache-memory", "2MiB")
+    actions = {name: weight for name, weight in ACTIONS.items() if name != "fault"}
+    with process(folder, *limits, *more) as (program, url):
+        server = Remote(program.pid, url)
+        soak = Soak(server, first, CLIENTS, actions)
+        soak.run(first)
+        memory_before, files_before = server.settled()
+        soak.run(second)
+        memory_after, files_after = server.settled()
+        assert set(soak.done) >= set(actions)
+        with httpx2.Client(base_url=url, timeout=240) as client:  # every place is free
+            body = {"model": MODEL, "prompt": ["a"] * 11, "max_tokens": 2}
+            assert client.post(COMPLETIONS, json=body).status_code == 200
+        program.send_signal(signal.SIGTERM)
+        assert program.wait() == 0
+        assert program.stderr is not None
+        assert b"Traceback" not in program.stderr.read()
+    return memory_after - memory_before, files_after - files_before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_a_process(tmp_path: Path) -> None:
+    grown, files = soaked_process(tmp_path, 300, 700)
+    print(f"\nThe process has grown by {grown / 2**20:.1f} MiB and {files} files.")
+    assert files <= 0
+    assert grown < MOST_GROWTH

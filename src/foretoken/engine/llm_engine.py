@@ -302,6 +302,14 @@ class LLMEngine:
         """See `LLM.encode`."""
         return list(self._maker.encode(prompt))
 
+    def measure_costs(self) -> None:
+        """Time passes now, and not at the first request whose controller decides by their costs.
+
+        Where draft lengths change the bits, no controller does so by default, and nothing is timed.
+        """
+        if self.target.bit_exact:
+            self._turns.take(self.strategies.measure_costs)
+
     def start(self, jobs: Sequence[Job]) -> None:
         """Queue the jobs' requests."""
         self._runs.start(jobs)

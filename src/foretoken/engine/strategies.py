@@ -285,6 +285,10 @@ class StrategyFactory:
         """Time passes, once for all controllers, if this controller chooses by their costs."""
         if not controller.needs_costs or not controller.num_speculative_tokens:
             return
+        self.measure_costs()
+
+    def measure_costs(self) -> None:
+        """Time passes, unless that was done; to be called in a turn of the engine."""
         if self._costs.measured:
             return
         try:

@@ -132,6 +132,8 @@ def serve(
     """
     server = ForetokenServer(create_app(llm, settings), settings, ready)
     try:
+        # Any request may speculate. The first one that does must not hold up the others.
+        llm.worker.call(llm.llm.engine.measure_costs).result()
         server.run(sockets=[at])
         if not llm.worker.alive:
             raise ForetokenError("the engine failed; its log says why: start the server again.")
