@@ -27,9 +27,9 @@ step after a first draft drafts for the same requests again and for no others.
 
 Estimates go stale while nothing is drafted. So a request that has drafted nothing for `probe_every`
 steps drafts one level; this notices a text that has become predictable. With a drafter whose chains
-end early, and if its drafts or those of other requests have saved time, it does so as soon as that
-costs one percent of the time since its last draft. Requests that have never
-drafted pay for trials together: one of them tries once its first draft costs at most one percent of
+end early, it does so as soon as that costs one percent of the time since its last draft. With any
+other one, requests that have never drafted pay for trials together: one of them tries once its
+first draft costs at most one percent of
 the steps since the last trial. About one percent of the time goes into plain steps, which keep the
 cost of a plain pass up to date.
 """
@@ -70,7 +70,7 @@ drafts are often wrong: answers begin with phrases of which there are many."""
 _PRICE, _SOONEST = 0.01, 8
 """Share of the time that plain steps and first drafts may cost; fewest steps between two."""
 
-_SOONEST_AGAIN, _PRICE_AGAIN = 2, 0.01
+_SOONEST_AGAIN = 2
 """Fewest steps until a request tries again, if its chains end early."""
 
 _PLANNED_AGAIN = 8
@@ -402,7 +402,7 @@ class CostModel(Controller):
         rates = history.acceptance_rates(self._overall.acceptance_rates())
         seconds = self._level_seconds + self.costs(rows + nodes, rows)
         lost = seconds / plain - 1 - history.draft_rate() * rates[0] / rows
-        return min(self._probe_every, max(_SOONEST_AGAIN, lost / _PRICE_AGAIN))
+        return min(self._probe_every, max(_SOONEST_AGAIN, lost / _PRICE))
 
     # After a step
 
