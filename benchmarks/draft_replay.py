@@ -62,7 +62,7 @@ def main(
     per_kind: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 4,
     max_tokens: flags.MaxTokens = 128,
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
-    most: Annotated[int, typer.Option(min=1, help="num_speculative_tokens of the default.")] = 5,
+    most: Annotated[int, typer.Option(min=1, help="num_speculative_tokens of the default.")] = 8,
     draft_cost: Annotated[
         float | None, typer.Option(help="Of a draft token, in plain passes, as if it was recorded.")
     ] = None,

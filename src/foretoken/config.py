@@ -144,9 +144,15 @@ class SpeculativeConfig(Config):
 
     @property
     def gamma(self) -> int:
+        """`gamma_under` its own controller."""
+        return self.gamma_under(self.controller_name)
+
+    def gamma_under(self, controller: str) -> int:
         """`num_speculative_tokens`, else what the method's options imply, else its default."""
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
+        if controller == CostModel.name and (longest := self.options.longest_chain()) is not None:
+            return longest
         implied = self.options.default_num_speculative_tokens()
         return self.drafter_spec.default_num_speculative_tokens if implied is None else implied
 
@@ -173,7 +179,7 @@ class SpeculativeConfig(Config):
         if self.controller is not None:
             return _name_in("controller", self.controller)
         may_vary = rule.ignores_draft_lengths and not self.steady
-        return (CostModel if may_vary and self.gamma else Fixed).name
+        return (CostModel if may_vary and self.gamma_under(Fixed.name) else Fixed).name
 
     @cached_property  # else a configuration at depth n would be read 2^n times
     def steady(self) -> bool:

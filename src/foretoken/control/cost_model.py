@@ -27,9 +27,9 @@ step after a first draft drafts for the same requests again and for no others.
 
 Estimates go stale while nothing is drafted. So a request that has drafted nothing for `probe_every`
 steps drafts one level; this notices a text that has become predictable. With a drafter whose chains
-end early, and if its drafts or those of other requests have saved time, it does so as soon as that
-costs one percent of the time since its last draft. Requests that have never
-drafted pay for trials together: one of them tries once its first draft costs at most one percent of
+end early, it does so as soon as that costs one percent of the time since its last draft. With any
+other one, requests that have never drafted pay for trials together: one of them tries once its
+first draft costs at most one percent of
 the steps since the last trial. About one percent of the time goes into plain steps, which keep the
 cost of a plain pass up to date.
 """
@@ -38,13 +38,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge
 
 from foretoken.control.base import NO_BUDGET, Budget, Controller, Expected, within
+from foretoken.control.draft_sizes import DraftSizes
 from foretoken.control.drafting_costs import DraftingCosts, levels_of_one, reading
 from foretoken.control.history import History
 from foretoken.control.lengths import OutputLengths
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CostModel"]
 
-_MEMORY_OF_ONE, _MEMORY_OF_ALL = 0.9, 0.98
+_MEMORY_OF_ONE, _MEMORY_OF_ALL = 0.9, 0.96
 """Weight of the past after each draft, in the estimates of one request and of all requests."""
 
 _PRIOR_OF_STOPPING = 4.0
@@ -69,12 +70,8 @@ drafts are often wrong: answers begin with phrases of which there are many."""
 _PRICE, _SOONEST = 0.01, 8
 """Share of the time that plain steps and first drafts may cost; fewest steps between two."""
 
-_SOONEST_AGAIN, _CREDIT = 2, 3.0
-"""Where drafts usually save time: fewest steps until a request tries again, and the plain steps
-that its drafts may lose before it tries less often."""
-
-_LEAST_NODES = 0.01
-"""A level is taken to add at least this many nodes, even if noisy averages say less."""
+_SOONEST_AGAIN = 2
+"""Fewest steps until a request tries again, if its chains end early."""
 
 _PLANNED_AGAIN = 8
 """Steps after which a plan is made again although nothing was learnt: costs may have changed. As
@@ -125,7 +122,8 @@ class CostModel(Controller):
         # `coupled`, products of clarity for the others.
         self._stopping = {True: Stopping(), False: Stopping()} if self.stops_early else {}
         sizes = [1] * self.num_speculative_tokens if self.levels is None else self.levels
-        self._nodes = [float(nodes) for nodes in accumulate(sizes)]  # of a draft, by its depth
+        self._sizes = DraftSizes(sizes)
+        self._levels = len(sizes)
         self._histories: dict[int, History] = {}
         self._overall = self._new(_MEMORY_OF_ALL)
         self._drafting_costs = DraftingCosts()
@@ -133,7 +131,6 @@ class CostModel(Controller):
         self._steps_without_trial = 0.0  # since a request tried its first draft
         self._gain = 1.0  # tokens per second as last planned, over those without drafts
         self._drafted_steps = 0  # since the last step without drafts
-        self._saved = 0.5  # mean saving of the last drafting steps, in plain steps
         self._price = 0.0  # of a drafted token in the last plan, in tokens; see `Stopping`
         self.patient = False  # whether to wait until drafts are clearly worth it
         self._plan: _Planned | None = None  # None if something was learnt since
@@ -142,10 +139,9 @@ class CostModel(Controller):
         self._rest = Rest()
 
     def _new(self, memory: float) -> History:
-        levels = len(self._nodes)
         if self._stopping:
-            return History(memory, levels, alike=False, prior_weight=_PRIOR_OF_STOPPING)
-        return History(memory, levels, alike=not self._trees)
+            return History(memory, self._levels, alike=False, prior_weight=_PRIOR_OF_STOPPING)
+        return History(memory, self._levels, alike=not self._trees)
 
     def _history(self, request: Request) -> History:
         history = self._histories.get(request.key)
@@ -189,7 +185,7 @@ class CostModel(Controller):
         histories = [self._history(request) for request in batch]
         depths = [0] * len(batch)
         self.idle = not batch
-        if batch and self._nodes and self.costs and not self._plain_step_is_due():
+        if batch and self._levels and self.costs and not self._plain_step_is_due():
             measuring = self._drafting_costs.bound and any(h.just_started for h in histories)
             depths = self._best_depths(batch, rows, beside, instead, measuring)
             depths = self._probing(batch, depths, rows)
@@ -348,7 +344,7 @@ class CostModel(Controller):
         return plan.rate * (node + per_level * shared * (not self.at_once))
 
     def _chances(self, batch: Sequence[Request]) -> Chances:
-        nodes = [max(upto - above, _LEAST_NODES) for above, upto in pairwise((0.0, *self._nodes))]
+        nodes = self._sizes.of_levels
         prior, prior_drafts = self._overall.acceptance_rates(), self._overall.draft_rate()
         histories = [self._history(request) for request in batch]
         drafts = [history.draft_rate(prior_drafts) for history in histories]
@@ -386,12 +382,11 @@ class CostModel(Controller):
         thus pay for one trial together.
         """
         history = self._history(request)
-        credit = _CREDIT if self._saved > 0 else 0.0
-        if self._stopping and history.saved + credit > 0:
+        if self._stopping:
             return self._probe_soon(history, rows) - history.plain_steps
         if history.tried or not self._drafting_costs.known:
             return self._probe_every - history.plain_steps
-        nodes, plain = num_requests * self._nodes[0], self.costs(rows, rows)
+        nodes, plain = num_requests * self._sizes.of_levels[0], self.costs(rows, rows)
         drafting = self._level_seconds + (self._reading_seconds(request) or 0.0)
         price = (drafting + self.costs(rows + nodes, rows)) / plain - 1
         unpaid = price / _PRICE - self._steps_without_trial
@@ -403,7 +398,7 @@ class CostModel(Controller):
         Its earlier drafts have saved time, or those of other requests do. Then it need not wait
         for `probe_every` steps if its probes cost at most one percent of the time before that.
         """
-        nodes, plain = self._nodes[0], self.costs(rows, rows)
+        nodes, plain = self._sizes.of_levels[0], self.costs(rows, rows)
         rates = history.acceptance_rates(self._overall.acceptance_rates())
         seconds = self._level_seconds + self.costs(rows + nodes, rows)
         lost = seconds / plain - 1 - history.draft_rate() * rates[0] / rows
@@ -425,11 +420,10 @@ class CostModel(Controller):
                 history.add(outcome, allowed)
                 self._overall.add(outcome, allowed)
                 may_draft, caught_up = True, caught_up and history.caught_up
+            if depth and (self._stopping or self._trees):
+                self._sizes.learn(tree, allowed)
             if depth and self._stopping:
-                self._learn_lengths(outcome, min(allowed, len(self._nodes)))
-            elif depth and self._trees:
-                index = min(allowed, len(self._nodes)) - 1
-                self._nodes[index] += 0.1 * (tree.num_drafted - self._nodes[index])
+                self._stopping[outcome.request.params.greedy].learn(outcome)
             deepest, drafted = max(deepest, depth), drafted + depth
             num_drafting += depth > 0
         self._drafted_steps = self._drafted_steps + 1 if deepest else 0
@@ -439,28 +433,6 @@ class CostModel(Controller):
                 deepest, drafted = min(deepest, 1), num_drafting
             levels, cost = levels_of_one(deepest, drafted), draft_seconds / self.costs(1, 1)
             self._drafting_costs.add(cost, levels, caught_up=caught_up, read=read)
-            if self._stopping:
-                self._learn_saving(outcomes, levels)
-
-    def _learn_saving(self, outcomes: Sequence[Outcome], levels: float) -> None:
-        """Learn how much time the drafts of a step have saved."""
-        rows = len(outcomes)
-        drafted = sum(outcome.draft.tree.num_drafted for outcome in outcomes)
-        seconds = levels * self._level_seconds + self.costs(rows + drafted, rows)
-        lost = seconds / self.costs(rows, rows) - 1
-        passed = sum(len(outcome.accepted.path) for outcome in outcomes)
-        self._saved += 0.05 * (passed / rows - lost - self._saved)
-        per_token = lost * rows / max(1, drafted)  # each request pays for the tokens of its draft
-        for outcome in outcomes:
-            own = len(outcome.accepted.path) - per_token * outcome.draft.tree.num_drafted
-            self._history(outcome.request).saved += own
-
-    def _learn_lengths(self, outcome: Outcome, allowed: int) -> None:
-        """Learn from a chain that may have ended early how long chains become."""
-        self._stopping[outcome.request.params.greedy].learn(outcome)
-        drafted = outcome.draft.tree.num_drafted
-        for index in range(allowed):
-            self._nodes[index] += 0.1 * (min(drafted, index + 1) - self._nodes[index])
 
     def release(self, request: Request) -> None:
         """Forget the request; the estimates over all requests stay."""

@@ -32,7 +32,6 @@ class History:
         caught_up: whether it could also draft in the previous step.
         tried: whether it has ever drafted.
         plain_steps: number of steps since it could last draft; served ones count more.
-        saved: plain steps that its drafts have saved.
         missed: seconds that drafts would have saved before the first one.
     """
 
@@ -47,7 +46,7 @@ class History:
             Frequency(memory_of_rates, prior_weight) for _ in range(1 if alike else levels)
         ]
         self._drafted = Frequency(memory, 2.0)
-        self.depth, self.plain_steps, self.missed, self.saved = 0, 0.0, 0.0, 0.0
+        self.depth, self.plain_steps, self.missed = 0, 0.0, 0.0
         self.caught_up = self.tried = False
 
     @property

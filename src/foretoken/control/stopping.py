@@ -14,6 +14,8 @@ the time of the whole steps does.
 
 from __future__ import annotations
 
+from itertools import takewhile
+from math import isfinite
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Stopping"]
 
-_MEMORY = 0.99
+_MEMORY = 0.995
 """Weight of the past after each draft token."""
 
 _LOWEST, _HIGHEST, _PRIOR_WEIGHT = 0.4, 0.9, 20.0
@@ -47,10 +49,14 @@ class Stopping:
     def learn(self, outcome: Outcome) -> None:
         """Learn from a chain with path probabilities."""
         passed = len(outcome.accepted.path)
-        for depth, s in enumerate(outcome.draft.path_probs[:-1], 1):
+        probs = list(takewhile(isfinite, outcome.draft.path_probs))  # of no appended tokens
+        # The past counts less after the last token, too: if all drafts end at their first one,
+        # nothing is learnt, and what was learnt of an earlier text must not keep it so.
+        self._sums = [_MEMORY ** len(probs) * old for old in self._sums]
+        for depth, s in enumerate(probs[:-1], 1):
             y = float(depth < passed)
             new = (1.0, s, s * s, y, s * y)
-            self._sums = [_MEMORY * old + each for old, each in zip(self._sums, new, strict=True)]
+            self._sums = [old + each for old, each in zip(self._sums, new, strict=True)]
 
     def least_path_prob(self, price: float) -> float:
         """The threshold of a draft.

@@ -59,6 +59,10 @@ class DrafterOptions(Config):
         ConfigError: an option is unknown, out of range, or contradicts another one.
     """
 
+    def longest_chain(self) -> int | None:
+        """The default draft length where `cost_model` chooses each draft's own; None: the same."""
+        return None
+
     def default_num_speculative_tokens(self) -> int | None:
         """The draft length that these options imply, in tokens; None for the method's default."""
         return None

@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from foretoken.control.evidence import (
     EDITED,
     LONGEST_GUESS,
@@ -274,5 +272,5 @@ class Follower:
 
 def _first_behind(ends: Positions, at: int) -> int | None:
     """The first of these ascending positions behind an index of the text; None if there is none."""
-    place = int(np.searchsorted(ends, at, side="right"))
+    place = int(ends.searchsorted(at, side="right"))
     return int(ends[place]) if place < len(ends) else None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import nan
 from typing import Protocol
 
 from foretoken.control import Budget
@@ -170,5 +171,5 @@ def graft(trained: Draft, found: Draft, limit: int, *, siblings: bool) -> Draft:
     grafted = range(len(tree), len(tokens))
     draws = trained.draws and (*trained.draws, *((n, distributions[n - 1]) for n in grafted))
     grown = TokenTree(tuple(tokens), tuple(parents))
-    probs = trained.path_probs and (*trained.path_probs, *(0.0 for _ in grafted))
+    probs = trained.path_probs and (*trained.path_probs, *(nan for _ in grafted))
     return Draft(grown, tuple(distributions), tuple(features), draws, probs)

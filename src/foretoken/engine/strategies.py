@@ -176,11 +176,10 @@ class StrategyFactory:
         if (known := self._for_predictions.get(strategy)) is not None:
             return known
         config = self.config if given is None else SpeculativeConfig.parse(given)
-        drafter = with_prediction(strategy.drafter, config.gamma)
-        gamma = max(config.gamma, LONGEST_PREDICTED)
+        drafter = with_prediction(strategy.drafter, strategy.controller.num_speculative_tokens)
         if not config.gamma:  # nothing was drafted, so there was no choice of how much
             config = SpeculativeConfig(method="prediction")
-        controller = self._controller(config, drafter, strategy.rule, gamma)
+        controller = self._controller(config, drafter, strategy.rule, LONGEST_PREDICTED)
         made = Strategy(drafter, controller, strategy.rule, strategy.learner)
         self._measure_costs(controller)
         self._for_predictions[strategy] = made
@@ -202,7 +201,7 @@ class StrategyFactory:
             learner = learner_for(
                 config.method_name, drafter, config.online, self._target, same_bits=same_bits
             )
-        controller = self._controller(config, drafter, rule, config.gamma)
+        controller = self._controller(config, drafter, rule)
         strategy = Strategy(drafter, controller, rule, learner)
         self._kv_budget.share()
         self._measure_costs(strategy.controller)
@@ -257,11 +256,13 @@ class StrategyFactory:
         return drafter
 
     def _controller(
-        self, config: SpeculativeConfig, drafter: Drafter, rule: AcceptanceRule, gamma: int
+        self, config: SpeculativeConfig, drafter: Drafter, rule: AcceptanceRule, least: int = 0
     ) -> Controller:
+        """The controller of a drafter, for drafts of `least` tokens or longer ones."""
         name = config.controller_under(rule)
         if config.controller is None and not self._is_exact(drafter):
             name = Fixed.name  # cost_model reads the clock, and draft lengths change bits here
+        gamma = max(config.gamma_under(name), least)
         hybrid = isinstance(drafter, Hybrid)
         kind = controller_class(name, looks_up=drafter.looks_up, hybrid=hybrid)
         options = None if config.controller is None else config.controller_options

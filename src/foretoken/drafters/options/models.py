@@ -36,6 +36,9 @@ def _tokenizer(value: Any) -> Any:
     return value
 
 
+LONGEST_CHAIN = 8
+"""Longest chain of a draft model whose length is chosen from step to step."""
+
 _Tokenizer: TypeAlias = Annotated[Any, AfterValidator(_tokenizer)]
 
 
@@ -62,6 +65,10 @@ class DraftModelOptions(TreeOptions):
     vocabulary: Literal["auto", "same", "intersection", "text"] = "auto"
     draft_tokenizer: _Tokenizer = None
     draft_quantization: DraftQuantization = None
+
+    def longest_chain(self) -> int | None:
+        """See `DrafterOptions.longest_chain`: chains end early where the model is unsure."""
+        return LONGEST_CHAIN if self.tree is None else None
 
     @model_validator(mode="after")
     def _text_is_drafted_greedily(self) -> Self:
