@@ -27,7 +27,7 @@ from foretoken.errors import ModelError
 from foretoken.models import aside, cached, remove, resolve
 from foretoken.models.gguf_file import GgufFile
 from foretoken.runtime import packed, packing_gguf
-from foretoken.runtime.native import build, packed_files
+from foretoken.runtime.native import packed_files
 from foretoken.runtime.native.gguf_blocks import FORMAT_OF, pack_blocks
 from foretoken.runtime.native.k_blocks import K_FORMATS
 from foretoken.runtime.native.pack import Format, PackedWeights
@@ -38,18 +38,6 @@ from tests.tiny import tiny_model
 
 LINEAR = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 TEXT = [3, 70, 150, 9, 201, 44, 8, 120]
-
-
-@pytest.fixture
-def native(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The native library, which is not compiled again for the test's own cache."""
-    monkeypatch.delenv("FORETOKEN_CACHE")
-    try:
-        library = build.library()
-    except build.NativeLibraryError as error:
-        pytest.skip(f"no native library here: {error}")
-    monkeypatch.setattr(build, "_library", lambda *_flags: library)
-    monkeypatch.setenv("FORETOKEN_CACHE", str(cache))
 
 
 @pytest.fixture
