@@ -216,6 +216,7 @@ def test_it_runs_in_its_own_numbers(written: Any, dtype: str) -> None:
         gate, up = (values[f"blk.{index}.ffn_{part}.weight"] for part in ("gate", "up"))
         turns = torch.stack([gate.view(-1, 32, 64), up.view(-1, 32, 64)], dim=1)
         assert torch.equal(unpacked(*layer.gate_up), turns.flatten(0, 2))
+        assert layer.mlp_norm is not None
         assert torch.equal(layer.mlp_norm, values[f"blk.{index}.ffn_norm.weight"])
     assert torch.equal(unpacked(packed.weights.head()), values["token_embd.weight"])
     dequantized = LLM(path, dtype=dtype, quantization="none")
