@@ -76,8 +76,8 @@ class LLM(LoadedLLM):
             files. "int8" and "int4" (CPU only) make the weights a half and a third as large. Draft
             models have the target's. Speculation is lossless with respect to the weights that run,
             which `foretoken models` lists. An alias stands for dequantized weights.
-        runtime: "native" computes in C++ that is compiled on this machine at its first use (Llama,
-            Mistral, Qwen2 and Qwen3 on a CPU, in float32 or bfloat16). "torch" computes with
+        runtime: "native" computes in C++ that is compiled on this machine at its first use (Llama
+            and its relatives on a CPU, in float32 or bfloat16). "torch" computes with
             PyTorch's operations. On a GPU, "cuda" replays CUDA graphs, and "compiled" replays CUDA
             graphs of passes that TorchInductor has compiled. "auto" takes "native" or "cuda" where
             they are available.

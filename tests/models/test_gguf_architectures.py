@@ -17,14 +17,18 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from foretoken import LLM, SamplingParams
+from foretoken.core.tree import chain
 from foretoken.errors import ModelError
 from foretoken.models import cached, load_model, load_tokenizer, resolve
+from foretoken.models.gguf_architectures import ARCHITECTURES
+from foretoken.runtime.target import Target
 from tests.models.conftest import add_field
 from tests.models.test_convert_tokenizer import sentencepiece_settings
 from tests.tiny import reference_greedy
 
 CPU = torch.device("cpu")
 HEADS, KEY_HEADS, HEAD_SIZE, CONTEXT = 4, 2, 32, 128
+FLOATS = gguf.GGMLQuantizationType.F32
 TOKENS = [3, 70, 150, 9, 201, 44, 8, 120, 77, 31, 5, 90]
 
 EXPERTS = {"expert_count": 4, "expert_used_count": 2}
@@ -108,11 +112,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "mixtral": ("llama", {"num_local_experts": 4, "num_experts_per_tok": 2}, EXPERTS),
 }
-NARROW, NARROW_SIZE = {"phi3", "olmo2", "qwen2_moe"}, 16
+TOGETHER = {"phi3", "olmo2", "qwen2_moe"}
 """Families whose heads are together as wide as the hidden states."""
 TIED = {"gemma2", "gemma3_text", "smollm3"}
 PAIRS = {"granite", "smollm3", "mixtral"}
 """Families whose query and key rows the converter puts side by side."""
+
+
+def _hidden_size(model_type: str) -> int:
+    return HEADS * HEAD_SIZE if model_type in TOGETHER else 64
 
 
 def made(model_type: str, vocabulary: int, layers: int) -> PreTrainedModel:
@@ -121,12 +129,12 @@ def made(model_type: str, vocabulary: int, layers: int) -> PreTrainedModel:
         model_type,
         **{
             "vocab_size": vocabulary,
-            "hidden_size": 64,
+            "hidden_size": _hidden_size(model_type),
             "intermediate_size": 96,
             "num_hidden_layers": layers,
             "num_attention_heads": HEADS,
             "num_key_value_heads": KEY_HEADS,
-            "head_dim": NARROW_SIZE if model_type in NARROW else HEAD_SIZE,
+            "head_dim": HEAD_SIZE,
             "max_position_embeddings": CONTEXT,
             "rms_norm_eps": 1e-5,
             "rope_parameters": {"rope_type": "default", "rope_theta": 50_000.0},
@@ -182,17 +190,16 @@ SENTENCEPIECE = {"gemma2", "gemma3_text", "phi3", "mixtral"}
 def _settings(model_type: str, layers: int, vocabulary: list[str]) -> dict[str, Any]:
     """All settings of a file."""
     architecture, _, more = FAMILIES[model_type]
-    width = HEAD_SIZE if model_type not in NARROW else NARROW_SIZE
     own = {
         "context_length": CONTEXT,
         "block_count": layers,
-        "embedding_length": 64,
+        "embedding_length": _hidden_size(model_type),
         "feed_forward_length": 96,
         "attention.head_count": HEADS,
         "attention.head_count_kv": KEY_HEADS,
         "attention.layer_norm_rms_epsilon": 1e-5,
-        "attention.key_length": width,
-        "attention.value_length": width,
+        "attention.key_length": HEAD_SIZE,
+        "attention.value_length": HEAD_SIZE,
         "rope.freq_base": 50_000.0,
         **more,
     }
@@ -216,7 +223,12 @@ def _settings(model_type: str, layers: int, vocabulary: list[str]) -> dict[str, 
 def write(tmp_path: Path, byte_vocabulary: list[str]) -> Callable[..., tuple[Path, Any]]:
     """Writes a family's file; returns it and the model."""
 
-    def make(model_type: str, layers: int = 2, **more: Any) -> tuple[Path, PreTrainedModel]:
+    def make(
+        model_type: str,
+        layers: int = 2,
+        kind: gguf.GGMLQuantizationType = FLOATS,
+        **more: Any,
+    ) -> tuple[Path, PreTrainedModel]:
         architecture = FAMILIES[model_type][0]
         settings = _settings(model_type, layers, byte_vocabulary) | more
         model = made(model_type, len(settings["tokenizer.ggml.tokens"]), layers)
@@ -226,7 +238,9 @@ def write(tmp_path: Path, byte_vocabulary: list[str]) -> Callable[..., tuple[Pat
             if value is not None:
                 add_field(writer, key, value)
         for name, weight in tensors(model_type, model).items():
-            writer.add_tensor(name, weight)
+            matrix = weight.ndim == 2 and name != "token_embd.weight"
+            stored = kind if matrix and weight.shape[1] % 32 == 0 else FLOATS
+            writer.add_tensor(name, gguf.quantize(weight, stored), raw_dtype=stored)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -254,16 +268,49 @@ def test_the_same_logits(model_type: str, write: Any) -> None:
         assert decoded == text
 
 
-@pytest.mark.parametrize("model_type", ["granite", "qwen3_moe"])
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=1)
+
+
+@pytest.mark.usefixtures("native")  # or the library would be compiled for the test's cache
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
 def test_speculation_changes_nothing(model_type: str, write: Any) -> None:
     path, model = write(model_type)
-    ngram = {"method": "ngram", "num_speculative_tokens": 3}
-    llm = LLM(path, dtype="float32", speculative_config=ngram)
+    llm = LLM(path, dtype="float32", speculative_config=NGRAM)
     assert llm.runtime != "native"
     (entry,) = cached()
     assert entry.runs == f"dequantized; {model_type} has no native runtime"
-    (found,) = llm.generate([TOKENS], SamplingParams(temperature=0, max_tokens=8))
+    (found,) = llm.generate([TOKENS], GREEDY)
     assert list(found.token_ids) == reference_greedy(model, TOKENS, 8)
+
+
+NATIVE = {each.model_type for each in ARCHITECTURES if each.native} & FAMILIES.keys()
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("model_type", sorted(NATIVE))
+def test_it_runs_in_its_own_numbers(model_type: str, write: Any) -> None:
+    layers = 4 if model_type == "smollm3" else 2  # the fourth has no positions
+    path, _ = write(model_type, layers=layers, kind=gguf.GGMLQuantizationType.Q8_0)
+    own = LLM(path, dtype="float32", speculative_config=NGRAM)
+    assert own.runtime == "native"
+    assert own.bit_exact
+    (entry,) = cached()
+    assert entry.runs is not None
+    assert "Q8_0 as int8" in entry.runs
+    assert "rounded" not in entry.runs
+    (found,), (plain,) = (
+        llm.generate([TOKENS], GREEDY) for llm in (own, LLM(path, dtype="float32"))
+    )
+    assert found.token_ids == plain.token_ids
+    assert found.logprobs == plain.logprobs
+    whole = load_model(resolve(path), torch.float32, CPU)
+    target: Target = own.engine.target
+    target.add(-1)
+    scores = target.verify([-1], [chain(TOKENS)])[0].scores
+    with torch.no_grad():
+        expected = whole(torch.tensor([TOKENS])).logits[0]
+    assert (scores - expected).abs().mean() < 0.05 * expected.std()  # inputs are rounded to int8
 
 
 def test_mistral_is_no_mixtral(write: Any) -> None:

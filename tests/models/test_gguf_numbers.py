@@ -27,7 +27,7 @@ from foretoken.errors import ModelError
 from foretoken.models import aside, cached, remove, resolve
 from foretoken.models.gguf_file import GgufFile
 from foretoken.runtime import packed, packing_gguf
-from foretoken.runtime.native import build, packed_files
+from foretoken.runtime.native import packed_files
 from foretoken.runtime.native.gguf_blocks import FORMAT_OF, pack_blocks
 from foretoken.runtime.native.k_blocks import K_FORMATS
 from foretoken.runtime.native.pack import Format, PackedWeights
@@ -38,18 +38,6 @@ from tests.tiny import tiny_model
 
 LINEAR = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 TEXT = [3, 70, 150, 9, 201, 44, 8, 120]
-
-
-@pytest.fixture
-def native(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The native library, which is not compiled again for the test's own cache."""
-    monkeypatch.delenv("FORETOKEN_CACHE")
-    try:
-        library = build.library()
-    except build.NativeLibraryError as error:
-        pytest.skip(f"no native library here: {error}")
-    monkeypatch.setattr(build, "_library", lambda *_flags: library)
-    monkeypatch.setenv("FORETOKEN_CACHE", str(cache))
 
 
 @pytest.fixture
@@ -228,6 +216,7 @@ def test_it_runs_in_its_own_numbers(written: Any, dtype: str) -> None:
         gate, up = (values[f"blk.{index}.ffn_{part}.weight"] for part in ("gate", "up"))
         turns = torch.stack([gate.view(-1, 32, 64), up.view(-1, 32, 64)], dim=1)
         assert torch.equal(unpacked(*layer.gate_up), turns.flatten(0, 2))
+        assert layer.mlp_norm is not None
         assert torch.equal(layer.mlp_norm, values[f"blk.{index}.ffn_norm.weight"])
     assert torch.equal(unpacked(packed.weights.head()), values["token_embd.weight"])
     dequantized = LLM(path, dtype=dtype, quantization="none")

@@ -1,4 +1,4 @@
-// Passes of small decoders with made-up weights, in all formats. Prints sums over the bits of what they return, so
+// Passes of small decoders with made-up weights, in the formats that have groups of 32 at most; of Llama's relatives, too. Prints sums over the bits of what they return, so
 // that builds for different processors can be compared. Ends with status 1 if bits depend on the pass: tokens in
 // one pass, in chunks, one by one, and as a path of a tree must have the same logits, with any number of threads.
 
@@ -68,6 +68,7 @@ struct Layers {
 
 struct Shape {
     int heads, key_heads, width, window;
+    bool relative = false;  // whether it has all that Llama has not
 };
 
 constexpr int SIZE = 96, INNER = 160, VOCABULARY = 77, LAYERS = 2, TOKENS = 45, SLOTS = 300;
@@ -95,6 +96,15 @@ struct Model {
             layer.mlp_norm = layers.norm(SIZE, random);
             layer.query_norm = i ? layers.norm(of.width, random) : nullptr;
             layer.key_norm = i ? layers.norm(of.width, random) : nullptr;
+            if (of.relative) {
+                layer.query_norm = layers.norm(of.heads * of.width, random);
+                layer.key_norm = layers.norm(of.key_heads * of.width, random);
+                layer.attention_after = layers.norm(SIZE, random);
+                layer.mlp_after = layers.norm(SIZE, random);
+                layer.angles = i - 1;
+                layer.gate_up[0] = layers.linear(format, SIZE, INNER, random);
+                layer.gate_up[1] = layers.linear(format, SIZE, INNER, random);
+            }
             layer.index = i;
             layer.attends = layer.computes = 1;
             layer.window = i ? of.window : 0;
@@ -127,6 +137,14 @@ struct Model {
         decoder.is_bf16 = is_bf16;
         decoder.epsilon = 1e-5f;
         decoder.scaling = 0.125f;
+        decoder.embedding_scale = decoder.residual_scale = decoder.logit_scale = 1;
+        if (of.relative) {
+            decoder.embedding_scale = 3;
+            decoder.residual_scale = decoder.logit_scale = 0.5f;
+            decoder.logit_cap = 2;
+            decoder.score_cap = 1.5f;
+            decoder.gelu = decoder.whole_norms = 1;
+        }
     }
 
     // Logits of tokens `first` to `last` - 1, behind those before them. In a tree, every token has a sibling in
@@ -164,6 +182,7 @@ struct Model {
         pass.buffers = buffers;
         pass.cos = cos.data();
         pass.sin = sin.data();
+        pass.angles = SLOTS;
         pass.logits = found.data();
         pass.argmax = argmax.data();
         workspace.resize(foretoken_workspace(&decoder, &pass) + 64);
@@ -207,10 +226,10 @@ int check(const char* name, Format format, bool is_bf16, Shape shape) {
 }  // namespace
 
 int main() {
-    const char* names[] = {"F32", "BF16", "INT8", "INT4"};
+    const char* names[] = {"F32", "BF16", "INT8", "INT4", "INT5"};
     int wrong = 0;
-    for (int format = 0; format < 4; format++)
-        for (Shape shape : {Shape{3, 1, 32, 0}, Shape{2, 2, 64, 5}, Shape{1, 1, 96, 0}, Shape{7, 1, 128, 20}})
+    for (int format = 0; format < 5; format++)
+        for (Shape shape : {Shape{3, 1, 32, 0}, Shape{2, 2, 64, 5}, Shape{1, 1, 96, 0}, Shape{7, 1, 128, 20}, Shape{2, 1, 256, 7, true}})
             for (bool is_bf16 : {false, true}) wrong |= check(names[format], (Format)format, is_bf16, shape);
     return wrong;
 }

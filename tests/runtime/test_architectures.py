@@ -19,6 +19,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 WINDOWED: dict[str, Any] = {**GROUPED, "sliding_window": 8}
 NARROW: dict[str, Any] = {**GROUPED, "head_dim": 16}
+HEADS: dict[str, Any] = {"head_dim": 32}  # as wide as the native runtime takes
 WIDE: dict[str, Any] = {**WINDOWED, "hidden_size": 128}
 GEMMA: dict[str, Any] = {**NARROW, "sliding_window": 8, "tie_word_embeddings": False}
 LATE: dict[str, Any] = {"use_sliding_window": True, "max_window_layers": 1}
@@ -59,16 +60,16 @@ FIELDS: dict[str, dict[str, Any]] = {
     "cohere2": {**WINDOWED, "sliding_window_pattern": 2},
     "ernie4_5": GROUPED,
     "exaone4": {**WINDOWED, "sliding_window_pattern": 2},
-    "gemma": NARROW,
-    "gemma2": {**GEMMA, "attn_logit_softcapping": 2.0},
-    "gemma3_text": {**GEMMA, "sliding_window_pattern": 2},
+    "gemma": {**NARROW, **HEADS},
+    "gemma2": {**GEMMA, **HEADS, "attn_logit_softcapping": 2.0},
+    "gemma3_text": {**GEMMA, **HEADS, "sliding_window_pattern": 2},
     "gemma3n_text": GEMMA3N,
     "glm": NARROW,
     "glm4": NARROW,
     "gpt2": GPT2,
     "gpt_bigcode": GPT2,
     "gpt_neox": LAYERS,
-    "granite": {**GROUPED, "logits_scaling": 2.0, "residual_multiplier": 0.5},
+    "granite": {**GROUPED, "hidden_size": 128, "logits_scaling": 2.0, "residual_multiplier": 0.5},
     "granite_swa": WINDOWED,
     "helium": NARROW,
     "hunyuan_v1_dense": NARROW,
@@ -76,14 +77,14 @@ FIELDS: dict[str, dict[str, Any]] = {
     "ministral3": {**NARROW, "sliding_window": 8},
     "nemotron": GROUPED,
     "olmo": GROUPED,
-    "olmo2": GROUPED,
+    "olmo2": {**GROUPED, "hidden_size": 128},
     "olmo3": WINDOWED,
     "opt": OPT,
     "persimmon": LAYERS,
     "phi": LAYERS,
-    "phi3": WINDOWED,
+    "phi3": WIDE,
     "seed_oss": NARROW,
-    "smollm3": {**WINDOWED, **LATE},
+    "smollm3": {**WIDE, **LATE},
     "starcoder2": WINDOWED,
     "vaultgemma": {**GEMMA, "attn_logit_softcapping": 2.0},
     "bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 4},

@@ -128,6 +128,7 @@ ARCHITECTURES = (
         },
         converted={WINDOW_PATTERN},
         fields=_gemma_scalar(46),
+        native=True,
         norms_from_one=True,
     ),
     Architecture(
@@ -137,6 +138,7 @@ ARCHITECTURES = (
         optional={"final_logit_softcapping": "final_logit_softcapping"},
         converted={WINDOW_PATTERN, THETA_OF_WINDOWS},
         fields=_gemma_scalar(62),
+        native=True,
         norms_from_one=True,
     ),
     Architecture(
@@ -146,6 +148,7 @@ ARCHITECTURES = (
             **_WINDOW,
             "rope.scaling.original_context_length": "original_max_position_embeddings",
         },
+        native=True,
     ),
     Architecture(
         "granite",
@@ -157,9 +160,10 @@ ARCHITECTURES = (
             "logit_scale": "logits_scaling",
         },
         pairs=True,
+        native=True,
     ),
-    Architecture("olmo2", "olmo2"),
-    Architecture("smollm3", "smollm3", pairs=True),
+    Architecture("olmo2", "olmo2", native=True),
+    Architecture("smollm3", "smollm3", pairs=True, native=True),
 )
 """All that can be converted."""
 

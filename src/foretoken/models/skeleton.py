@@ -23,11 +23,11 @@ __all__ = ["empty", "fill", "skeleton"]
 def skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """A decoder-only model whose parameters are on the meta device.
 
-    Only its rotary embedding, which has no parameters, is complete.
+    Only what has no parameters is complete: its rotary embedding, and a factor of its embedding.
 
     Args:
         folder: a Hugging Face folder, whose weights are not read, of an architecture for which
-            `is_llama` can be true.
+            `family_of` can have one.
         dtype: the dtype of the parameters.
 
     Raises:
@@ -42,6 +42,9 @@ def skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
         with torch.device("cpu"):
             rotary = model.model.rotary_emb
             model.model.rotary_emb = type(rotary)(config=model.config)
+            embedding = model.get_input_embeddings()
+            if (scale := getattr(embedding, "scalar_embed_scale", None)) is not None:  # Gemma
+                embedding.embed_scale = torch.tensor(scale)
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder)
     made: PreTrainedModel = model.eval().requires_grad_(False)

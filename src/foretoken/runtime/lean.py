@@ -86,7 +86,7 @@ class _Layer:
     query_norm: Tensor | None
     key_norm: Tensor | None
     output: Linear
-    mlp_norm: Tensor
+    mlp_norm: Tensor | None
     gate_up: Linear
     down: Linear
     window: Window | None

@@ -1,7 +1,8 @@
-"""The weights of Llama, Mistral, Qwen2 and Qwen3, in the form that `lean.py` and `native/` use.
+"""The weights of Llama and its relatives, in the form that `lean.py` and `native/` use.
 
-Query, key and value are merged into one linear layer, and so are gate and up. All other
-architectures run through their Transformers modules (`module.py`).
+Query, key and value are merged into one linear layer, and so are gate and up. `families.py` says in
+what a family differs from Llama. All other architectures run through their Transformers modules
+(`module.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from foretoken.runtime.families import FAMILIES, Traits, family_of
 from foretoken.runtime.windows import Window, layer_windows
 
 __all__ = [
@@ -28,19 +30,12 @@ __all__ = [
 ]
 
 ARCHITECTURES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-"""Their classes; `is_llama` looks at the configuration, too."""
+"""The classes that `lean.py` runs; `is_llama` looks at the configuration, too."""
 
 
 def is_llama(model: PreTrainedModel) -> bool:
-    """Whether `lean.py` and `native/` can run this model.
-
-    They cannot run subclasses, which may compute something else, nor other activations than SiLU,
-    nor rotary angles that depend on the length of the text.
-    """
-    config: Any = model.config
-    rope = getattr(config, "rope_parameters", None) or {}
-    fixed_angles = rope.get("rope_type") not in ("dynamic", "longrope")
-    return type(model).__name__ in ARCHITECTURES and config.hidden_act == "silu" and fixed_angles
+    """Whether `lean.py` can run this model, as `native/` can; see `family_of`."""
+    return type(model).__name__ in ARCHITECTURES and family_of(model) is not None
 
 
 @dataclass(frozen=True)
@@ -81,13 +76,17 @@ class LayerWeights:
     Args:
         attention_norm: [E], or None if the attention reads the residual stream as it is.
         qkv: E -> (H + 2 G) D.
-        query_norm: [D], or None if the architecture does not normalise heads.
-        key_norm: as `query_norm`.
+        query_norm: [D], or None if the architecture does not normalise heads; [H D] if it does so
+            with all of them at once (`Traits.whole_norms`).
+        key_norm: as `query_norm`; [G D] for all of them.
         output: H D -> E.
-        mlp_norm: [E].
+        mlp_norm: [E], or None as for the attention.
         gate_up: E -> 2 I.
         down: I -> E.
+        attention_after: [E] of a norm of what the attention adds to the residual stream, or None.
+        mlp_after: the same for the MLP.
         window: what the attention sees; None for the whole text.
+        rotates: whether queries and keys are rotated by their positions.
     """
 
     attention_norm: Tensor | None
@@ -95,10 +94,13 @@ class LayerWeights:
     query_norm: Tensor | None
     key_norm: Tensor | None
     output: LinearWeights
-    mlp_norm: Tensor
+    mlp_norm: Tensor | None
     gate_up: LinearWeights
     down: LinearWeights
+    attention_after: Tensor | None = None
+    mlp_after: Tensor | None = None
     window: Window | None = None
+    rotates: bool = True
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,9 @@ class DecoderWeights(Protocol):
     head: LinearWeights
     """E -> Vo."""
     rotary: Rotary
+    local_rotary: Rotary | None
+    """Of layers with a window, if these have another one."""
+    traits: Traits
     joint: JointInput | MixedInput | None
     """None for a language model, whose residual stream begins with the embedding."""
 
@@ -167,7 +172,7 @@ class LlamaWeights:
     """A model's sizes and weights. The weights of a layer are merged when `layer` is called.
 
     Args:
-        model: a model for which `is_llama` is true.
+        model: a model for which `family_of` has a family.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -182,30 +187,44 @@ class LlamaWeights:
         self.scaling: float = attention.scaling
         self.epsilon: float = config.rms_norm_eps
         self.embedding: Tensor = body.embed_tokens.weight.detach()  # [V, E]
-        self.norm: Tensor | None = body.norm.weight.detach()  # [E]
+        self.family = FAMILIES[type(model).__name__]
+        self.traits = self.family.traits(model)
+        self.norm: Tensor | None = self.family.norm(body.norm.weight.detach())  # [E]
         head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         self.head = LinearWeights.of(head)
         self.num_layers = len(body.layers)
         self._layers = body.layers
         self.windows = layer_windows(config)
-        self.rotary = Rotary(body.rotary_emb, self.embedding.device)
+        self.rotates = tuple(getattr(each.self_attn, "use_rope", True) for each in body.layers)
+        kinds = sorted(getattr(body.rotary_emb, "layer_types", ())) or [None]  # Gemma 3 has two
+        rotaries = [Rotary(body.rotary_emb, self.embedding.device, kind) for kind in kinds]
+        self.rotary = rotaries[0]
+        self.local_rotary = rotaries[1] if len(rotaries) > 1 else None
         self.joint: JointInput | MixedInput | None = None
 
     def layer(self, index: int) -> LayerWeights:
         """The weights of a layer; the merged ones are new copies."""
-        layer = self._layers[index]
+        layer, family, norms = self._layers[index], self.family, self.family.norms
         attention, mlp = layer.self_attn, layer.mlp
         return LayerWeights(
-            attention_norm=layer.input_layernorm.weight.detach(),
-            qkv=LinearWeights.of(attention.q_proj, attention.k_proj, attention.v_proj),
-            query_norm=_norm_of(attention, "q_norm"),
-            key_norm=_norm_of(attention, "k_norm"),
+            attention_norm=self._norm(layer, norms.attention),
+            qkv=LinearWeights.of(*(getattr(attention, name) for name in family.qkv)),
+            query_norm=self._norm(attention, "q_norm"),
+            key_norm=self._norm(attention, "k_norm"),
             output=LinearWeights.of(attention.o_proj),
-            mlp_norm=layer.post_attention_layernorm.weight.detach(),
-            gate_up=LinearWeights.of(mlp.gate_proj, mlp.up_proj),
+            mlp_norm=self._norm(layer, norms.mlp),
+            gate_up=LinearWeights.of(*(getattr(mlp, name) for name in family.gate_up)),
             down=LinearWeights.of(mlp.down_proj),
+            attention_after=self._norm(layer, norms.attention_after),
+            mlp_after=self._norm(layer, norms.mlp_after),
             window=self.windows[index],
+            rotates=self.rotates[index],
         )
+
+    def _norm(self, module: Any, name: str | None) -> Tensor | None:
+        """What a norm multiplies by; None if the module has none of this name."""
+        norm = None if name is None else getattr(module, name, None)
+        return None if norm is None else self.family.norm(norm.weight.detach())
 
 
 class Rotary:
@@ -214,20 +233,16 @@ class Rotary:
     Args:
         module: the rotary embedding; it knows the frequencies and the scaling.
         device: device of the angles.
+        kind: which kind of layers, if the embedding has angles for several.
     """
 
-    def __init__(self, module: Any, device: torch.device) -> None:
-        self._module = module
+    def __init__(self, module: Any, device: torch.device, kind: str | None = None) -> None:
+        self._module, self._kind = module, () if kind is None else (kind,)
         self._device = device
 
     def angles(self, first: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines [size, D] for `size` positions from `first` on."""
         everywhere = torch.arange(first, first + size, device=self._device)[None]
         like = torch.empty(0, dtype=dtype, device=self._device)
-        cos, sin = self._module(like, everywhere)
+        cos, sin = self._module(like, everywhere, *self._kind)
         return cos[0], sin[0]
-
-
-def _norm_of(attention: Any, name: str) -> Tensor | None:
-    norm = getattr(attention, name, None)
-    return None if norm is None else norm.weight.detach()

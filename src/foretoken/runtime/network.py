@@ -2,8 +2,9 @@
 
 A network gets the nodes of a pass and the KV slab. It writes the nodes' KV to the slab and returns
 a `PassOutput`. For CPUs there are three networks: `native/` is the Llama family in C++, `lean.py`
-the same in few PyTorch operations, and `module.py` runs any Transformers module. On a GPU, `cuda/`
-replays CUDA graphs of the latter two. `seq2seq/` runs encoder-decoders. `choose.py` picks one.
+some of it in few PyTorch operations, and `module.py` runs any Transformers module. On a GPU,
+`cuda/` replays CUDA graphs of the latter two. `seq2seq/` runs encoder-decoders. `choose.py` picks
+one.
 """
 
 from __future__ import annotations

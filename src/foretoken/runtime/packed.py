@@ -29,7 +29,8 @@ from foretoken.models.resolver import cache_title, gguf_file, gguf_title
 from foretoken.models.skeleton import skeleton
 from foretoken.models.weights import FolderWeights, WeightSource
 from foretoken.runtime.choices import AUTO, DRAFTING, OWN
-from foretoken.runtime.llama import ARCHITECTURES, LlamaWeights
+from foretoken.runtime.families import FAMILIES
+from foretoken.runtime.llama import LlamaWeights
 from foretoken.runtime.native.packed import QUANTIZED
 from foretoken.runtime.native.packed_files import (
     LAYOUT_VERSION,
@@ -177,7 +178,7 @@ def _opened(
         module, rest = skeleton(folder, dtype), MappedFile(rest_file(files))
         fill_ends(module, rest.tensors["embedding"], rest.tensors["norm"].to(dtype))
         sizes = LlamaWeights(module)
-        sizes.norm = rest.tensors["norm"]  # as precise as it is stored
+        sizes.norm = sizes.family.norm(rest.tensors["norm"])  # as precise as it is stored
         weights = MappedDecoder(files, rest, sizes)
     except ModelError:
         if files.is_dir() or not again:
@@ -188,7 +189,7 @@ def _opened(
 
 def _packed_folder(folder: Path, dtype: torch.dtype, form: str) -> tuple[Path, Path]:
     """A Hugging Face folder, and its packed files."""
-    if not set(read_config(folder).get("architectures") or [""]) <= ARCHITECTURES:
+    if not set(read_config(folder).get("architectures") or [""]) <= set(FAMILIES):
         raise _NotNativeError
     try:
         source, module = FolderWeights(folder), skeleton(folder, dtype)

@@ -83,7 +83,8 @@ class RoundingPacker:
             embedding = self._read("model.embed_tokens.weight")
             norm = self._read("model.norm.weight")
             fill_ends(self._module, embedding, norm)
-            self._packing = Packing(LlamaWeights(self._module), self._quantization)
+            sizes = LlamaWeights(self._module)
+            self._packing, self._traits = Packing(sizes, self._quantization), sizes.traits
             for index, layer in enumerate(body.layers):
                 layer.register_forward_pre_hook(partial(self._fill, index))
                 layer.register_forward_hook(partial(self._finish, index))
@@ -119,7 +120,7 @@ class RoundingPacker:
                 piece = self._read("lm_head.weight", (start, min(start + HEAD_ROWS, size)))
             logits.append(F.linear(states, piece))
             packed.append(self._packing.pack_head(LinearWeights(piece, None)))
-        return torch.cat(logits, dim=-1), joined(packed)
+        return self._traits.logits(torch.cat(logits, dim=-1)), joined(packed)
 
     def _read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
         tensor = self._source.read(name, self._module.dtype, rows)

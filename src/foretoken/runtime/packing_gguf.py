@@ -18,12 +18,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from foretoken.models.gguf_weights import GgufWeights
+from foretoken.runtime.families import FAMILIES
 from foretoken.runtime.llama import LinearWeights
 from foretoken.runtime.native.gguf_blocks import FORMAT_OF, pack_blocks
 from foretoken.runtime.native.pack import (
     PANEL,
     Format,
     PackedWeights,
+    halves,
     joined,
     pack,
     packed_in_turns,
@@ -49,6 +51,7 @@ class GgufPacker:
         self._source, self._module, self._folder = source, module, folder
         self._tied = bool(module.config.tie_word_embeddings)
         self._floats = FORMATS[module.dtype]
+        self._family = FAMILIES[type(module).__name__]
         self._runs: dict[str, set[str]] = {}
         self._elements = sum(torch.Size(shape).numel() for shape in source.shapes.values())
 
@@ -76,15 +79,18 @@ class GgufPacker:
 
     def _layer(self, prefix: str) -> PackedLayer:
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        family, norms = self._family, self._family.norms
         return PackedLayer(
-            attention_norm=self._read(f"{prefix}input_layernorm.weight"),
-            qkv=self._parts(*(f"{attention}{name}_proj" for name in "qkv")),
-            query_norm=self._found(f"{attention}q_norm.weight"),
-            key_norm=self._found(f"{attention}k_norm.weight"),
+            attention_norm=self._norm(prefix, norms.attention),
+            qkv=self._parts(*(f"{attention}{name}" for name in family.qkv)),
+            query_norm=self._norm(attention, "q_norm"),
+            key_norm=self._norm(attention, "k_norm"),
             output=self._alone(f"{attention}o_proj"),
-            mlp_norm=self._read(f"{prefix}post_attention_layernorm.weight"),
-            gate_up=self._gate_up(f"{mlp}gate_proj", f"{mlp}up_proj"),
+            mlp_norm=self._norm(prefix, norms.mlp),
+            gate_up=self._gate_up(*(f"{mlp}{name}" for name in family.gate_up)),
             down=self._alone(f"{mlp}down_proj"),
+            attention_after=self._norm(prefix, norms.attention_after),
+            mlp_after=self._norm(prefix, norms.mlp_after),
         )
 
     def _write_rest(self) -> None:
@@ -108,7 +114,8 @@ class GgufPacker:
 
     def _gate_up(self, *names: str) -> tuple[PackedWeights, ...]:
         forms = self._forms(*names)
-        gate, up = (self._linear(f"{n}.weight", form) for n, form in zip(names, forms, strict=True))
+        parts = [self._linear(f"{n}.weight", form) for n, form in zip(names, forms, strict=True)]
+        gate, up = halves(*parts) if len(parts) == 1 else parts
         return (packed_in_turns(gate, up),) if gate.format is up.format else (gate, up)
 
     def _merged(self, form: Format, *names: str) -> PackedWeights:
@@ -170,6 +177,11 @@ class GgufPacker:
 
     def _read(self, name: str) -> Tensor:
         return self._source.read(name, torch.float32)
+
+    def _norm(self, prefix: str, name: str | None) -> Tensor | None:
+        """What a norm multiplies by; None if the model has none of this name."""
+        weight = None if name is None else self._found(f"{prefix}{name}.weight")
+        return None if weight is None else self._family.norm(weight)
 
     def _found(self, name: str) -> Tensor | None:
         return self._read(name) if name in self._source.shapes else None

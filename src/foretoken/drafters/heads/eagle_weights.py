@@ -11,6 +11,7 @@ from foretoken.drafters.heads.eagle_layer import EagleLayer, RMSNorm
 from foretoken.drafters.heads.eagle_net import EagleNet
 from foretoken.drafters.heads.feature_net import FeatureNet
 from foretoken.runtime.choose import head_network
+from foretoken.runtime.families import Traits
 from foretoken.runtime.llama import (
     JointInput,
     LayerWeights,
@@ -44,6 +45,8 @@ class EagleWeights:
         self.num_layers = len(net.layers)
         self.head = LinearWeights(self._of(net.head), None)
         self.rotary = Rotary(net.rotary, self.embedding.device)
+        self.local_rotary: Rotary | None = None
+        self.traits = Traits()
         self.norm: Tensor | None = None
         self.joint: JointInput | MixedInput | None
         if isinstance(net, FeatureNet):

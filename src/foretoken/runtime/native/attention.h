@@ -101,7 +101,7 @@ struct Attention {
     const Element* values;  // [slots][D]
     const Sight* sights;    // of each query
     int count;              // queries
-    float scaling;
+    float scaling, cap;     // scores become cap tanh(score / cap), unless it is 0
     alignas(64) Element queries[QUERIES][D];
     alignas(64) float out[QUERIES][D];  // the result
     f32x16 totals[QUERIES];             // of the weights so far
@@ -233,6 +233,8 @@ private:
             std::memset(weights[place], 0, sizeof weights[place]);
             return;
         }
+        if (cap != 0)
+            for (int i = 0; i < end; i += LANES) store(row + i, capped(load<f32x16>(row + i), cap));
         for (int i = 0; i < first; i++) row[i] = -INFINITY;
         for (int i = end; i % LANES; i++) row[i] = -INFINITY;
         f32x16 most = load<f32x16>(row);

@@ -19,16 +19,16 @@ from ctypes import (
     c_size_t,
     sizeof,
 )
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from threading import Lock
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.kv_slab import KVSlab
-from foretoken.runtime.llama import DecoderWeights, JointInput
+from foretoken.runtime.llama import DecoderWeights
+from foretoken.runtime.native.angles import AngleTables
 from foretoken.runtime.native.arguments import (
     CBuffers,
     CDecoder,
@@ -43,8 +43,9 @@ from foretoken.runtime.native.arguments import (
 )
 from foretoken.runtime.native.build import library
 from foretoken.runtime.native.kept_weights import KeptWeights
-from foretoken.runtime.native.pack import CLinear, Format, PackedWeights
-from foretoken.runtime.native.packed import PackedDecoder, PackedLayer, Packing
+from foretoken.runtime.native.pack import CLinear
+from foretoken.runtime.native.packed import PackedDecoder, Packing
+from foretoken.runtime.native.structures import structures
 from foretoken.runtime.native.support import MOST_HIDDEN_SIZE
 from foretoken.runtime.native.threads import num_threads
 from foretoken.runtime.network import (
@@ -57,9 +58,6 @@ from foretoken.runtime.network import (
 )
 
 __all__ = ["NativeDecoder", "checked"]
-
-_ANGLES = 256
-"""Rotary angles are computed for this many positions at once."""
 
 
 @dataclass(frozen=True)
@@ -105,88 +103,23 @@ class NativeDecoder(GrowingNetwork):
         sizes = packed.sizes
         dtype = sizes.embedding.dtype
         self._kept: KeptWeights = KeptWeights(None if beside is None else beside._kept)
-        layers = [self._layer(index, packed.layer(index)) for index in range(sizes.num_layers)]
-        head = packed.head()
-        self._vocab_size = head.outputs
-        self._rotary = sizes.rotary
+        rotaries = [sizes.rotary, *([] if sizes.local_rotary is None else [sizes.local_rotary])]
+        self._angles, self._traits = AngleTables(rotaries, sizes.width), sizes.traits
         self._reads_states = sizes.joint is not None
-        self._cos, self._sin = _empty(0, sizes.width // 2), _empty(0, sizes.width // 2)
         self._workspace = _empty(0, dtype=torch.uint8)
         self._seen_addresses: list[tuple[int, int, int, int]] = []
         self._buffers = (CBuffers * 0)()
         self._more = _empty(0, sizes.hidden_size, dtype=dtype)
         self._like = _empty(1, sizes.key_heads, 1, sizes.width, dtype=dtype)
-        self._decoder = CDecoder(
-            head=self._linear(head),
-            norm=self._float(sizes.norm),
-            embedding=self._kept.share(sizes.embedding.contiguous()).data_ptr(),
-            vocabulary=len(sizes.embedding),
-            hidden_size=sizes.hidden_size,
-            heads=sizes.heads,
-            key_heads=sizes.key_heads,
-            width=sizes.width,
-            intermediate=sizes.inner_size,
-            is_bf16=dtype == torch.bfloat16,
-            epsilon=sizes.epsilon,
-            scaling=sizes.scaling,
-            **self._joint(packed),
-        )
+        self._decoder, layers = structures(packed, self._kept)
+        self._vocab_size = int(self._decoder.head.outputs)
         self._kept.close()
         self._use(layers)
-
-    def _joint(self, packed: PackedDecoder) -> dict[str, Any]:
-        """The fields of `CDecoder` for a drafting head's input."""
-        if (mix := packed.mix()) is not None:
-            return {"mix": self._linear(mix)}
-        joint = packed.sizes.joint
-        if not isinstance(joint, JointInput):
-            return {}
-        return {
-            "embedding_norm": self._float(joint.embedding_norm),
-            "state_norm": self._float(joint.state_norm),
-            "norm_before_residual": joint.norm_before_residual,
-            "norm_output": joint.norm_output,
-        }
 
     def _use(self, layers: Sequence[CLayer]) -> None:
         self._layers = (CLayer * len(layers))(*layers)
         self._decoder.layers = self._layers
         self._decoder.num_layers = len(layers)
-
-    def _layer(self, index: int, weights: PackedLayer) -> CLayer:
-        window = weights.window
-        assert window is None or not window.chunked, "no model of the Llama family has chunks"
-        return CLayer(
-            qkv=(CLinear * 3)(*self._beside(weights.qkv)),
-            output=self._linear(weights.output),
-            gate_up=(CLinear * 2)(*self._beside(weights.gate_up)),
-            down=self._linear(weights.down),
-            attention_norm=self._float(weights.attention_norm),
-            query_norm=self._float(weights.query_norm),
-            key_norm=self._float(weights.key_norm),
-            mlp_norm=self._float(weights.mlp_norm),
-            index=index,
-            attends=True,
-            computes=True,
-            window=0 if window is None else window.size,
-        )
-
-    def _beside(self, parts: Sequence[PackedWeights]) -> list[CLinear]:
-        """Linear layers that read the same input rows, which have what all formats need."""
-        rows = max(part.format for part in parts)
-        assert len(parts) == 1 or min(part.format for part in parts) > Format.BFLOAT16
-        made = [self._linear(part) for part in parts]
-        for layer in made:
-            layer.rows = rows
-        return made
-
-    def _linear(self, packed: PackedWeights) -> CLinear:
-        if packed.bias is not None:
-            self._kept.keep(packed.bias)
-        return replace(packed, weight=self._kept.share(packed.weight)).c
-
-    def _float(self, weight: Tensor | None) -> int | None:
-        return None if weight is None else self._kept.keep(weight.float().contiguous()).data_ptr()
 
     @property
     def num_layers(self) -> int:
@@ -197,7 +130,8 @@ class NativeDecoder(GrowingNetwork):
         """See `Network.extend`."""
         first = int(self._decoder.vocabulary) + len(self._more)
         with self._lock:
-            self._more = self._kept.keep(torch.cat([self._more, rows.to(self._more)]))
+            rows = (rows * self._traits.learnt_scale).to(self._more)
+            self._more = self._kept.keep(torch.cat([self._more, rows]))
             self._decoder.more = self._more.data_ptr()
         return first
 
@@ -310,9 +244,10 @@ class NativeDecoder(GrowingNetwork):
 
     def _prepare(self, arguments: CPass, slab: KVSlab) -> None:
         """Fill in what all passes share: buffers, rotary angles and memory to work in."""
-        self._reach(arguments.most_seen)
+        self._angles.reach(arguments.most_seen)
         arguments.buffers = addressof(self._buffers_of(slab))
-        arguments.cos, arguments.sin = self._cos.data_ptr(), self._sin.data_ptr()
+        arguments.cos, arguments.sin = self._angles.cos.data_ptr(), self._angles.sin.data_ptr()
+        arguments.angles = self._angles.positions
         needed = self._library.foretoken_workspace(byref(self._decoder), byref(arguments))
         if len(self._workspace) < needed:
             self._workspace = _empty(needed, dtype=torch.uint8)
@@ -325,21 +260,6 @@ class NativeDecoder(GrowingNetwork):
             addresses = self._seen_addresses = slab.addresses
             self._buffers = (CBuffers * len(addresses))(*(CBuffers(*at) for at in addresses))
         return self._buffers
-
-    def _reach(self, positions: int) -> None:
-        """Extend the tables of rotary angles to at least this many positions.
-
-        They grow by pieces of one size, because the bits of PyTorch's results may depend on the
-        number of positions (invariant 7).
-        """
-        known, half = self._cos.shape
-        pieces = [
-            self._rotary.angles(first, _ANGLES, torch.float32)
-            for first in range(known, positions, _ANGLES)
-        ]
-        if pieces:
-            cos, sin = (torch.cat(parts)[:, :half] for parts in zip(*pieces, strict=True))
-            self._cos, self._sin = torch.cat([self._cos, cos]), torch.cat([self._sin, sin])
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -19,6 +19,7 @@ __all__ = [
     "CLinear",
     "Format",
     "PackedWeights",
+    "halves",
     "in_turns",
     "joined",
     "pack",
@@ -144,6 +145,14 @@ def _pack(panels: Tensor, form: Format) -> Tensor:
         case _:
             raise AssertionError(f"weights are not rounded to {form.name}")
     return packed.contiguous()
+
+
+def halves(packed: PackedWeights) -> tuple[PackedWeights, PackedWeights]:
+    """The first and the second half of a layer's outputs, which have whole panels; no biases."""
+    assert packed.outputs % (2 * PANEL) == 0
+    first, second = packed.weight.chunk(2)
+    half = replace(packed, outputs=packed.outputs // 2)
+    return replace(half, weight=first), replace(half, weight=second)
 
 
 def packed_in_turns(gate: PackedWeights, up: PackedWeights) -> PackedWeights:

@@ -28,7 +28,7 @@ class PackedLayer:
 
     Query, key and value are one matrix, or several with a format each, one below the other. Gate
     and up are one with their panels in turns, or two. Formats of floats do not occur beside others:
-    they read other inputs. Files do not hold `window`.
+    they read other inputs. Files do not hold `window` and `rotates`.
     """
 
     attention_norm: Tensor | None
@@ -36,10 +36,13 @@ class PackedLayer:
     query_norm: Tensor | None
     key_norm: Tensor | None
     output: PackedWeights
-    mlp_norm: Tensor
+    mlp_norm: Tensor | None
     gate_up: tuple[PackedWeights, ...]
     down: PackedWeights
+    attention_after: Tensor | None = None
+    mlp_after: Tensor | None = None
     window: Window | None = None
+    rotates: bool = True
 
 
 class PackedDecoder(ABC):
@@ -102,7 +105,10 @@ class Packing(PackedDecoder):
             mlp_norm=layer.mlp_norm,
             gate_up=(self._pack(in_turns(layer.gate_up)),),
             down=self._pack(layer.down),
+            attention_after=layer.attention_after,
+            mlp_after=layer.mlp_after,
             window=layer.window,
+            rotates=layer.rotates,
         )
 
     def _pack(self, weights: LinearWeights) -> PackedWeights:

@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,7 +34,14 @@ _ALIGNMENT = 64
 _NAMES = {torch.uint8: "U8", torch.float32: "F32", torch.bfloat16: "BF16"}
 _LINEAR = ("output", "down")
 _IN_PARTS = ("qkv", "gate_up")
-_NORMS = ("attention_norm", "query_norm", "key_norm", "mlp_norm")
+_NORMS = (
+    "attention_norm",
+    "query_norm",
+    "key_norm",
+    "mlp_norm",
+    "attention_after",
+    "mlp_after",
+)
 
 
 def layer_file(folder: Path, index: int) -> Path:
@@ -138,11 +146,12 @@ class MappedDecoder(PackedDecoder):
         ModelError: a file cannot be read.
     """
 
+    sizes: LlamaWeights
+
     def __init__(self, folder: Path, rest: MappedFile, sizes: LlamaWeights) -> None:
         self.sizes, self._rest = sizes, rest
         # All are mapped now: a folder that is out of date may be deleted at any time.
         self._layers = [MappedFile(layer_file(folder, x)) for x in range(sizes.num_layers)]
-        self._windows = sizes.windows
 
     def head(self) -> PackedWeights:
         """See `PackedDecoder.head`."""
@@ -154,8 +163,8 @@ class MappedDecoder(PackedDecoder):
     def layer(self, index: int) -> PackedLayer:
         """See `PackedDecoder.layer`."""
         file = self._layers[index]
-        norms = {name: file.tensors.get(name) for name in _NORMS}
-        linear = {name: file.linear(name) for name in _LINEAR}
-        parts = {name: file.parts(name) for name in _IN_PARTS}
-        window = self._windows[index]
-        return PackedLayer(**norms, **linear, **parts, window=window)  # type: ignore[arg-type]
+        found: dict[str, Any] = {name: file.tensors.get(name) for name in _NORMS}
+        found |= {name: file.linear(name) for name in _LINEAR}
+        found |= {name: file.parts(name) for name in _IN_PARTS}
+        windows, rotates = self.sizes.windows, self.sizes.rotates
+        return PackedLayer(**found, window=windows[index], rotates=rotates[index])

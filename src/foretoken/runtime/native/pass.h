@@ -13,8 +13,11 @@ struct Layer {
     Linear gate_up[2];  // one, with gate and up in turns of PANEL outputs, or each alone
     Linear down;
     const float *attention_norm, *query_norm, *key_norm, *mlp_norm;  // null where nothing is normalised
+    const float *attention_after, *mlp_after;  // norms of what is added to the residual stream
     int32_t index, attends, computes;
     int32_t window;  // positions up to its own that a node sees; 0 for all
+    int32_t angles;  // the table of rotary angles; -1 for none
+    int32_t unused;
 };
 
 struct Decoder {
@@ -27,6 +30,10 @@ struct Decoder {
     int32_t num_layers, hidden_size, heads, key_heads, width, intermediate;
     int32_t is_bf16;  // dtype of embedding and slab; float32 otherwise
     float epsilon, scaling;
+    // `Traits` in families.py, with Llama's values in brackets.
+    float embedding_scale, residual_scale, logit_scale;  // (1)
+    float logit_cap, score_cap;                          // c of c tanh(x / c); none (0)
+    int32_t gelu, whole_norms;                           // (0)
     // A drafting head reads a state beside each token; its first layer's inputs are twice as wide:
     // the normalised embedding, then the normalised state. Null norms for a language model.
     int32_t norm_before_residual;  // whether the stream begins with the normalised state
@@ -44,6 +51,7 @@ struct Buffers {
 
 struct Pass {
     int32_t nodes, scored, threads, most_seen;
+    int64_t angles;              // positions of a table
     const int64_t* tokens;       // [T]
     const uint8_t* states;       // [T, E] in the model's dtype, for a drafting head
     const int32_t* positions;    // [T]
@@ -54,7 +62,7 @@ struct Pass {
     const int32_t* tails;        // slots seen behind the prefix
     const int32_t* scored_nodes; // [L] ascending: the nodes whose logits are needed
     const Buffers* buffers;      // of each layer
-    const float *cos, *sin;      // [positions, D/2]
+    const float *cos, *sin;      // [tables, positions, D/2]
     float* logits;               // [L, V]
     int64_t* argmax;             // [L] the token of the largest logit, the first of equals
     uint8_t* hidden;             // [layers asked for, T, E] in the model's dtype, or null

@@ -43,10 +43,11 @@ public:
         };
         // Layers may have different formats.
         size_t normed = row_bytes(d_.head), mixed = 0, inner = 0;
-        bool apart = false;  // gate and up of any layer
+        bool apart = false, after = false;  // whether any layer has gate and up apart, or norms after its parts
         if (d_.mix.weight) normed = std::max(normed, row_bytes(d_.mix));
         for (int i = 0; i < d_.num_layers; i++) {
             const Layer& layer = d_.layers[i];
+            after |= layer.attention_after || layer.mlp_after;
             normed = std::max({normed, row_bytes(layer.qkv[0]), row_bytes(layer.gate_up[0])});
             mixed = std::max(mixed, row_bytes(layer.output));
             inner = std::max(inner, row_bytes(layer.down));
@@ -58,6 +59,7 @@ public:
         mixed_ = take(nodes * mixed);
         inner_ = take(nodes * inner);
         gates_ = (float*)take(apart ? nodes * d_.intermediate * sizeof(float) : 0);
+        added_ = (float*)take(after ? nodes * d_.hidden_size * sizeof(float) : 0);
         best_ = (Best*)take((size_t)p_.threads * PIECES * nodes * sizeof(Best));
         return used;
     }
@@ -118,7 +120,8 @@ private:
         team_.each(id, [&](int part) {
             Best* best = best_ + (long)part * p_.scored;
             for (int i = 0; i < p_.scored; i++) best[i] = Best{};
-            multiply<1>(d_.head, normed_, p_.scored, part, team_.parts(), [&](long i, long panel, const float* sums) {
+            multiply<1>(d_.head, normed_, p_.scored, part, team_.parts(), [&](long i, long panel, float* sums) {
+                if (changes_logits()) finish_logits(sums);
                 long first = panel * PANEL, count = vocabulary - first < PANEL ? vocabulary - first : PANEL;
                 std::memcpy(p_.logits + i * vocabulary + first, sums, count * sizeof(float));
                 best[i].add(sums, first, vocabulary);
@@ -126,10 +129,20 @@ private:
         });
     }
 
+    bool changes_logits() const { return d_.logit_scale != 1 || d_.logit_cap != 0; }
+
+    void finish_logits(float* logits) const {
+        for (int i = 0; i < PANEL; i += LANES) store(logits + i, load<f32x16>(logits + i) * d_.logit_scale);
+        if (d_.logit_cap == 0) return;
+        for (int i = 0; i < PANEL; i += LANES) store(logits + i, capped(load<f32x16>(logits + i), d_.logit_cap));
+    }
+
     void embed(int node, float* to) {
         long token = p_.tokens[node];
         bool known = token < d_.vocabulary;
         widen_row(known ? d_.embedding : d_.more, known ? token : token - d_.vocabulary, d_.hidden_size, d_.is_bf16, to);
+        if (!known || d_.embedding_scale == 1) return;
+        for (int i = 0; i < d_.hidden_size; i += LANES) store(to + i, load<f32x16>(to + i) * d_.embedding_scale);
     }
 
     bool joint() const { return d_.state_norm != nullptr; }
@@ -203,11 +216,26 @@ private:
         });
     }
 
-    void add_product(const Linear& layer, const uint8_t* inputs, int id) {
+    // Add a product to the residual stream; `norm` is that of whole rows of it, or null.
+    void add_product(const Linear& layer, const uint8_t* inputs, const float* norm, int id) {
         product<1>(layer, inputs, p_.nodes, id, [&](long node, long panel, const float* sums) {
-            float* to = stream_ + node * d_.hidden_size + panel * PANEL;
-            for (int i = 0; i < PANEL; i += LANES) store(to + i, load<f32x16>(to + i) + load<f32x16>(sums + i));
+            long place = node * d_.hidden_size + panel * PANEL;
+            if (norm) std::memcpy(added_ + place, sums, PANEL * sizeof(float));
+            else add(sums, PANEL, stream_ + place);
         });
+        if (!norm) return;
+        team_.each(id, [&](int part) {
+            share(p_.nodes, part, [&](int node) {
+                float* row = added_ + (long)node * d_.hidden_size;
+                rms_norm(row, norm, d_.epsilon, d_.hidden_size, row);
+                add(row, d_.hidden_size, stream_ + (long)node * d_.hidden_size);
+            });
+        });
+    }
+
+    void add(const float* from, int size, float* to) const {
+        for (int i = 0; i < size; i += LANES)
+            store(to + i, load<f32x16>(to + i) + load<f32x16>(from + i) * d_.residual_scale);
     }
 
     void mlp(const Layer& layer, int id) {
@@ -219,7 +247,7 @@ private:
                 activate(layer, node, panel, sums, sums + PANEL);
             });
         }
-        add_product(layer.down, inner_, id);
+        add_product(layer.down, inner_, layer.mlp_after, id);
     }
 
     // Gate and up with a format each. A part has the same outputs of both, so its gates are there before its ups.
@@ -235,13 +263,22 @@ private:
         });
     }
 
+    // SiLU, x / (1 + e^-x); or GELU with tanh, which is x / (1 + e^-y). GCC 12 goes wrong if this is a condition on
+    // vectors in a loop.
+    template <bool GELU>
+    static void activate(const float* gates, const float* ups, float* to) {
+        for (int i = 0; i < PANEL; i += LANES) {
+            f32x16 x = load<f32x16>(gates + i), up = load<f32x16>(ups + i), y = x;
+            if constexpr (GELU) y = x * (1.5957691216f + 0.0713548163f * x * x);
+            store(to + i, x / (1.0f + exp(-y)) * up);
+        }
+    }
+
     // Some inputs of the layer's `down`.
     void activate(const Layer& layer, long node, long panel, const float* gates, const float* ups) {
         float x[PANEL];
-        for (int i = 0; i < PANEL; i += LANES) {
-            f32x16 gate = load<f32x16>(gates + i), up = load<f32x16>(ups + i);
-            store(x + i, gate / (1.0f + exp(-gate)) * up);
-        }
+        if (d_.gelu) activate<true>(gates, ups, x);
+        else activate<false>(gates, ups, x);
         encode(layer.down, x, inner_ + node * row_bytes(layer.down), panel * PANEL, PANEL);
     }
 
@@ -258,6 +295,7 @@ private:
                 to += some.outputs;
             }
         });
+        if (d_.whole_norms) normalise_heads(layer, id);
         team_.each(id, [&](int part) {
             share((long)p_.nodes * heads(), part, [&](int i) { finish_head(layer, i / heads(), i % heads()); });
         });
@@ -265,7 +303,19 @@ private:
             if (d_.is_bf16) attend<Bf16Cache>(layer, part);
             else attend<FloatCache>(layer, part);
         });
-        add_product(layer.output, mixed_, id);
+        add_product(layer.output, mixed_, layer.attention_after, id);
+    }
+
+    // All queries of a node as one vector, and all keys.
+    void normalise_heads(const Layer& layer, int id) {
+        team_.each(id, [&](int part) {
+            share(p_.nodes, part, [&](int node) {
+                float* queries = qkv_ + (long)node * heads() * d_.width;
+                float* keys = queries + d_.heads * d_.width;
+                rms_norm(queries, layer.query_norm, d_.epsilon, d_.heads * d_.width, queries);
+                rms_norm(keys, layer.key_norm, d_.epsilon, d_.key_heads * d_.width, keys);
+            });
+        });
     }
 
     // Normalise and rotate a query or key; write keys and values into the slab.
@@ -274,8 +324,8 @@ private:
         int first_value = d_.heads + d_.key_heads;
         if (head < first_value) {
             const float* norm = head < d_.heads ? layer.query_norm : layer.key_norm;
-            if (norm) rms_norm(x, norm, d_.epsilon, d_.width, x);
-            rotate(x, p_.positions[node]);
+            if (norm && !d_.whole_norms) rms_norm(x, norm, d_.epsilon, d_.width, x);
+            if (layer.angles >= 0) rotate(x, layer.angles * p_.angles + p_.positions[node]);
         }
         if (head < d_.heads) return;
         bool is_key = head < first_value;
@@ -287,9 +337,9 @@ private:
         narrow_to(x, d_.width, d_.is_bf16, buffer, place);
     }
 
-    void rotate(float* x, long position) {
+    void rotate(float* x, long place) {
         int half_width = d_.width / 2;
-        const float *cos = p_.cos + position * half_width, *sin = p_.sin + position * half_width;
+        const float *cos = p_.cos + place * half_width, *sin = p_.sin + place * half_width;
         for (int i = 0; i < half_width; i += LANES) {
             f32x16 first = load<f32x16>(x + i), second = load<f32x16>(x + half_width + i);
             f32x16 c = load<f32x16>(cos + i), s = load<f32x16>(sin + i);
@@ -304,7 +354,8 @@ private:
             case 32: return attend<Cache, 32>(layer, part);
             case 64: return attend<Cache, 64>(layer, part);
             case 96: return attend<Cache, 96>(layer, part);
-            default: return attend<Cache, 128>(layer, part);
+            case 128: return attend<Cache, 128>(layer, part);
+            default: return attend<Cache, 256>(layer, part);
         }
     }
 
@@ -333,6 +384,7 @@ private:
         attention.keys = (const Element*)kv.keys + place * kv.key_slots * D;
         attention.values = (const Element*)kv.values + place * kv.value_slots * D;
         attention.scaling = d_.scaling;
+        attention.cap = d_.score_cap;
         Sight sights[QUERIES];
         const float* queries[QUERIES];
         int count = 0;
@@ -357,7 +409,8 @@ private:
     const Decoder& d_;
     const Pass& p_;
     Team team_;
-    float *stream_, *qkv_, *gates_;       // [T, E], [T, H + 2 G, D], [T, I]
+    float *stream_, *qkv_;                // [T, E], [T, H + 2 G, D]
+    float *gates_, *added_;               // [T, I], [T, E]
     Best* best_;                          // [parts, T]
     uint8_t *normed_, *mixed_, *inner_;   // inputs of linear layers: [T, E], [T, H D], [T, I]
 };

@@ -194,6 +194,9 @@ inline f32x16 exp_of_negative(f32x16 x) {
 // The same of any number; that of 88 beyond 88.
 inline f32x16 exp(f32x16 x) { return exp_of_negative(x > 88.0f ? splat(88.0f) : x); }
 
+// cap tanh(x / cap)
+inline f32x16 capped(f32x16 x, float cap) { return cap - 2.0f * cap / (1.0f + exp(x * (2.0f / cap))); }
+
 // log(2^exponent * (1 + fraction)) for a fraction between -0.3 and 0.42 (Cephes' polynomial).
 inline f32x16 log_of(f32x16 exponent, f32x16 fraction) {
     f32x16 square = fraction * fraction;

@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from foretoken.runtime.llama import DecoderWeights, LlamaWeights, is_llama
+from foretoken.runtime.families import family_of
+from foretoken.runtime.llama import DecoderWeights, LlamaWeights
 from foretoken.runtime.native.build import NativeLibraryError, library
 from foretoken.runtime.native.pack import GROUP, Format
 
 __all__ = ["FORMATS", "MOST_HIDDEN_SIZE", "why_no_library", "why_not_native", "wrong_sizes"]
 
 _PLACES = ("cpu", "meta")
-_WIDTHS = (32, 64, 96, 128)
+_WIDTHS = (32, 64, 96, 128, 256)
 MOST_HIDDEN_SIZE = 16384
 """`MOST_HIDDEN_SIZE` in rows.h: functions of `Run` have room for this many numbers."""
 
@@ -24,8 +25,8 @@ def why_not_native(model: PreTrainedModel) -> str | None:
 
     The weights may be on the meta device: those of a `skeleton` are packed files.
     """
-    if not is_llama(model):
-        return "it supports only Llama, Mistral, Qwen2 and Qwen3"
+    if family_of(model) is None:
+        return f"it does not support {type(model).__name__}, or not with this configuration"
     if model.device.type not in _PLACES or model.dtype not in FORMATS:
         return (
             "it supports only float32 and bfloat16 on CPUs, "
