@@ -77,7 +77,9 @@ def test_forms_that_others_take(llm: LLM) -> None:
         ({"use_cache": True}, "takes no argument 'use_cache'"),
     ],
 )
-def test_arguments_of_other_libraries(llm: LLM, arguments: dict[str, Any], message: str) -> None:
+def test_generate_with_arguments_of_other_libraries(
+    llm: LLM, arguments: dict[str, Any], message: str
+) -> None:
     for call in (llm.generate, llm.stream):
         with pytest.raises(ConfigError, match=message):
             call("hello", **arguments)
@@ -119,6 +121,26 @@ def test_defaults_are_vllms(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"gpu_memory_utilization": 0.9}, "use 'kv_cache_memory'"),
+        ({"load_in_4bit": True}, "use quantization='int4'"),
+        ({"torch_dtype": "auto"}, "use 'dtype'"),
+        ({"speculative_model": "x"}, "it belongs in `speculative_config`: use 'model'"),
+        ({"num_speculative_tokens": 3}, "write {'num_speculative_tokens': ...}"),
+        ({"temperature": 0}, "give `SamplingParams` to generate()"),
+        ({"max_model_length": 99}, "did you mean 'max_model_len'?"),
+        ({"zzz": 1}, "known: device, dtype, "),
+    ],
+)
+def test_a_model_with_arguments_of_other_libraries(arguments: dict[str, Any], message: str) -> None:
+    (name,) = arguments
+    with pytest.raises(ConfigError, match=f"LLM.. takes no argument '{name}'") as caught:
+        LLM("no such model", **arguments)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("prompt", "message"),
     [
         ("", "the prompt is empty"),
@@ -132,7 +154,10 @@ def test_defaults_are_vllms(llm: LLM) -> None:
         ("a\ud800", "prompt: half of a character at position 1 (a lone surrogate, U+D800)"),
         ([{"role": "user", "content": "\udc00"}], "a lone surrogate, U+DC00"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "of type 'image_url' is not text"),
-        ({"prompt": "a", "prompt_token_ids": [1]}, "a mapping with 'prompt' or 'prompt_token_ids'"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, "'prompt' or 'prompt_token_ids', not both"),
+        ({"input_ids": [1], "attention_mask": [1]}, "ids as {'prompt_token_ids': ids}"),
+        ({"prompt": "a", "multi_modal_data": {}}, "this model takes text only"),
+        (torch.tensor([1, 2]), "expected text or a list, got Tensor: call its tolist()"),
         ([3.5], "a prompt is text, a list of token ids, or a list of chat messages"),
         ([{"content": "no role"}], "a prompt is text"),
     ],

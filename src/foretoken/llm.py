@@ -14,7 +14,7 @@ from foretoken.beam_search import BeamSearchOutput, BeamSearchParams, sequences_
 from foretoken.config import SpeculativeConfig
 from foretoken.core.memory import num_bytes
 from foretoken.core.params import Sampling
-from foretoken.engine.arguments import check_at_least_1, refuse_unknown
+from foretoken.engine.arguments import check_at_least_1, refuse_unknown, refuse_unknown_engine
 from foretoken.engine.assembly import EngineOptions
 from foretoken.engine.job_spec import specs_of
 from foretoken.engine.progress import UseTqdm, progress_of
@@ -77,10 +77,12 @@ class LLM(LoadedLLM):
             models have the target's. Speculation is lossless with respect to the weights that run,
             which `foretoken models` lists. An alias stands for dequantized weights.
         runtime: "native" computes in C++ that is compiled on this machine at its first use (Llama
-            and its relatives on a CPU, in float32 or bfloat16). "torch" computes with
-            PyTorch's operations. On a GPU, "cuda" replays CUDA graphs, and "compiled" replays CUDA
+            and its relatives on a CPU, in float32 or bfloat16). "torch" computes with PyTorch's
+            operations: those of "lean", which knows the same models, or of "module", the
+            Transformers module. On a GPU, "cuda" replays CUDA graphs, and "compiled" replays CUDA
             graphs of passes that TorchInductor has compiled. "auto" takes "native" or "cuda" where
             they are available.
+        **unknown: refused, with what to write instead.
 
     Attributes:
         tokenizer: the tokenizer, or None.
@@ -112,7 +114,9 @@ class LLM(LoadedLLM):
         prefix_cache_memory: int | str = "256MiB",
         quantization: str | None = "auto",
         runtime: str = "auto",
+        **unknown: Any,
     ) -> None:
+        refuse_unknown_engine(unknown, LLM.__init__.__kwdefaults__ or ())
         check_at_least_1(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
         kv_bytes = (
             None if kv_cache_memory is None else num_bytes("kv_cache_memory", kv_cache_memory)

@@ -45,12 +45,22 @@ def test_history_is_kept(run: Run, tiny: Path, llm: LLM) -> None:
 
 def test_commands(run: Run, tiny: Path, llm: LLM) -> None:
     (first,) = llm.chat([user("hello")], GREEDY)
-    lines = "hello\n/reset\nhello\n/nonsense\n/help\n/exit\nhello\n"
+    lines = "hello\n/clear\nhello\n/nonsense\n/?\n/bye\nhello\n"
     result = run("chat", "-m", tiny, "--max-tokens", 12, stdin=lines)
     assert result.exit_code == 1
     assert result.stdout == f"{first.text}\n" * 2
     for text in ("starts anew", "unknown command /nonsense", "forget the conversation"):
         assert text in result.stderr
+
+
+def test_other_names_of_commands(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    conversation = Conversation(llm, GREEDY, None)
+    for name, meant in (("/?", "/help"), ("/clear", "/reset")):
+        assert conversation.obey(name)
+        first = capsys.readouterr().err
+        assert conversation.obey(meant)
+        assert capsys.readouterr().err == first
+    assert not any(conversation.obey(name) for name in ("/exit", "/quit", "/bye"))
 
 
 def test_system_message(llm: LLM) -> None:
@@ -192,12 +202,14 @@ def test_undo(llm: LLM) -> None:
     assert conversation.failed
 
 
-def test_save_and_load(llm: LLM, tmp_path: Path) -> None:
+def test_save_and_load(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     conversation = Conversation(llm, GREEDY, "be brief")
     conversation.answer("hello")
     conversation.obey(f"/save {tmp_path / 'talk.json'}")
     other = Conversation(llm, GREEDY, None)
+    capsys.readouterr()
     other.obey(f"/load {tmp_path / 'talk.json'}")
+    assert capsys.readouterr().err == "1 question and its answer\n"
     assert other.messages == conversation.messages
     other.obey("/reset")
     assert other.messages == conversation.messages[:1]
@@ -207,7 +219,7 @@ def test_save_and_load(llm: LLM, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "No such file"),
+        (None, "talk.json: No such file or directory"),
         ("[1", "is not a saved conversation"),
         ('[{"role": "user", "content": "a"}]', "no questions and answers"),
         ('[{"role": "user"}]', "no questions and answers"),

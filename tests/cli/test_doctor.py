@@ -20,7 +20,8 @@ def test_what_is_there(run: Run) -> None:
     found = findings(run)
     assert found["native runtime"][0].startswith("ready")
     assert "of" in found["cores"][0]
-    assert found["foretoken[bench]"][0] == "installed"
+    assert found["foretoken[bench]"][0] == found["foretoken[serve]"][0] == "installed"
+    assert found["C++ compiler"][1] == ""
     shown = run("doctor").stdout
     assert all(name in shown for name in found)
 
@@ -30,11 +31,13 @@ def test_no_compiler(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     try:
-        value, advice = findings(run)["native runtime"]
+        found = findings(run)
     finally:
         build._library.cache_clear()
+    value, advice = found["native runtime"]
     assert "install g++" in value
     assert "slower" in advice
+    assert "install g++" in found["C++ compiler"][1]
 
 
 def test_a_processor_without_vectors(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

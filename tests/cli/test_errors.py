@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
+from foretoken.cli import app, habits
 from foretoken.cli.advice import in_flags
 from tests.cli.conftest import Run, error_of, save_tiny
 from tests.tiny import tiny_model
@@ -18,7 +23,8 @@ from tests.tiny import tiny_model
         (["--temperature", "-1"], "--temperature: input should be greater than or equal to 0"),
         (["--top-p", "1.5", "--temperature", "1"], "--top-p: input should be"),
         (["--top-p", "0.5"], "--top-p changes nothing in greedy decoding"),
-        (["--max-tokens", "0"], "--max-tokens: input should be"),
+        (["--max-tokens", "0"], "--max-tokens: must be at least 1, got 0"),
+        (["--max-tokens", "-1"], "--max-tokens: must be at least 1, got -1"),
         (["--min-tokens", "9", "--max-tokens", "3"], "--min-tokens (9) is larger than --max-tok"),
         (["--n", "2"], "--n 2 with temperature 0 would give 2 copies"),
         (["--stop", ""], "--stop: a stop string cannot be empty"),
@@ -67,6 +73,56 @@ def test_wrong_use(run: Run, tiny: Path, arguments: list[str], message: str) -> 
     assert result.exit_code == 2
     assert message in error_of(result)
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("generate hi --max-new-tokens 4", "--max-new-tokens: use --max-tokens. Try"),
+        ("generate hi --num_predict 4", "--num-predict: use --max-tokens. Try"),
+        ("generate hi --temp 1", "--temp: did you mean '--temperature'? Try"),
+        ("generate hi --seeed 1", "--seeed: did you mean '--seed'? Try"),
+        ("generate hi --stream", "--stream: answers to one prompt are streamed anyway. Try"),
+        ("generate hi --frobnicate", "--frobnicate. Try 'foretoken generate --help'."),
+        ("generate hi -v", "-v: set the environment variable FORETOKEN_LOG=info. Try"),
+        ("-v", "-v: use --version. Try 'foretoken --help'."),
+        ("serve -p 80", "-p: use --port. Try"),
+        ("generate -p hi", "-p: write the prompt without an option. Try"),
+        ("generate hi there", "(there): put a prompt of several words in quotes. Try"),
+        ("chat smollm2-135m", "(smollm2-135m): name a model with --model. Try"),
+        ("pull x", "no such command 'pull': use 'foretoken models fetch'"),
+        ("models rm x", "no such command 'rm': use 'foretoken models remove'"),
+        ("generat hi", "no such command 'generat': did you mean 'generate'?"),
+        ("zzz", "no such command 'zzz': known: bench, chat, "),
+    ],
+)
+def test_habits(run: Run, arguments: str, message: str) -> None:
+    """What other programs call otherwise is named; nothing is suggested that means other things."""
+    result = run(*arguments.split())
+    assert result.exit_code == 2
+    assert message in error_of(result)
+
+
+def test_advice_names_what_there_is() -> None:
+    groups: list[Any] = [get_command(app)]
+    options: set[str] = set()
+    commands = {"--help", "--version"}
+    while groups:
+        command = groups.pop()
+        commands |= set(nested := getattr(command, "commands", {}))
+        groups += nested.values()
+        options |= {name for each in command.params for name in each.opts}
+    for advice in chain.from_iterable(habits._OPTIONS.values()):
+        assert set(re.findall(r"(?<!\S)--[a-z-]+", advice)) <= options, advice
+    for advice in habits._COMMANDS.values():
+        for words in re.findall(r"'foretoken ([^']+)'", advice):
+            assert set(words.split()) <= commands, advice
+
+
+def test_options_may_have_underscores(run: Run, tiny: Path) -> None:
+    result = run("generate", "hi", "--model", tiny, "--max_tokens", 2, "--quiet")
+    assert result.exit_code == 0
+    assert result.stdout == run("generate", "hi", "-m", tiny, "--max-tokens", 2, "-q").stdout
 
 
 def test_prompts_that_cannot_be(run: Run, tiny: Path, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_version(run: Run) -> None:
     [
         (
             ["generat"],
-            "no such command 'generat'. Did you mean 'generate'? Try 'foretoken --help'.",
+            "no such command 'generat': did you mean 'generate'?",
         ),
         (["generate", "--sed", "1"], "no such option: --sed"),
         (["generate", "--n", "x", "hi"], "invalid value for '--n'"),

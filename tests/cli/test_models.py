@@ -50,6 +50,41 @@ def test_list_as_json(run: Run, cache: Path) -> None:
     assert "2 MB" in run("models").stdout
 
 
+def test_list_fits_a_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a model came from is not cut: a line of its own has it."""
+    monkeypatch.setenv("COLUMNS", "80")
+    source = f"/models/{'long/' * 20}model"
+
+    def fill(_scratch: Path, _product: Path) -> dict[str, str]:
+        return {"runs": "rounded to int4"}
+
+    packed = "model.int4-bfloat16-79e3e75a"
+    store.build(packed, source, 0, fill, store.Kind("packed", 3, "x"))
+    cached("mine")
+    lines = run("models").stdout.splitlines()
+    assert lines[:2] == ["mine   2 MB", "    from /models/mine.gguf"]
+    at = next(number for number, line in enumerate(lines) if line.startswith(packed))
+    assert lines[at - 2].startswith("Packed weights, which are used when their model is loaded")
+    assert lines[at + 1 : at + 3] == [f"    from {source}", "    rounded to int4"]
+    refused = run("generate", "hi", "--model", packed)
+    assert refused.exit_code == 2
+    assert f"name the model, {source}, and quantization int4" in error_of(refused)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("gpt2", "models of the Hugging Face Hub are ORG/NAME"),
+        ("https://huggingface.co/org/name/tree/main", "its model's name is org/name"),
+        ("hf.co/org/name", "its model's name is org/name"),
+    ],
+)
+def test_names_of_the_hub(run: Run, name: str, told: str) -> None:
+    result = run("models", "fetch", name)
+    assert result.exit_code == 2
+    assert told in error_of(result)
+
+
 def test_path(run: Run) -> None:
     folder = cached("mine")
     assert run("models", "path", "mine").stdout == f"{folder}\n"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +12,7 @@ from torch import Tensor
 
 from foretoken import LLM, CompatibilityError, ConfigError, SamplingParams
 from foretoken.runtime.choices import DRAFTING
-from foretoken.runtime.choose import network_for
+from foretoken.runtime.choose import head_network, network_for
 from foretoken.runtime.cpu import Int8Linear, PackedLinear, check_quantization, linear_layer
 from foretoken.runtime.lean import LeanDecoder
 from foretoken.runtime.module import ModuleNetwork
@@ -109,4 +112,9 @@ def test_what_cannot_be_quantized() -> None:
         ConfigError, match=r"^draft_quantization: int4 runs on .*cuda: leave it out"
     ):
         check_quantization(DRAFTING, torch.device("cuda"))
+    with pytest.raises(ConfigError, match=r"^draft_quantization: int8 runs on CPUs only"):
+        check_quantization("int8", torch.device("cuda"), "draft_quantization")
+    elsewhere: Any = SimpleNamespace(embedding=torch.empty(1, device="meta"))
+    with pytest.raises(ConfigError, match=r"^draft_quantization: int8 runs on CPUs only"):
+        head_network(elsewhere, network_for(tiny_model("lean")), "int8")
     assert linear_layer(torch.float16, CPU, None) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from foretoken import ConfigError
 from foretoken.core.tree import TokenTree, chain
 from foretoken.runtime.choices import DRAFTING
 from foretoken.runtime.choose import network_for
+from foretoken.runtime.lean import LeanDecoder
 from foretoken.runtime.llama import LinearWeights, LlamaWeights
 from foretoken.runtime.module import ModuleNetwork
 from foretoken.runtime.native import build
@@ -280,11 +282,15 @@ def test_who_runs_natively() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"runtime": "natve"}, "runtime: must be one of auto, native, torch, cuda, compiled"),
+        (
+            {"runtime": "natve"},
+            "runtime: must be one of auto, native, torch, lean, module, cuda, compiled",
+        ),
         ({"runtime": "native"}, "not available for this model on this machine: head_dim must be"),
         ({"quantization": "int4"}, "^quantization: int4 needs .* here: head_dim must be"),
         ({"quantization": DRAFTING}, "^draft_quantization: int4 needs .* or leave it out"),
         ({"quantization": "int4", "runtime": "torch"}, "here: the runtime is 'torch'"),
+        ({"quantization": "int4", "runtime": "lean"}, "here: the runtime is 'lean'"),
         ({"quantization": "int3"}, "must be one of auto, none, int8, int4"),
     ],
 )
@@ -313,6 +319,39 @@ def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     with pytest.raises(NativeLibraryError, match=r"failed: .*error"):
         library("-DFORETOKEN_PORTABLE=", "-include", "no_such_header.h")
     assert not [path for path in (tmp_path / "native").iterdir() if path.name != ".lock"]
+
+
+def test_a_cache_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The library is then in a temporary folder of this user's, and one warning says so."""
+    cache, compiled = tmp_path / "a file", Path(library()._name)
+    cache.touch()
+    monkeypatch.setenv("FORETOKEN_CACHE", str(cache))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(build, "_compile", lambda *given: shutil.copy(compiled, given[-1]))
+    build._library.cache_clear()
+    try:
+        made = [Path(library()._name) for _ in range(2)]
+    finally:
+        build._library.cache_clear()
+    assert made == [tmp_path / f"foretoken-{os.getuid()}" / compiled.name] * 2
+    (message,) = caplog.messages
+    assert f"cannot write the cache folder {cache}" in message
+    assert "set FORETOKEN_CACHE" in message
+    assert str(made[0].parent) in message
+
+
+def test_lean_is_for_some_models() -> None:
+    with pytest.raises(ConfigError, match=r"lean supports only Llama.*take 'module'"):
+        network_for(tiny_model("gpt2"), runtime="lean")
+
+
+@pytest.mark.parametrize(("runtime", "network"), [("lean", LeanDecoder), ("module", ModuleNetwork)])
+def test_runtimes_by_the_names_that_are_shown(runtime: str, network: type[Network]) -> None:
+    found = network_for(tiny_model(head_dim=32), runtime=runtime)
+    assert isinstance(found, network)
+    assert found.name == runtime
 
 
 def test_two_processes_compile_once(tmp_path: Path) -> None:

@@ -55,7 +55,11 @@ app = typer.Typer(
     rich_markup_mode="rich",
     invoke_without_command=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        # As vLLM, whose options have both forms.
+        "token_normalize_func": lambda name: name.replace("_", "-"),
+    },
 )
 app.command(epilog=generate.EXAMPLES)(generate.generate)
 app.command(epilog=chat.EXAMPLES)(chat.chat)

@@ -23,16 +23,19 @@ if TYPE_CHECKING:
 __all__ = ["Conversation", "note"]
 
 HELP = """\
-/help              this list
+/help, /?          this list
 /set               the sampling parameters that differ from their defaults
 /set NAME VALUE    change one, for example /set temperature 0.7
 /undo              forget the last question and its answer
-/reset             forget the conversation
+/reset, /clear     forget the conversation
 /save FILE         write the conversation as JSON
 /load FILE         continue one that was saved
-/exit              end the chat (so does Ctrl-D)
+/exit, /quit, /bye end the chat (so does Ctrl-D)
 Ctrl-C stops an answer; the conversation keeps its text so far.
 Alt-Enter begins a new line. A text that you paste may have several lines."""
+
+_SAME = {"/?": "/help", "/clear": "/reset", "/quit": "/exit", "/bye": "/exit"}
+"""Commands that others call otherwise."""
 
 _LEAST_ROOM = 4
 """An answer gets a fourth of the context at least, or `max_tokens` if that is less."""
@@ -66,7 +69,8 @@ class Conversation:
 
     def obey(self, command: str) -> bool:
         """Run a slash command; return False if it ends the conversation."""
-        name, _, rest = command.partition(" ")
+        typed, _, rest = command.partition(" ")
+        name = _SAME.get(typed, typed)
         commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: note(HELP),
             "/set": self._set,
@@ -82,8 +86,10 @@ class Conversation:
             return True
         try:
             commands[name](rest.strip())
-        except (ForetokenError, OSError) as error:
+        except ForetokenError as error:
             self._fail(str(error))
+        except OSError as error:
+            self._fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         return True
 
     def _fail(self, why: str) -> None:
@@ -130,7 +136,8 @@ class Conversation:
             raise PromptError(f"{name} is not a saved conversation: no questions and answers")
         self.messages = found
         self._start = [message for message in found[:1] if message["role"] == "system"]
-        note(f"{sum(message['role'] == 'user' for message in found)} questions and their answers")
+        count = sum(message["role"] == "user" for message in found)
+        note("1 question and its answer" if count == 1 else f"{count} questions and their answers")
 
     # Answers
 

@@ -24,6 +24,8 @@ _EXTRAS = {
     "bench": ("scipy", "sacrebleu"),
     "plots": ("matplotlib",),
     "rest": ("pydivsufsort",),
+    "serve": ("fastapi", "uvicorn", "prometheus-client"),
+    "peers": ("llama-cpp-python", "openvino-genai"),
 }
 """Extras of the package, and the distributions that they install."""
 
@@ -52,6 +54,7 @@ def doctor(
             *_processor(),
             _memory(),
             _gpu(),
+            _compiler(),
             _native(),
             _dtype(),
             _threads(),
@@ -108,6 +111,15 @@ def _gpu() -> _Finding:
     name = torch.cuda.get_device_name()
     free, total = torch.cuda.mem_get_info()
     return _Finding("GPU", f"{name}, {free / _GIB:.1f} GiB free of {total / _GIB:.1f} GiB")
+
+
+def _compiler() -> _Finding:
+    from foretoken.runtime.native.build import NativeLibraryError, compiler_version
+
+    try:
+        return _Finding("C++ compiler", compiler_version())
+    except NativeLibraryError as error:
+        return _Finding("C++ compiler", "none that works", f"{error}.")
 
 
 def _native() -> _Finding:

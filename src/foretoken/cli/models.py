@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from foretoken.cli.console import display, errors, plain
 from foretoken.cli.report import as_json
@@ -47,14 +46,14 @@ def list_models(json_output: JsonOption = False) -> None:
     if json_output:
         print(as_json({"cache_dir": str(cache_dir()), "models": rows}))
         return
-    table = Table(box=None, pad_edge=False, header_style="head", padding=(0, 3, 0, 0))
-    table.add_column("model", no_wrap=True)
-    table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    table.add_column("source", overflow="fold")
+    packed = [row for row in rows if row["kind"] == "packed"]
     for row in rows:
-        table.add_row(*(plain(cell) for cell in _cells(row)))
-    display().print(table)
+        if row not in packed:
+            _show(row)
+    if packed:
+        display().print(plain("\nPacked weights, which are used when their model is loaded:\n"))
+    for row in packed:
+        _show(row)
     display().print(plain(f"\nThe cache is {cache_dir()}.", "note"), soft_wrap=True)
 
 
@@ -140,15 +139,19 @@ def _row(alias: Alias | None, model: CachedModel | None) -> dict[str, Any]:
     }
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, str, str, str]:
+def _show(row: dict[str, Any]) -> None:
+    """A model's name, and below it what it is and where it came from.
+
+    Names and paths are long, so a table of them does not fit a terminal.
+    """
     from foretoken.models.progress import bytes_text
 
-    size = bytes_text(row["size_bytes"]) if row["cached"] else "-"
-    state = "cached" if row["cached"] else f"{bytes_text(row['download_bytes'])} to fetch"
-    about = row["description"] or row["source"]
-    if row["runs"]:
-        about = f"{about}: {row['runs']}"
-    return row["name"], size, "packed" if row["kind"] == "packed" else state, about
+    size = bytes_text(row["size_bytes"] if row["cached"] else row["download_bytes"])
+    state = size if row["cached"] else f"{size} to fetch"
+    about = [f"from {row['source']}", *(row[name] for name in ("description", "runs") if row[name])]
+    display().print(plain(row["name"], "head"), plain(state), sep="   ", soft_wrap=True)
+    for line in about:
+        display().print(plain(f"    {line}", "note"), soft_wrap=True)
 
 
 def _confirmed(question: str) -> bool:

@@ -103,7 +103,10 @@ class ModelOptions:
     ] = "auto"
     runtime: Annotated[
         str,
-        _model("auto, native (C++ on a CPU), torch, cuda or compiled.", callback=_known_runtime),
+        _model(
+            "auto, native (C++ on a CPU), torch, cuda or compiled; or a name that was shown.",
+            callback=_known_runtime,
+        ),
     ] = "auto"
     threads: Annotated[
         int | None,

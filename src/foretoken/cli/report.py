@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from foretoken.cli.console import display, errors, plain
+from foretoken.runtime.choices import TORCH_RUNTIMES
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -91,10 +92,11 @@ def show_what_ran(llm: LLM) -> None:
     """Print method, controller and runtime on stderr, if that is a terminal."""
     console = errors()
     if console.is_terminal:
+        meaning = TORCH_RUNTIMES.get(llm.runtime)
         parts = [
             f"method {llm.speculative_config.method_name}",
             f"controller {llm.controller}",
-            f"runtime {llm.runtime}",
+            f"runtime {llm.runtime}{f' ({meaning})' if meaning else ''}",
             _dtype(llm),
             "bit-exact" if llm.bit_exact else "not bit-exact",
         ]

@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 
 from foretoken.cli.advice import in_flags
 from foretoken.cli.console import say
+from foretoken.cli.habits import instead_of_command, instead_of_option
 from foretoken.errors import ForetokenError, ModelError
 
 __all__ = ["DefaultGroup", "RootGroup", "UsageError", "examples"]
@@ -34,7 +35,19 @@ class UsageError(typer.TyperException):
     exit_code = 2
 
 
-class RootGroup(TyperGroup):
+class _Group(TyperGroup):
+    """A group of commands that says what to run in place of one that it does not have."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the first argument names; see Typer's."""
+        name = args[0]
+        known = self.list_commands(ctx)
+        if not name.startswith("-") and name.replace("_", "-") not in known:
+            raise UsageError(f"no such command '{name}': {instead_of_command(name, known)}")
+        return super().resolve_command(ctx, args)
+
+
+class RootGroup(_Group):
     """The top command: turns every known exception into an exit code and one line."""
 
     def main(self, args: Sequence[str] | None = None, *_: Any, **extra: Any) -> Any:
@@ -58,7 +71,7 @@ class RootGroup(TyperGroup):
             sys.stdout.flush()
 
 
-class DefaultGroup(TyperGroup):
+class DefaultGroup(_Group):
     """A group that runs its first command when none is named."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -91,13 +104,32 @@ def _exit_code(error: Exception) -> int:
 
 def _line(error: Exception) -> str:
     if isinstance(error, typer.TyperException):
-        message = error.format_message()
         context = getattr(error, "ctx", None)
-        hint = f" Try '{context.command_path} --help'." if context is not None else ""
+        message = _what(error, context).rstrip(".")
+        end = "" if message.endswith("?") else "."
+        hint = f"{end} Try '{context.command_path} --help'." if context is not None else ""
         return f"error: {message[:1].lower()}{message[1:]}{hint}"
     if isinstance(error, OSError) and error.filename is not None:
         return f"error: {error.filename}: {error.strerror}"
     return f"error: {in_flags(str(error))}"
+
+
+def _what(error: typer.TyperException, context: Any) -> str:
+    """What is wrong with a command line, and what to write instead where that is known."""
+    if context is None:
+        return error.format_message()
+    options = {name for each in context.command.params for name in each.opts if name[0] == "-"}
+    unknown = getattr(error, "option_name", None)
+    if unknown is not None and unknown not in options:
+        advice = instead_of_option(unknown, sorted(options))
+        return f"no such option: {unknown}" + (f": {advice}" if advice else "")
+    message = error.format_message()
+    if message.startswith("Got unexpected extra argument"):
+        if any(each.name == "prompt" for each in context.command.params):
+            return f"{message}: put a prompt of several words in quotes"
+        if "--model" in options:
+            return f"{message}: name a model with --model"
+    return message
 
 
 def _flush_or_discard(stream: TextIO) -> None:

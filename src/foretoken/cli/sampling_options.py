@@ -85,8 +85,9 @@ class SamplingOptions:
         from foretoken.core.params import SamplingParams
 
         fields = {name: value for name, value in asdict(self).items() if value is not None}
-        if self.max_tokens == 0 and more.get("prompt_logprobs") is None:  # it would show nothing
-            raise UsageError("--max-tokens: input should be at least 1, got 0")
+        least = 1 if more.get("prompt_logprobs") is None else 0  # nothing else would be shown
+        if self.max_tokens < least:
+            raise UsageError(f"--max-tokens: must be at least {least}, got {self.max_tokens}")
         if self.temperature is None:
             fields["temperature"] = 0.0
             for name in ("top_k", "top_p", "min_p"):

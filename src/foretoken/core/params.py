@@ -103,6 +103,8 @@ class SamplingParams(Config):
     foreign_names: ClassVar[Mapping[str, str]] = {
         "max_new_tokens": "use 'max_tokens', which does not count the prompt either.",
         "max_length": "use 'max_tokens', which does not count the prompt.",
+        "n_predict": "use 'max_tokens'.",
+        "num_predict": "use 'max_tokens'.",
         "min_new_tokens": "use 'min_tokens'.",
         "do_sample": "use 'temperature', where 0 is greedy.",
         "num_beams": "use 'beam_width' with temperature 0.",

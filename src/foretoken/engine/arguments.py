@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from foretoken.config import SpeculativeConfig
+from foretoken.core.config import nearest
 from foretoken.core.params import SamplingParams
 from foretoken.errors import ConfigError
 
-__all__ = ["check_at_least_1", "refuse_unknown"]
+__all__ = ["check_at_least_1", "refuse_unknown", "refuse_unknown_engine"]
+
+_ENGINE = {
+    "assistant_model": "use speculative_config={'model': ...}.",
+    "n_ctx": "use 'max_model_len'.",
+    "max_seq_len": "use 'max_model_len'.",
+    "n_threads": "call torch.set_num_threads(), or set OMP_NUM_THREADS.",
+    "n_gpu_layers": "use 'device'.",
+    "torch_dtype": "use 'dtype'.",
+    "device_map": "use 'device'.",
+    "load_in_8bit": "use quantization='int8'.",
+    "load_in_4bit": "use quantization='int4'.",
+    "quantization_config": "use 'quantization'.",
+    "revision": "write it behind the id: 'ORG/NAME@REVISION'.",
+    "gpu_memory_utilization": "use 'kv_cache_memory'.",
+    "kv_cache_memory_bytes": "use 'kv_cache_memory'.",
+    "enforce_eager": "use runtime='torch'.",
+    "trust_remote_code": "code that comes with a model never runs here; leave it out.",
+    "hf_token": "log in with `hf auth login`.",
+}
+"""What other libraries' constructors take, and what to write for `LLM` instead."""
 
 
 def check_at_least_1(**values: int) -> None:
@@ -37,3 +58,22 @@ def refuse_unknown(method: str, unknown: Mapping[str, Any]) -> None:
             own = SpeculativeConfig.foreign_names.get(name, f"write {{'{name}': ...}}.")
             raise ConfigError(f"{method}() takes {name} in `speculative_config`: {own}")
         raise ConfigError(f"{method}() takes no argument {name!r}.")
+
+
+def refuse_unknown_engine(unknown: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Say what to write in place of an argument that `LLM` does not take.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for name in unknown:
+        if name in _ENGINE:
+            advice = _ENGINE[name]
+        elif name in SpeculativeConfig.field_names() or name in SpeculativeConfig.foreign_names:
+            own = SpeculativeConfig.foreign_names.get(name, f"write {{'{name}': ...}}.")
+            advice = f"it belongs in `speculative_config`: {own}"
+        elif name in SamplingParams.field_names() or name in SamplingParams.foreign_names:
+            advice = "give `SamplingParams` to generate()."
+        else:
+            advice = nearest(name, list(known))
+        raise ConfigError(f"LLM() takes no argument {name!r}: {advice}")

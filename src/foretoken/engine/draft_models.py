@@ -14,6 +14,7 @@ from foretoken.drafters.vocabulary import DraftModel
 from foretoken.engine.kv_budget import KVBudget
 from foretoken.errors import CompatibilityError, ConfigError
 from foretoken.runtime.choices import DRAFTING, OWN
+from foretoken.runtime.cpu import check_quantization
 from foretoken.runtime.packed import PackedModel, open_packed
 from foretoken.runtime.target import Target
 
@@ -96,6 +97,8 @@ class DraftModels:
         """
         tokenizer = None
         quantization = DRAFTING if wanted == "int4" else wanted or self._quantization
+        asked = None if wanted == "none" else wanted
+        check_quantization(asked, self._target.device, "draft_quantization")
         weights: PreTrainedModel | PackedModel
         if isinstance(given, PreTrainedModel):
             weights = module = given

@@ -55,9 +55,11 @@ def as_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, str | Mapping) or is_conversation(prompts):
         return [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
-        decode = ": decode it first" if isinstance(prompts, bytes | bytearray) else ""
+        how = ": decode it first" if isinstance(prompts, bytes | bytearray) else ""
+        if hasattr(prompts, "tolist"):  # a tensor or an array
+            how = ": call its tolist()"
         kind = type(prompts).__name__
-        raise PromptError(f"prompts: expected text or a list, got {kind}{decode}.")
+        raise PromptError(f"prompts: expected text or a list, got {kind}{how}.")
     if len(prompts) > 0 and all(isinstance(item, int) for item in prompts):
         return [prompts]
     return list(prompts)
@@ -168,6 +170,12 @@ def _text_of(prompt: Any) -> Any:
     for key in ("prompt", "prompt_token_ids"):
         if set(prompt) == {key}:
             return prompt[key]
+    if "input_ids" in prompt:
+        raise PromptError("prompts: pass text, or a tokenizer's ids as {'prompt_token_ids': ids}.")
+    if "multi_modal_data" in prompt:
+        raise PromptError("multi_modal_data: this model takes text only.")
+    if {"prompt", "prompt_token_ids"} <= set(prompt):
+        raise PromptError("give 'prompt' or 'prompt_token_ids', not both.")
     raise PromptError(
         f"this model has no encoder: {FORMS}, or a mapping with 'prompt' or 'prompt_token_ids'."
     )

@@ -272,7 +272,8 @@ def _reader(path: Path) -> gguf.GGUFReader:
             ) from error
         size = path.stat().st_size
         raise ModelError(
-            f"{path} is truncated or damaged ({size} bytes: {error}); get the file again"
+            f"{path} is truncated or damaged: its {size} bytes do not hold what its head "
+            f"describes; get the file again"
         ) from error
 
 

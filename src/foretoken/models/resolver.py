@@ -15,6 +15,9 @@ from foretoken.models.identity import identity_of
 
 __all__ = ["cache_title", "gguf_file", "gguf_of", "gguf_title", "resolve"]
 
+_PAGE = re.compile(r"(?:https?://)?(?:huggingface\.co|hf\.co)/([^/?#]+/[^/?#]+)")
+_ROUNDED = re.compile(r"rounded to (int8|int4)")
+
 
 def resolve(model: str | Path) -> Path:
     """The Hugging Face folder of a model; fetches or converts the model first if needed.
@@ -157,7 +160,17 @@ def _build_gguf(path: Path, name: str) -> Path:
 def _not_found(model: str, is_file: bool) -> str:
     if is_file:
         return f"{model} is neither a Hugging Face folder nor a .gguf file"
+    if (page := _PAGE.match(model)) is not None:
+        return f"{model} is a page of the Hugging Face Hub: its model's name is {page[1]}"
+    packed = next((each for each in store.cached() if each.name == model), None)
+    if packed is not None:
+        rounded = _ROUNDED.match(packed.runs or "")
+        how = f", and quantization {rounded[1]}" if rounded else ""
+        return f"{model} is packed weights of a model: name the model, {packed.source}{how}"
     names = list(dict.fromkeys([*aliases(), *_cached_names()]))
     near = difflib.get_close_matches(model.lower(), names, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
+    if near:
+        hint = f"did you mean {' or '.join(near)}?"
+    else:
+        hint = f"known: {', '.join(names)}; models of the Hugging Face Hub are ORG/NAME"
     return f"no model {model!r}: there is no such folder, .gguf file, alias or cached model; {hint}"

@@ -5,7 +5,16 @@ This file does not import PyTorch, so that the command line's help pages appear 
 
 from __future__ import annotations
 
-__all__ = ["AUTO", "DRAFTING", "NONE", "OWN", "QUANTIZATIONS", "QUANTIZATION_OPTIONS", "RUNTIMES"]
+__all__ = [
+    "AUTO",
+    "DRAFTING",
+    "NONE",
+    "OWN",
+    "QUANTIZATIONS",
+    "QUANTIZATION_OPTIONS",
+    "RUNTIMES",
+    "TORCH_RUNTIMES",
+]
 
 QUANTIZATIONS = ("int8", "int4")
 AUTO = "auto"
@@ -18,4 +27,6 @@ OWN = "gguf"
 DRAFTING = "int4-draft"
 """What `Target.quantization` says of a draft model in int4 whose output layer is in int4, too.
 Users write "int4" as `draft_quantization`."""
-RUNTIMES = ("auto", "native", "torch", "cuda", "compiled")
+TORCH_RUNTIMES = {"lean": "PyTorch operations", "module": "the Transformers module"}
+"""What "torch" stands for: names that `LLM.runtime` has, and what they mean."""
+RUNTIMES = ("auto", "native", "torch", *TORCH_RUNTIMES, "cuda", "compiled")

@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from foretoken.errors import ConfigError
-from foretoken.runtime.choices import DRAFTING, RUNTIMES
-from foretoken.runtime.cpu import check_quantization, linear_layer
+from foretoken.runtime.choices import DRAFTING, RUNTIMES, TORCH_RUNTIMES
+from foretoken.runtime.cpu import Int8Linear, PackedLinear, check_quantization, linear_layer
 from foretoken.runtime.cuda import StaticSlab, cuda_network
 from foretoken.runtime.cuda.network import CudaNetwork
 from foretoken.runtime.kv_slab import KVSlab
@@ -44,7 +44,8 @@ def network_for(
         model: the Transformers module.
         quantization: "int8" and "int4" quantize the weights of linear layers. None keeps them.
         runtime: "native" is this library's C++, compiled at its first use. "torch" uses PyTorch's
-            operations, "cuda" captures these in CUDA graphs, and "compiled" also compiles them
+            operations ("lean": those of `LeanDecoder`, "module": those of the Transformers module),
+            "cuda" captures these in CUDA graphs, and "compiled" also compiles them
             with `torch.compile`. "auto" takes "cuda" on a GPU, and runs without graphs if they
             cannot be captured. On a CPU it takes "native" if available, otherwise "torch".
         beside: a network that stays in memory. If both are native, weights with the same bits are
@@ -72,7 +73,8 @@ def network_for(
     if on_gpu and runtime in ("auto", "cuda", "compiled"):
         compiler = "inductor" if runtime == "compiled" else None
         return cuda_network(model, compiler=compiler, required=runtime != "auto")
-    reason = "the runtime is 'torch'" if runtime == "torch" else why_not_native(model)
+    asked = runtime in ("torch", *TORCH_RUNTIMES)
+    reason = f"the runtime is '{runtime}'" if asked else why_not_native(model)
     if reason is None:
         reason = why_no_library()
         if reason is None:
@@ -89,12 +91,24 @@ def network_for(
             f"{option}: int4 needs the native runtime, which cannot be used here: {reason}; take "
             "int8 or leave it out."
         )
-    linear = linear_layer(model.dtype, model.device, quantization)
-    if linear is None:
-        return ModuleNetwork.sharing(model)
-    if is_llama(model):
-        return LeanDecoder(LlamaWeights(model), linear)
-    return ModuleNetwork.packed(model, linear)
+    return _torch_network(model, linear_layer(model.dtype, model.device, quantization), runtime)
+
+
+def _torch_network(
+    model: PreTrainedModel, linear: type[PackedLinear | Int8Linear] | None, runtime: str
+) -> Network:
+    """The network in PyTorch's operations; arguments as in `network_for`.
+
+    Raises:
+        ConfigError: the runtime is "lean", which does not run this model.
+    """
+    if runtime == "lean" and not is_llama(model):
+        raise ConfigError(
+            "runtime: lean supports only Llama, Mistral, Qwen2 and Qwen3: take 'module' or 'torch'."
+        )
+    if runtime == "lean" or (runtime != "module" and linear is not None and is_llama(model)):
+        return LeanDecoder(LlamaWeights(model), linear or DenseLinear)
+    return ModuleNetwork.sharing(model) if linear is None else ModuleNetwork.packed(model, linear)
 
 
 @cache
@@ -112,7 +126,7 @@ def _seq2seq_network(
         CompatibilityError: the model is of an unknown kind, or its layers cannot be quantized.
     """
     for option, value, takes in (
-        ("runtime", runtime, ("auto", "torch")),
+        ("runtime", runtime, ("auto", "torch", "lean")),
         ("quantization", quantization, (None, "int8")),
     ):
         if value not in takes:
@@ -156,7 +170,7 @@ def head_network(
     own = None if quantization == "none" else quantization
     if native:
         return NativeDecoder(weights, own, beside=_native(target))
-    check_quantization(own, device)
+    check_quantization(own, device, "draft_quantization")
     return LeanDecoder(weights, linear_layer(dtype, device, own) or DenseLinear)
 
 

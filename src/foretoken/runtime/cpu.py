@@ -83,8 +83,8 @@ class Int8Linear(nn.Module):
         self.out_features, self.in_features = weight.shape
         if self.in_features % _INT8_WIDTH:
             raise CompatibilityError(
-                "quantization: int8 needs linear layers whose input width is a multiple of "
-                f"{_INT8_WIDTH}, and this model has one of width {self.in_features}."
+                "int8 weights need linear layers whose input width is a multiple of "
+                f"{_INT8_WIDTH}, and this model has one of width {self.in_features}: leave it out."
             )
         largest = weight.detach().float().abs().amax(dim=1).clamp(min=1e-12)  # [out]
         self.scales = (largest / 127).to(weight.dtype)
@@ -113,8 +113,15 @@ def linear_layer(
     return Int8Linear
 
 
-def check_quantization(quantization: str | None, device: torch.device) -> None:
+def check_quantization(
+    quantization: str | None, device: torch.device, option: str = "quantization"
+) -> None:
     """Refuse a quantization that is unknown or does not run on this device.
+
+    Args:
+        quantization: the name of it, or None.
+        device: where it is to run.
+        option: where the user gave it.
 
     Raises:
         ConfigError: there is no such quantization, or not on this device.
@@ -123,12 +130,15 @@ def check_quantization(quantization: str | None, device: torch.device) -> None:
         return
     if quantization not in (*QUANTIZATIONS, DRAFTING):
         raise ConfigError(
-            f"quantization: must be one of {', '.join(QUANTIZATION_OPTIONS)}, got '{quantization}'."
+            f"{option}: must be one of {', '.join(QUANTIZATION_OPTIONS)}, got '{quantization}'."
         )
     if device.type != "cpu":
-        drafting = quantization == DRAFTING
-        option = "draft_quantization: int4" if drafting else f"quantization: {quantization}"
-        raise ConfigError(f"{option} runs on CPUs only, not on {device.type}: leave it out.")
+        name = quantization
+        if quantization == DRAFTING:
+            option, name = "draft_quantization", "int4"
+        raise ConfigError(
+            f"{option}: {name} runs on CPUs only, not on {device.type}: leave it out."
+        )
 
 
 def _can_pack(dtype: torch.dtype, device: torch.device) -> bool:

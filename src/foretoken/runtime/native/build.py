@@ -1,8 +1,8 @@
 """Compiles the C++ code for this processor at its first use, and loads the library.
 
-The library is stored in the cache folder. Its name is a hash of sources, flags, compiler and
-processor, so that a change of any of them makes a new library. Without a compiler, `choose.py`
-takes PyTorch's operations, which are slower.
+The library is stored in the cache folder or, if that cannot be written, in a temporary one. Its
+name is a hash of sources, flags, compiler and processor, so that a change of any of them makes a
+new library. Without a compiler, `choose.py` takes PyTorch's operations, which are slower.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from foretoken.models.disk import CacheError, disk_errors
 from foretoken.models.store import cache_dir
 
-__all__ = ["NativeLibraryError", "library"]
+__all__ = ["NativeLibraryError", "compiler_version", "library"]
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ _FLAGS = (
 _INSTALL = "for example with `apt install g++` or `dnf install gcc-c++`"
 _SUFFIXES = (".cpp", ".h")
 _TIMEOUT = 300.0
+_SIZE = 5_000_000
+"""More bytes than the library and the compiler's own files take."""
 
 
 class NativeLibraryError(Exception):
@@ -60,6 +63,15 @@ def library(*flags: str) -> ctypes.CDLL:
     if isinstance(made, NativeLibraryError):
         raise made
     return made
+
+
+def compiler_version() -> str:
+    """The first line that the compiler says about itself.
+
+    Raises:
+        NativeLibraryError: there is no compiler, or it cannot be run.
+    """
+    return _run([_compiler(), "--version"]).partition("\n")[0]
 
 
 @cache
@@ -89,8 +101,22 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def _compiled(compiler: str, flags: tuple[str, ...]) -> Path:
-    folder = cache_dir() / "native"
-    path = folder / f"{_key(compiler, flags)}.so"
+    """The library in the cache, or in a temporary folder if the cache cannot be written."""
+    name = f"{_key(compiler, flags)}.so"
+    try:
+        with disk_errors(cache_dir(), _SIZE):
+            return _made(cache_dir() / "native" / name, compiler, flags)
+    except CacheError as error:
+        # The same one for all processes of this user, so that each need not compile. `_load` makes
+        # sure that it belongs to this user.
+        folder = Path(tempfile.gettempdir()) / f"foretoken-{os.getuid()}"
+        _log.warning("%s. Until then, the native runtime is compiled in %s.", error, folder)
+        return _made(folder / name, compiler, flags)
+
+
+def _made(path: Path, compiler: str, flags: tuple[str, ...]) -> Path:
+    """The library at this place, compiled now if it is not there."""
+    folder = path.parent
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with FileLock(folder / ".lock"):
