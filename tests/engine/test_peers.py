@@ -79,7 +79,7 @@ def test_two_processes_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one has a clock that means nothing, and draws other seeds."""
     told: list[Any] = []
     expected = steps_with(First(told), monkeypatch)
-    assert any(drafted for drafted, *_ in expected)
+    assert len(told) > 50
     ticks = count()
     monkeypatch.setattr(time, "perf_counter", lambda: (next(ticks) * 7919 % 1000) * 1e-3)
     heard = iter(told)

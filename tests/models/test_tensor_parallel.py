@@ -59,6 +59,7 @@ def test_loaded_models() -> None:
         ("t5", {}, "'t5' is an encoder-decoder, which runs in one process"),
         ("llama", {"num_key_value_heads": 1}, "1 key-value heads, which 2 processes cannot share"),
         ("llama", {"num_attention_heads": 1}, "1 attention heads, which 2 processes cannot share"),
+        ("phi3", {"num_key_value_heads": 1}, ""),  # all processes have all heads
         ("qwen3", {}, ""),
         ("mistral", {"num_key_value_heads": 2}, ""),
     ],

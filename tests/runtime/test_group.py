@@ -19,7 +19,7 @@ from foretoken.errors import ForetokenError
 from foretoken.runtime.group import Group
 from foretoken.runtime.inputs import RowNodes
 from foretoken.runtime.network import Need
-from foretoken.runtime.sharded import ShardedLinear, _digest
+from foretoken.runtime.sharded import ADDED, JOINED, ShardedLinear, _digest
 
 SIZE = 3
 
@@ -72,9 +72,9 @@ def test_a_layer_is_the_sum_or_the_join_of_its_parts(packed: bool, bias: bool) -
 
     def part(rank: int, kind: str) -> nn.Linear:
         own = copy.deepcopy(linear)
-        dim = 1 if kind == "rowwise" else 0
+        dim = 1 if kind.startswith("row") else 0
         own.weight = nn.Parameter(linear.weight.chunk(SIZE, dim)[rank])
-        if bias and kind != "rowwise":
+        if bias and not dim:
             own.bias = nn.Parameter(linear.bias.chunk(SIZE)[rank])
         return own
 
@@ -89,7 +89,7 @@ def test_a_layer_is_the_sum_or_the_join_of_its_parts(packed: bool, bias: bool) -
     split = Threads().run(lambda group: run(group, "colwise"))
     assert [each.shape[-1] for each in split] == [4, 4, 2]
     torch.testing.assert_close(torch.cat(split, -1), expected)
-    for kind in ("colwise_gather_output", "colwise_rep", "rowwise"):
+    for kind in (*JOINED, *ADDED):
         for each in Threads().run(lambda group, kind=kind: run(group, kind)):  # type: ignore[misc]
             torch.testing.assert_close(each, expected)
 

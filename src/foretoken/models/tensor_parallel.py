@@ -87,11 +87,14 @@ def check_sharded(config: Any, size: int) -> None:
             f"tensor_parallel_size: a model of the type '{name}' is an encoder-decoder, which runs "
             "in one process: leave it out."
         )
-    if not getattr(text, "base_model_tp_plan", None):
+    plan: dict[str, str] = getattr(text, "base_model_tp_plan", None) or {}
+    if not plan:
         raise CompatibilityError(
             f"tensor_parallel_size: Transformers has no plan (tp_plan) for models of the type "
             f"'{name}': leave it out."
         )
+    if not any(kind == "colwise" and "att" in name for name, kind in plan.items()):
+        return  # all processes have all heads
     heads = int(text.num_attention_heads)
     key_heads = int(getattr(text, "num_key_value_heads", None) or heads)
     for count, what in ((heads, "attention heads"), (key_heads, "key-value heads")):

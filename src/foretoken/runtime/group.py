@@ -118,6 +118,7 @@ def peers_of(model: Any) -> Peers:
         return ALONE
     devices = model._device_mesh["tp"].get_group()
     ranks = dist.get_process_group_ranks(devices)
+    dist.barrier(devices)  # one may load for much longer than others, and longer than `WAIT`
     return Group(devices, dist.new_group(ranks, timeout=WAIT, backend="gloo"))
 
 

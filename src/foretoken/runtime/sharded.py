@@ -29,9 +29,12 @@ from foretoken.runtime.share import share
 
 __all__ = ["ShardedNetwork"]
 
-SPLIT, JOINED, ADDED = "colwise", ("colwise_gather_output", "colwise_rep"), "rowwise"
-"""Kinds of layers in plans: each process keeps its outputs; all get all outputs; all get the sum of
-what comes of each process's inputs."""
+SPLIT = ("colwise",)
+JOINED = ("colwise_gather_output", "colwise_rep")
+ADDED = ("rowwise", "rowwise_split_input", "rowwise_rep")
+SLICED = ADDED[1:]
+"""Kinds of layers in plans. Each process keeps its outputs; all get all outputs; all get the sum of
+what comes of each process's inputs, which the last ones have to take from all inputs."""
 
 
 class ShardedNetwork(ModuleNetwork):
@@ -93,16 +96,20 @@ class ShardedLinear(nn.Module):
             missing = -(-self.out_features // group.size) - len(weight)
             weight = nn.functional.pad(weight, (0, 0, 0, missing))
             bias = None if bias is None else nn.functional.pad(bias, (0, missing))
-        self._added = bias if kind == ADDED else None  # once, behind the sum
-        kept = None if kind == ADDED else bias
+        self._added = bias if kind in ADDED else None  # once, behind the sum
+        kept = None if kind in ADDED else bias
         self.inner = PackedLinear(weight, kept) if packed else _dense(weight, kept)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]; with a kind that splits, this process's part of either."""
+        if self._kind in SLICED:
+            size = -(-self.in_features // self._group.size)
+            first = self._group.rank * size
+            x = x[..., first : first + size].contiguous()
         y: Tensor = self.inner(x)
         if self._kind in JOINED:
             return self._group.joined(y)[..., : self.out_features]
-        if self._kind == ADDED:
+        if self._kind in ADDED:
             y = self._group.total(y)
         return y if self._added is None else y + self._added
 
@@ -116,7 +123,7 @@ def _localise(
         kind = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", place))
         if not is_plain_linear(child):
             _localise(child, plan, group, packed=packed, path=place)
-        elif kind in (SPLIT, *JOINED, ADDED) and isinstance(child.weight, DTensor):
+        elif kind in (*SPLIT, *JOINED, *ADDED) and isinstance(child.weight, DTensor):
             setattr(module, name, ShardedLinear(child, kind, group, packed=packed))
         elif kind is None and packed and not isinstance(child.weight, DTensor):
             setattr(module, name, PackedLinear(child.weight, child.bias))
