@@ -107,6 +107,13 @@ def test_different_passes_are_out_of_step(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(OutOfStepError, match="2 processes of this model are out of step"):
         group.check(8)
 
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(dist, "all_gather_single", fail)
+    with pytest.raises(OutOfStepError, match="has ended, or has made no pass for 10 minutes"):
+        group.check(7)
+
 
 def test_a_digest_tells_passes_apart() -> None:
     row = RowNodes(5, (1, 2), (5, 6), (6, 7))

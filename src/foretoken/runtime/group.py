@@ -73,10 +73,16 @@ class Group(Peers):
             digest: of it, below 2^63.
 
         Raises:
-            OutOfStepError: it is not the same in all processes.
+            OutOfStepError: it is not the same in all processes, or one of them does not answer.
         """
         digests = torch.empty(self.size, dtype=torch.int64)
-        dist.all_gather_single(digests, torch.tensor([digest]), group=self._host)
+        try:
+            dist.all_gather_single(digests, torch.tensor([digest]), group=self._host)
+        except RuntimeError as error:
+            raise OutOfStepError(
+                f"one of the {self.size} processes of this model has ended, or has made no pass "
+                f"for {WAIT.seconds // 60} minutes: its own messages say why."
+            ) from error
         if bool((digests != digest).any()):
             raise OutOfStepError(
                 f"the {self.size} processes of this model are out of step: they were about to "
