@@ -25,7 +25,7 @@ from foretoken.engine.prompts import Prompt
 from foretoken.engine.references import GivenPrediction, GivenReferences
 from foretoken.engine.strategies import Speculative
 from foretoken.engine.worker import Worker
-from foretoken.errors import ForetokenError, RequestError
+from foretoken.errors import ConfigError, ForetokenError, RequestError
 from foretoken.llm import LLM
 from foretoken.outputs import RequestOutput, StreamChunk
 
@@ -139,6 +139,11 @@ class AsyncLLM:
         if isinstance(model, LLM) and engine:
             raise ForetokenError(f"{next(iter(engine))}: give it to the LLM.")
         self.llm = model if isinstance(model, LLM) else LLM(model, **engine)
+        if (processes := self.llm.tensor_parallel_size) > 1:
+            raise ConfigError(
+                "tensor_parallel_size: AsyncLLM runs a model in one process, because requests "
+                f"would arrive in another order in each of {processes}: use LLM."
+            )
         self.worker = Worker(self.llm.engine)
         self._preparing = Pool(_PREPARING, "foretoken-prepare")
         self._rendering = Pool(_RENDERING, "foretoken-render")

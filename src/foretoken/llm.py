@@ -30,6 +30,7 @@ from foretoken.errors import PromptError
 from foretoken.loaded_llm import LoadedLLM
 from foretoken.models.loaded import LoadedModel
 from foretoken.outputs import RequestOutput, StreamChunk
+from foretoken.runtime.choose import check_sharding
 from foretoken.runtime.packed import open_packed
 
 __all__ = ["LLM", "Message", "Prompt"]
@@ -82,6 +83,9 @@ class LLM(LoadedLLM):
             Transformers module. On a GPU, "cuda" replays CUDA graphs, and "compiled" replays CUDA
             graphs of passes that TorchInductor has compiled. "auto" takes "native" or "cuda" where
             they are available.
+        tensor_parallel_size: number of processes that `torchrun` has started, over which the
+            model's weights are spread, for models too large for one device. All of them run the
+            same script and get the same outputs. It takes "torch" as the runtime.
         **unknown: refused, with what to write instead.
 
     Attributes:
@@ -114,6 +118,7 @@ class LLM(LoadedLLM):
         prefix_cache_memory: int | str = "256MiB",
         quantization: str | None = "auto",
         runtime: str = "auto",
+        tensor_parallel_size: int = 1,
         **unknown: Any,
     ) -> None:
         refuse_unknown_engine(unknown, LLM.__init__.__kwdefaults__ or ())
@@ -124,7 +129,8 @@ class LLM(LoadedLLM):
         prefix_bytes = num_bytes("prefix_cache_memory", prefix_cache_memory)
         given = None if speculative_config is None else SpeculativeConfig.parse(speculative_config)
         packed = partial(open_packed, quantization=quantization, runtime=runtime)
-        loaded = LoadedModel.of(model, tokenizer, dtype, device, packed)
+        check_sharding(quantization, runtime, tensor_parallel_size)
+        loaded = LoadedModel.of(model, tokenizer, dtype, device, packed, tensor_parallel_size)
         options = EngineOptions(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -195,6 +201,8 @@ class LLM(LoadedLLM):
             trace=trace,
         )
         jobs = self.engine.jobs(specs)
+        if use_tqdm is None and not self.engine.target.peers.is_first:
+            use_tqdm = False  # the first process has the bar
         with progress_of(jobs, use_tqdm) as after_step:
             return self.engine.run(jobs, after_step)
 

@@ -44,6 +44,7 @@ class LoadedLLM:
             "quantization": self.engine.target.quantization,
             "device": str(self.device),
             "runtime": self.runtime,
+            "tensor_parallel_size": shards if (shards := self.tensor_parallel_size) > 1 else None,
             "method": self.speculative_config.method_name,
         }
         fields = [f"{name}={value!r}" for name, value in shown.items() if value is not None]
@@ -69,8 +70,13 @@ class LoadedLLM:
         return self.engine.target.network.name
 
     @property
+    def tensor_parallel_size(self) -> int:
+        """Number of processes over which the model's weights are spread."""
+        return self.engine.target.peers.size
+
+    @property
     def device(self) -> torch.device:
-        """Where the model runs."""
+        """Where the model runs; the device of this process, if there are several."""
         return self.engine.target.device
 
     @property

@@ -51,6 +51,7 @@ class Request(SequenceState):
         prediction: the text that its output is expected to repeat, as the only one of these
             references; none if nothing is expected.
         bad_words: the tokens of `params.bad_words`; None if there are none.
+        new_seed: draws the seed if `params` have none.
 
     Attributes:
         prompt_scores: the log-probabilities of the prompt's tokens but the first, as far as they
@@ -77,13 +78,14 @@ class Request(SequenceState):
         references: References = NO_REFERENCES,
         prediction: References = NO_REFERENCES,
         bad_words: BadWords | None = None,
+        new_seed: Callable[[], int] = fresh_seed,
     ) -> None:
         assert prompt_ids, "the caller refuses empty prompts"
         room = max_model_len - len(prompt_ids)
         self._max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         own = None if rules is None else rules.for_output(prompt_ids, source, self._max_tokens)
         sampler = Sampler(params, vocab_size, prompt_ids, eos_token_ids, grammar, own, bad_words)
-        seed = fresh_seed() if params.seed is None else params.seed
+        seed = new_seed() if params.seed is None else params.seed
         super().__init__(prompt_ids, params, sampler, Noise(seed + index), source)
         self.references, self.prediction = references, prediction
         if params.beam_width > 1:

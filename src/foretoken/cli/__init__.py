@@ -34,6 +34,7 @@ from foretoken.cli import (
     tree,
     tune_layers,
 )
+from foretoken.cli.processes import check_alone
 from foretoken.cli.root import RootGroup, examples
 
 __all__ = ["app", "main"]
@@ -95,6 +96,7 @@ def foretoken(
     ] = False,
 ) -> None:
     """Speculative decoding for Hugging Face models: the same output, faster."""
+    check_alone(context.invoked_subcommand)
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 

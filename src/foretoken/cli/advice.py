@@ -29,6 +29,7 @@ _FIELDS = (
         "max_num_batched_tokens",
         "enable_prefix_caching",
         "prefix_cache_memory",
+        "tensor_parallel_size",
         "max_body_size",
     ),
 )

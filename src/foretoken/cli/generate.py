@@ -23,6 +23,7 @@ from foretoken.cli.options import (
     ModelOptions,
     SpeculationOptions,
 )
+from foretoken.cli.processes import check_together, mute_others
 from foretoken.cli.prompt import read_prompt
 from foretoken.cli.references import ReferenceOptions
 from foretoken.cli.report import as_json, show_summary, show_what_ran, what_ran
@@ -48,6 +49,7 @@ EXAMPLES = examples(
     "foretoken generate Hi --speculative-config '{\"prompt_lookup_max\": 6}'",
     "foretoken generate --model DIR --file sentences.txt --jsonl",
     "foretoken generate --prompts-file in.jsonl --output out.jsonl",
+    "torchrun --nproc-per-node 2 -m foretoken generate Hi -m DIR --tensor-parallel-size 2",
     'foretoken generate "What does the manual say?" --reference manual.txt',
     'foretoken generate "Rename f to g. $(cat a.py)" --prediction-file a.py',
     'foretoken generate "Translate to French: good morning." --beam-width 4',
@@ -89,6 +91,15 @@ class GenerateEngine(CachingOptions):
     """Engine options of one prompt with one or several answers."""
 
     max_num_seqs: MaxNumSeqs = None
+    tensor_parallel_size: Annotated[
+        int | None,
+        in_panel(
+            "Engine",
+            "Processes that torchrun has started, to spread the model over.",
+            show_default="1",
+            min=1,
+        ),
+    ] = None
 
     def refuse_what_is_for_several(self) -> None:
         """Refuse options without effect on a single answer.
@@ -168,8 +179,12 @@ def generate(
     nothing else.
     """
     batch.check(prompt, file)
+    has_file = file is not None or batch.prompts_file is not None
+    check_together(engine.tensor_parallel_size, prompt, has_file=has_file)
     scores = {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
     _check(n, scores, json_output, trace, lines=batch.wanted, beams=beam_width > 1)
+    muted = mute_others(engine.tensor_parallel_size)
+    quiet = quiet or muted
     if n == 1 and not batch.wanted:
         engine.refuse_what_is_for_several()
     text = "" if batch.wanted else read_prompt(prompt, file)
@@ -212,7 +227,7 @@ def generate(
         outputs = [_stream(llm, conversation, params, beside, trace=traced, quiet=quiet)]
     if not (quiet or json_output):
         show_what_ran(llm)
-    if trace is not None:
+    if trace is not None and not muted:
         write_whole(trace, json.dumps(outputs[0].trace.as_dict()) + "\n")
 
 

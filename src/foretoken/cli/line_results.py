@@ -124,7 +124,9 @@ def _has_failed(record: Mapping[str, Any]) -> bool:
 
 def _settings(llm: LLM) -> dict[str, Any]:
     """What all results depend on, as the model runs."""
+    shards = llm.tensor_parallel_size
     return {
+        **({"tensor_parallel_size": shards} if shards > 1 else {}),
         "max_model_len": llm.max_model_len,
         "dtype": str(llm.dtype),
         "device": str(llm.device),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from foretoken.cli.console import counting, errors, plain, say
@@ -41,7 +42,13 @@ def generate_lines(
         PromptError: a line is no prompt. Then nothing is generated.
         ForetokenError: a request failed. The other lines are complete.
     """
-    places = list(range(len(lines))) if results is None else results.begin(llm, lines)
+    peers = llm.engine.target.peers
+    if results is None:
+        places = list(range(len(lines)))
+    else:
+        places = peers.from_first(partial(results.begin, llm, lines))
+    if not peers.is_first:
+        results = None  # the first process writes
     quoted = llm.engine.references.read_all([lines[place].references for place in places])
     jobs = deque(
         _job(llm, lines[place], as_prompt(lines[place]), texts)

@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 from foretoken.cli.advice import in_flags
 from foretoken.cli.console import say
 from foretoken.cli.habits import instead_of_command, instead_of_option
+from foretoken.core.peers import own_rank
 from foretoken.errors import ForetokenError, ModelError
 
 __all__ = ["DefaultGroup", "RootGroup", "UsageError", "examples"]
@@ -57,7 +58,7 @@ class RootGroup(_Group):
             code = super().main(args, **extra)
         except (typer.TyperException, ForetokenError, OSError) as error:
             code = _exit_code(error)
-            say(_line(error))
+            say(_line(error, own_rank()))
         if code == INTERRUPTED:
             say("interrupted")
         for stream in (sys.stdout, sys.stderr):
@@ -102,7 +103,13 @@ def _exit_code(error: Exception) -> int:
     return 1 if failure else 2
 
 
-def _line(error: Exception) -> str:
+def _line(error: Exception, rank: int = 0) -> str:
+    """The one line; which process of several it comes from, if it is not the first one."""
+    line = _line_of(error)
+    return f"error in process {rank}{line.removeprefix('error')}" if rank else line
+
+
+def _line_of(error: Exception) -> str:
     if isinstance(error, typer.TyperException):
         context = getattr(error, "ctx", None)
         message = _what(error, context).rstrip(".")

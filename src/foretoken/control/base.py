@@ -149,7 +149,9 @@ class Controller(ABC):
 
         Args:
             outcomes: those of this controller's requests.
-            draft_seconds: time their drafter took to propose and to learn from the outcomes.
+            draft_seconds: time their drafter took to propose and to learn from the outcomes, in
+                this process. Before it decides by them, or by times of its own, a controller gives
+                them to `costs.agreed`.
         """
 
     def release(self, request: Request) -> None:  # noqa: B027

@@ -431,7 +431,8 @@ class CostModel(Controller):
             self._plan = None
             if self.at_once:
                 deepest, drafted = min(deepest, 1), num_drafting
-            levels, cost = levels_of_one(deepest, drafted), draft_seconds / self.costs(1, 1)
+            levels = levels_of_one(deepest, drafted)
+            cost = self.costs.agreed(draft_seconds) / self.costs(1, 1)
             self._drafting_costs.add(cost, levels, caught_up=caught_up, read=read)
 
     def release(self, request: Request) -> None:

@@ -187,7 +187,7 @@ class LookupModel(Controller):
                     self._rates.learn(state.proposal, outcome)
                 state.proposal, state.new = None, False
         seconds = draft_seconds + self._planning + time.perf_counter() - began
-        seconds /= len(self._asked)
+        seconds = self.costs.agreed(seconds / len(self._asked))
         if all_have_read:
             self._lookup_seconds = smoothed(self._lookup_seconds or seconds, seconds)
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from foretoken.core.bad_words import BadWords
 from foretoken.core.checks import check_token_ids
 from foretoken.core.grammar import Grammar, Grammars
+from foretoken.core.noise import fresh_seed
 from foretoken.core.params import SamplingParams
 from foretoken.core.rules import DecodingRules
 from foretoken.core.source import Source
@@ -55,6 +56,7 @@ class RequestMaker:
         self._grammars = grammars
         self._reader = reader
         self._rules = rules
+        self._new_seed = partial(target.peers.from_first, fresh_seed)
 
     def make(self, spec: ReadSpec) -> list[Request]:
         """Make one request per output.
@@ -94,6 +96,7 @@ class RequestMaker:
                 references=spec.references,
                 prediction=spec.prediction,
                 bad_words=bad_words,
+                new_seed=self._new_seed,
             )
             for index in range(params.n)
         ]

@@ -86,7 +86,7 @@ class StrategyFactory:
         self._target, self._tokenizer, self._grammars = target, tokenizer, grammars
         self._kv_budget, self._max_num_seqs = kv_budget, max_num_seqs
         self._draft_models = DraftModels(target, kv_budget, quantization, runtime)
-        self._costs = CostCurve()  # of the target, so all controllers share it
+        self._costs = CostCurve(peers=target.peers)  # of the target, so all controllers share it
         self._built: list[tuple[SpeculativeConfig, Strategy]] = []
         self._beams = Strategy(BeamDrafter(), Fixed(0), Coupled())  # without proposals
         # By the strategy that they are made from, with which they are dropped.
@@ -194,10 +194,11 @@ class StrategyFactory:
         rule = config.rule if config.names_rule else self.config.rule
         drafter = self.drafter(config, rule)
         same_bits = rule.ignores_draft_lengths and self._is_exact(drafter)
-        if not same_bits:
+        if not same_bits or self._target.peers.size > 1:
             drafter.ignore_times()
         learner = None
         if config.online is not None:
+            _check_alone(self._target)
             learner = learner_for(
                 config.method_name, drafter, config.online, self._target, same_bits=same_bits
             )
@@ -313,6 +314,15 @@ def _check_layers(method: str, drafter: Drafter, target: Target) -> None:
                 f"method '{method}' reads the hidden states of layer {layer}, and this model has "
                 f"layers 0 to {last} ({last} is what enters the final norm)."
             )
+
+
+def _check_alone(target: Target) -> None:
+    """Refuse what learns by the clock, and might learn other bits in every process."""
+    if target.peers.size > 1:
+        raise ConfigError(
+            "online: a drafter learns while it serves in one process only, and this model runs in "
+            f"{target.peers.size}: leave it out, or train the drafter before."
+        )
 
 
 def _inner_config(fields: Mapping[str, Any]) -> SpeculativeConfig:

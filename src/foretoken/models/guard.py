@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from foretoken.errors import ModelError
+from foretoken.errors import ForetokenError, ModelError
 from foretoken.models.disk import full_disk, tells_of_full_disk
 
 __all__ = ["guarded"]
@@ -26,7 +26,7 @@ def guarded(failure: str) -> Iterator[None]:
         failure: What failed, as the start of the error's message.
 
     Raises:
-        ModelError: In place of any exception.
+        ModelError: In place of any exception that is not our own.
         OSError: If the disk is full, whichever library noticed it.
     """
     from transformers.utils import logging as messages
@@ -36,7 +36,7 @@ def guarded(failure: str) -> Iterator[None]:
     messages.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
-    except (ModelError, AssertionError):
+    except (ForetokenError, AssertionError):
         raise
     except Exception as error:
         if tells_of_full_disk(str(error)):

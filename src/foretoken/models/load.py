@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from foretoken.errors import ModelError
 from foretoken.models.folder import read_config, weight_files
 from foretoken.models.guard import guarded
+from foretoken.models.tensor_parallel import check_sharded, sharded
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +31,9 @@ _TOKENIZER_FILES = (
 )
 
 
-def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def load_model(
+    folder: Path, dtype: torch.dtype, device: torch.device, tensor_parallel_size: int = 1
+) -> PreTrainedModel:
     """Load a decoder-only language model, or an encoder-decoder, for inference.
 
     It reads only safetensors, runs no code from the folder, and uses no network.
@@ -39,6 +42,8 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTra
         folder: A Hugging Face folder.
         dtype: Floating-point type the weights are converted to.
         device: Where the model goes.
+        tensor_parallel_size: Number of processes that load a shard of it each, on the device of
+            each process; all of them must call this.
 
     Returns:
         The model in evaluation mode, its parameters without gradients.
@@ -47,11 +52,12 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTra
         ModelError: If the folder is incomplete or damaged, lacks weights of its model, needs its
             own code, or has no such model; or if the device does not exist or has too little
             memory.
+        CompatibilityError: If it cannot be spread over so many processes.
     """
     config = read_config(folder)
     _check_weights_readable(folder)
     with guarded(f"cannot load the model in {folder}"):
-        kind = _kind(folder, config)
+        kind = _kind(folder, config, tensor_parallel_size)
         # `output_loading_info` makes it return a pair, which its type hints do not say.
         model, report = kind.from_pretrained(
             folder,
@@ -62,9 +68,11 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTra
             # `_check_loaded` reports them by name: Transformers' error points to a table it logs.
             ignore_mismatched_sizes=True,
             output_loading_info=True,
+            **sharded(tensor_parallel_size),
         )
         _check_loaded(folder, model, config, report)
-    return _on_device(folder, model.eval().requires_grad_(False), device)
+    model = model.eval().requires_grad_(False)
+    return model if tensor_parallel_size > 1 else _on_device(folder, model, device)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
@@ -106,11 +114,12 @@ def _check_weights_readable(folder: Path) -> None:
             raise ModelError(f"{file} is truncated or damaged ({error}); get it again") from error
 
 
-def _kind(folder: Path, config: dict[str, Any]) -> Any:
+def _kind(folder: Path, config: dict[str, Any], tensor_parallel_size: int) -> Any:
     """The class that loads models of this kind, chosen before any weight is read.
 
     Raises:
         ModelError: If the model needs its own code.
+        CompatibilityError: If it cannot be spread over so many processes.
     """
     import transformers
 
@@ -122,6 +131,8 @@ def _kind(folder: Path, config: dict[str, Any]) -> Any:
     parsed = transformers.AutoConfig.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False
     )
+    if tensor_parallel_size > 1:
+        check_sharded(parsed, tensor_parallel_size)
     if not parsed.is_encoder_decoder:
         return transformers.AutoModelForCausalLM
     if parsed.model_type == "whisper":

@@ -14,7 +14,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from foretoken import models
 from foretoken.core.memory import return_freed
 from foretoken.errors import ConfigError
+from foretoken.models.resolver import gguf_file
 from foretoken.models.support import default_device, default_dtype
+from foretoken.models.tensor_parallel import check_processes
 
 __all__ = ["LoadedModel", "OpenPacked", "Packed"]
 
@@ -51,6 +53,7 @@ class LoadedModel:
         path: its folder, without the weights if they are packed; None if it was given as a module.
         name: what the user gave to load it by; None if it was given as a module.
         packed: its packed weights, of which `module` has only a part; None if `module` has all.
+        tensor_parallel_size: number of processes that have a shard of the module each.
     """
 
     module: PreTrainedModel
@@ -58,6 +61,7 @@ class LoadedModel:
     path: Path | None
     name: str | None = None
     packed: Packed | None = None
+    tensor_parallel_size: int = 1
 
     @staticmethod
     def of(
@@ -66,20 +70,26 @@ class LoadedModel:
         dtype: str | torch.dtype,
         device: str | torch.device,
         open_packed: OpenPacked = _as_a_whole,
+        tensor_parallel_size: int = 1,
     ) -> LoadedModel:
         """Load a model by name, or take a loaded module as it is. The same goes for the tokenizer.
 
-        `open_packed` is asked first.
+        `open_packed` is asked first, unless several processes are to have a shard each.
 
         Raises:
             ModelError: the model cannot be found or read.
-            ConfigError: dtype or device is unknown, or differs from the loaded module's.
+            ConfigError: dtype or device is unknown, or differs from the loaded module's; or there
+                are not as many processes.
+            CompatibilityError: the model cannot be spread over the processes.
         """
+        check_processes(tensor_parallel_size, model, device)
+        if tensor_parallel_size > 1:
+            _refuse_gguf(model)
         if isinstance(tokenizer, str | Path):
             tokenizer = _tokenizer_of(tokenizer)
         if isinstance(model, PreTrainedModel):
             _check_loaded(model, dtype, device)
-            return LoadedModel(model, tokenizer, None)
+            return LoadedModel(model, tokenizer, None, tensor_parallel_size=tensor_parallel_size)
         if not isinstance(model, str | Path):
             raise ConfigError(
                 "model: expected a folder, a GGUF file, an alias or a PreTrainedModel, got "
@@ -87,11 +97,14 @@ class LoadedModel:
             )
         place = default_device(device)
         kind = default_dtype(dtype, place)
-        packed = open_packed(model, kind, place)
+        packed = None if tensor_parallel_size > 1 else open_packed(model, kind, place)
         path = models.resolve(model) if packed is None else packed.folder
-        module = models.load_model(path, kind, place) if packed is None else packed.module
+        if packed is None:
+            module = models.load_model(path, kind, place, tensor_parallel_size)
+        else:
+            module = packed.module
         tokenizer = tokenizer or models.load_tokenizer(path)
-        return LoadedModel(module, tokenizer, path, str(model), packed)
+        return LoadedModel(module, tokenizer, path, str(model), packed, tensor_parallel_size)
 
     @property
     def title(self) -> str:
@@ -118,7 +131,7 @@ class LoadedModel:
         if self.packed is not None:
             assert self.name is not None
             return partial(_load_again, self.name, dtype, device)
-        return partial(models.load_model, self.path, dtype, device)
+        return partial(models.load_model, self.path, dtype, device, self.tensor_parallel_size)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -139,6 +152,15 @@ class LoadedModel:
         names = ("length_penalty", "early_stopping", "renormalize_logits")
         given = {name: getattr(settings, name, None) for name in names}
         return {name: value for name, value in given.items() if value is not None}
+
+
+def _refuse_gguf(model: object) -> None:
+    """Refuse a file for several processes: Transformers shards folders of safetensors."""
+    if isinstance(model, str | Path) and gguf_file(model) is not None:
+        raise ConfigError(
+            f"tensor_parallel_size: {model} is a GGUF file, which runs in one process: take the "
+            "model's safetensors."
+        )
 
 
 def _load_again(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

@@ -8,11 +8,13 @@ from functools import cache
 import torch
 from transformers import PreTrainedModel
 
+from foretoken.core.peers import ALONE, Peers
 from foretoken.errors import ConfigError
-from foretoken.runtime.choices import DRAFTING, RUNTIMES, TORCH_RUNTIMES
+from foretoken.runtime.choices import AUTO, DRAFTING, NONE, RUNTIMES, TORCH_RUNTIMES
 from foretoken.runtime.cpu import Int8Linear, PackedLinear, check_quantization, linear_layer
 from foretoken.runtime.cuda import StaticSlab, cuda_network
 from foretoken.runtime.cuda.network import CudaNetwork
+from foretoken.runtime.group import Group
 from foretoken.runtime.kv_slab import KVSlab
 from foretoken.runtime.lean import DenseLinear, LeanDecoder
 from foretoken.runtime.llama import DecoderWeights, LlamaWeights, is_llama
@@ -22,8 +24,9 @@ from foretoken.runtime.native.packed import PackedDecoder
 from foretoken.runtime.native.support import why_no_library, why_not_native, wrong_sizes
 from foretoken.runtime.network import Network
 from foretoken.runtime.seq2seq.network import Seq2SeqNetwork
+from foretoken.runtime.sharded import ShardedNetwork
 
-__all__ = ["head_network", "network_for", "slab_for"]
+__all__ = ["check_sharding", "head_network", "network_for", "slab_for"]
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +40,7 @@ def network_for(
     runtime: str = "auto",
     beside: Network | None = None,
     packed: PackedDecoder | None = None,
+    peers: Peers = ALONE,
 ) -> Network:
     """The fastest network that can run a model. The model itself is not changed.
 
@@ -52,6 +56,7 @@ def network_for(
             in memory once.
         packed: the model's weights as the native runtime reads them, if the module does not have
             them.
+        peers: the processes over which the model's weights are spread.
 
     Raises:
         ConfigError: the quantization or runtime is unknown, or not available for this model on
@@ -62,6 +67,9 @@ def network_for(
         raise ConfigError(f"runtime: must be one of {', '.join(RUNTIMES)}, got '{runtime}'.")
     if packed is not None:
         return NativeDecoder(packed, beside=_native(beside))
+    if isinstance(peers, Group):
+        check_sharding(quantization, runtime, peers.size)
+        return ShardedNetwork.of(model, peers)
     check_quantization(quantization, model.device)
     if model.config.is_encoder_decoder:
         return _seq2seq_network(model, quantization, runtime)
@@ -114,6 +122,25 @@ def _torch_network(
 @cache
 def _warn_once(reason: str) -> None:
     _log.warning("Decoding is slower without the native (C++) runtime: %s.", reason)
+
+
+def check_sharding(quantization: str | None, runtime: str, size: int) -> None:
+    """Refuse what cannot run a model whose weights are spread over so many processes.
+
+    Raises:
+        ConfigError: the quantization or runtime is for models in one process.
+    """
+    if size == 1:
+        return
+    for option, value, takes in (
+        ("runtime", runtime, ("auto", "torch")),
+        ("quantization", quantization, (None, AUTO, NONE)),
+    ):
+        if value not in takes:
+            raise ConfigError(
+                f"{option}: {value} is for a model in one process, not for tensor_parallel_size "
+                f"{size}: leave it out."
+            )
 
 
 def _seq2seq_network(

@@ -21,6 +21,8 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from statistics import mean
 
+from foretoken.core.peers import ALONE, Peers
+
 __all__ = ["CostCurve"]
 
 _DRIFT, _NOISE = 0.01, 0.04
@@ -61,14 +63,20 @@ class CostCurve:
         points: measured seconds by the number of nodes of a single row, or by (rows, nodes).
             Without them the curve is a guess in passes over one node, until the first observed
             pass scales it to seconds.
+        peers: the processes that compute the target together.
 
     Attributes:
+        agreed: gives all processes the seconds that the first one measured, so that they decide
+            alike. Whatever a controller measures goes through it.
         measured: whether the curve started from measured points.
     """
 
     def __init__(
-        self, points: Mapping[int, float] | Mapping[tuple[int, int], float] | None = None
+        self,
+        points: Mapping[int, float] | Mapping[tuple[int, int], float] | None = None,
+        peers: Peers = ALONE,
     ) -> None:
+        self.agreed = peers.agreed
         self.measured = bool(points)
         self._known = self.measured  # whether costs are in seconds
         shapes = {
@@ -104,7 +112,7 @@ class CostCurve:
 
     def observe(self, positions: int, seconds: float, rows: int = 1) -> None:
         """Learn from one pass over this many nodes, roots included, in this many rows."""
-        seconds = max(seconds, _SHORTEST)
+        seconds = max(self.agreed(seconds), _SHORTEST)
         if not self._known:
             self._known, scale = True, seconds / self(positions, rows)
             self._seconds = [scale * each for each in self._seconds]

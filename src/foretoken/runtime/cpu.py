@@ -23,6 +23,7 @@ __all__ = [
     "Int8Linear",
     "PackedLinear",
     "check_quantization",
+    "is_plain_linear",
     "linear_layer",
     "pack",
 ]
@@ -157,7 +158,7 @@ def pack(model: PreTrainedModel, linear: type[PackedLinear | Int8Linear]) -> Pre
     return packed
 
 
-def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
+def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a module is a linear layer, and no subclass that computes more (some routers do)."""
     kind = type(module)
     same = kind.forward is nn.Linear.forward or kind.__name__ == "FalconLinear"
@@ -166,7 +167,7 @@ def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 def _pack_children(module: nn.Module, linear: type[PackedLinear | Int8Linear]) -> None:
     for name, child in module.named_children():
-        if _is_plain(child):
+        if is_plain_linear(child):
             setattr(module, name, linear(child.weight, child.bias))
         elif isinstance(child, Conv1D):  # GPT-2's linear layer, with a transposed weight
             setattr(module, name, linear(child.weight.T, child.bias))

@@ -75,5 +75,5 @@ def extended(embedding: nn.Module, rows: Tensor) -> tuple[ExtendedEmbedding, int
         return module.requires_grad_(False), module.first + len(known)
     weight = embedding.weight
     assert isinstance(weight, Tensor)
-    module = ExtendedEmbedding(embedding, rows.to(weight))
+    module = ExtendedEmbedding(embedding, rows.to(weight.device, weight.dtype))
     return module.requires_grad_(False), len(weight)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from copy import copy
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -110,7 +110,7 @@ class ModuleNetwork:
         self._model.set_input_embeddings(embedding)
         return first
 
-    def first_layers(self, count: int) -> ModuleNetwork:
+    def first_layers(self, count: int) -> Self:
         """See `Network.first_layers`.
 
         Raises:
@@ -119,9 +119,9 @@ class ModuleNetwork:
         model = share(self._model)
         del decoder_layers(model)[count:]
         model.config.get_text_config().num_hidden_layers = count
-        return ModuleNetwork(model, self.least_nodes)
+        return self._like(model)
 
-    def without(self, attention: Collection[int], mlp: Collection[int]) -> ModuleNetwork:
+    def without(self, attention: Collection[int], mlp: Collection[int]) -> Self:
         """See `Network.without`.
 
         Raises:
@@ -132,7 +132,11 @@ class ModuleNetwork:
         for kind, indices in (("attention", attention), ("mlp", mlp)):
             for index in indices:
                 _skip(layers[index], Skipped.KINDS[kind])
-        return ModuleNetwork(model, self.least_nodes)
+        return self._like(model)
+
+    def _like(self, model: PreTrainedModel) -> Self:
+        """A network of this kind on a copy of its module, which has lost some parts."""
+        return type(self)(model, self.least_nodes)
 
 
 class _HiddenStates:

@@ -64,7 +64,7 @@ def measure_costs(target: Target, most_rows: int = max(ROWS)) -> CostCurve:
             if key in target:
                 target.remove(key)
         target.shrink()
-    return CostCurve(seconds)
+    return CostCurve(seconds, target.peers)
 
 
 def _seconds(
@@ -72,21 +72,25 @@ def _seconds(
 ) -> dict[tuple[int, int], float]:
     """Median seconds by (rows, nodes), of the sizes that half of `MAX_SECONDS` could warm up."""
     times: dict[tuple[int, int], list[float]] = {}
-    began = time.perf_counter()
+
+    def now() -> float:
+        return target.peers.agreed(time.perf_counter())
+
+    began = now()
 
     def run(rows: int, nodes: int) -> float:
-        start = time.perf_counter()
+        start = now()
         target.verify(keys[:rows], [chain([0] * (nodes // rows))] * rows)
-        return time.perf_counter() - start
+        return now() - start
 
     for size in sizes:
-        if not times or time.perf_counter() - began < MAX_SECONDS / 2:
+        if not times or now() - began < MAX_SECONDS / 2:
             run(*size)
             times[size] = []
     for _ in range(ROUNDS):
         before = 0
         for size, taken in times.items():
-            if taken and time.perf_counter() - began >= MAX_SECONDS:
+            if taken and now() - began >= MAX_SECONDS:
                 continue
             if size[0] != before:  # the first pass over other rows is slower
                 run(size[0], size[0])

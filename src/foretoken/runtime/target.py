@@ -13,11 +13,13 @@ from collections.abc import Callable
 from typing import Any, Self, TypeAlias
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from foretoken.models.support import check_supported, context_length
 from foretoken.runtime.choices import AUTO, NONE
 from foretoken.runtime.choose import network_for
+from foretoken.runtime.group import peers_of, whole
 from foretoken.runtime.packed import PackedModel
 from foretoken.runtime.passes import Passes
 from foretoken.runtime.probing import probe
@@ -45,6 +47,7 @@ class Target(Passes):
         config: the model's, of its text part.
         quantization: "int8", "int4", "gguf" for a GGUF file in its own numbers, or None.
         runtime: as it was given.
+        peers: the processes that compute the model together.
         bit_exact: whether the checks at construction found the same bits for every number of nodes
             (invariant 7).
         exact_trees: whether this holds for nodes of trees, too.
@@ -82,10 +85,12 @@ class Target(Passes):
         quantization = None if quantization in (AUTO, NONE) else quantization
         quantization = quantization if packed is None else packed.quantization
         weights = None if packed is None else packed.weights
-        network = network_for(model, quantization, runtime, other, weights)
+        self.peers = peers_of(model)
+        network = network_for(model, quantization, runtime, other, weights, self.peers)
         super().__init__(network, length, model.dtype, model.device)
         self.quantization, self.runtime = quantization, runtime
-        self.bit_exact = probe(self, model, quantized=quantization is not None, packed=packed)
+        exact = probe(self, model, quantized=quantization is not None, packed=packed)
+        self.bit_exact = bool(self.peers.agreed(exact))
         self.exact_trees = self.bit_exact and self.network.exact_trees
         self.num_passes = 0
 
@@ -127,7 +132,7 @@ def logits_bias(model: Any) -> Tensor | None:
     found: list[Tensor | None] = [getattr(layer, "bias", None)]
     if model.config.is_encoder_decoder:
         found.append(describe(model).logits_bias)
-    biases = [bias.detach() for bias in found if bias is not None]
+    biases = [whole(bias.detach()) for bias in found if bias is not None]
     total = sum(biases[1:], biases[0]) if biases else None
     return total if total is not None and total.any() else None
 
@@ -137,8 +142,8 @@ def vocabulary_weights(model: Any) -> VocabularyWeights | None:
     layers = _vocabulary_layers(model)
     if not all(layers):
         return None
-    embedding, output = (layer.weight for layer in layers)
-    return embedding.detach(), output.detach()
+    embedding, output = (whole(layer.weight.detach()) for layer in layers)
+    return embedding, output
 
 
 def _vocabulary_layers(model: Any) -> tuple[Any, Any]:
@@ -153,16 +158,20 @@ def _kept_weights(model: Any) -> Callable[[], VocabularyWeights | None]:
     Tied ones are kept, since every network keeps the embedding anyway. Others are not: a network's
     packed copy of the output layer may be the only one that is needed.
     """
-    found = vocabulary_weights(model)
-    if found is None or found[0].data_ptr() == found[1].data_ptr():
-        return lambda: found
     layers = _vocabulary_layers(model)
+    sharded = all(layers) and isinstance(layers[0].weight, DTensor)
+    if not sharded:  # else they are put together when somebody asks
+        found = vocabulary_weights(model)
+        if found is None or found[0].data_ptr() == found[1].data_ptr():
+            return lambda: found
     if any(layer.weight.is_meta for layer in layers):  # only a packed copy of it exists
         return lambda: None
     references = [weakref.ref(layer.weight) for layer in layers]
 
     def alive() -> VocabularyWeights | None:
         first, second = (reference() for reference in references)
-        return None if first is None or second is None else (first.detach(), second.detach())
+        if first is None or second is None:
+            return None
+        return whole(first.detach()), whole(second.detach())
 
     return alive
