@@ -9,21 +9,35 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from foretoken.async_llm import AsyncLLM
 from foretoken.errors import ForetokenError
 from foretoken.serve.app import create_app
 from foretoken.serve.settings import Settings
-from foretoken.serve.state import ServerState
 
-__all__ = ["ForetokenServer", "serve"]
+__all__ = ["ForetokenServer", "Serves", "serve", "until_signalled"]
 
 _log = logging.getLogger(__name__)
+
+
+class Serves(Protocol):
+    """What is behind an app.
+
+    Attributes:
+        stopping: whether no more requests are taken.
+    """
+
+    stopping: bool
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests can be answered; the server ends if not."""
+        ...
 
 
 def timed_protocol(seconds: float) -> type[H11Protocol]:
@@ -78,12 +92,17 @@ class ForetokenServer(uvicorn.Server):
 
     Args:
         app: the app.
+        behind: what answers its requests.
         settings: the app's.
         ready: called when the server listens.
     """
 
     def __init__(
-        self, app: FastAPI, settings: Settings, ready: Callable[[], object] = lambda: None
+        self,
+        app: ASGIApp,
+        behind: Serves,
+        settings: Settings,
+        ready: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -97,9 +116,7 @@ class ForetokenServer(uvicorn.Server):
                 timeout_graceful_shutdown=max(1, round(settings.shutdown_timeout)),
             )
         )
-        state = app.state.server
-        assert isinstance(state, ServerState)
-        self._state = state
+        self._behind = behind
         self._ready = ready
         self.interrupted = False
 
@@ -111,11 +128,11 @@ class ForetokenServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to stop; also called when there is nothing to do."""
-        return await super().on_tick(counter) or not self._state.llm.worker.alive
+        return await super().on_tick(counter) or not self._behind.alive
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """Begin to stop; called by a signal."""
-        self._state.stopping = True
+        self._behind.stopping = True
         self.interrupted = self.interrupted or sig == signal.SIGINT
         super().handle_exit(sig, frame)
 
@@ -152,12 +169,21 @@ def serve(
         KeyboardInterrupt: the signal was SIGINT.
         ForetokenError: the engine failed.
     """
-    server = ForetokenServer(create_app(llm, settings), settings, ready)
+    app = create_app(llm, settings)
     try:
-        server.run(sockets=[at])
+        until_signalled(ForetokenServer(app, app.state.server, settings, ready), at)
         if not llm.worker.alive:
             raise ForetokenError("the engine failed; its log says why: start the server again.")
     finally:
         llm.close()
+
+
+def until_signalled(server: ForetokenServer, at: socket.socket) -> None:
+    """Run a server until a signal ends it.
+
+    Raises:
+        KeyboardInterrupt: the signal was SIGINT.
+    """
+    server.run(sockets=[at])
     if server.interrupted:
         raise KeyboardInterrupt
