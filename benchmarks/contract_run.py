@@ -23,6 +23,7 @@ from foretoken.bench.contestants import BASELINE
 from foretoken.bench.encode import encode, random_ids
 from foretoken.bench.prompts_file import Prompt
 from foretoken.bench.rounds import order
+from foretoken.engine.job_spec import JobSpec
 
 __all__ = ["HOT", "RANDOM", "Texts", "run_round", "warm_up"]
 
@@ -118,7 +119,8 @@ class Run:
         batch: int,
     ) -> None:
         self._engine, self._batch = llm.engine, batch
-        self._jobs = [self._engine.job(*pair) for pair in zip(prompts, params, strict=True)]
+        specs = [JobSpec(*pair) for pair in zip(prompts, params, strict=True)]
+        self._jobs = self._engine.jobs(specs)
         self._requests = [job.requests[0] for job in self._jobs]
         self._started = 0
         self._step_seconds = 0.0

@@ -37,6 +37,7 @@ from foretoken.core.acceptance import rule_class
 from foretoken.core.tree import Draft, TokenTree, chain
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.ngram import NgramDrafter, NgramOptions
+from foretoken.engine.job_spec import JobSpec
 from foretoken.engine.scheduler import Scheduler
 from foretoken.request import Request
 from foretoken.runtime.inputs import PassInputs
@@ -236,7 +237,7 @@ def overhead(llm: LLM, paths: int, length: int, context: int, steps: int) -> Ove
     # A step commits at least one token, and at most a whole path and the bonus token.
     room = target.max_model_len - context
     params = SamplingParams(temperature=0, max_tokens=min(room, steps * length), ignore_eos=True)
-    (request,) = llm.engine.make_requests(prompt, params)
+    (request,) = llm.engine.make_requests(JobSpec(prompt, params))
     scheduler.add(request)
     times: list[tuple[float, float]] = []
     while scheduler.busy and len(times) < steps:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from functools import cache
-from threading import Event
+from threading import Event, current_thread
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from foretoken import (
     SamplingParams,
     StreamChunk,
 )
+from foretoken.engine.job_spec import JobSpec
 from tests.engine.serving import assert_empty, bits
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -109,8 +110,7 @@ def test_a_request_that_waits_can_be_aborted() -> None:
     llm = llm_of(max_num_seqs=1)
 
     async def abort(asynchronous: AsyncLLM) -> list[StreamChunk]:
-        first = await asynchronous.submit("one", GREEDY)
-        second = await asynchronous.submit("two", GREEDY)
+        first, second = await asynchronous.submit([JobSpec("one", GREEDY), JobSpec("two", GREEDY)])
         second.abort()
         assert [chunk async for chunk in second] == []
         return [chunk async for chunk in first]
@@ -218,7 +218,7 @@ def test_the_event_loop_goes_on_while_a_step_runs(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(llm.engine, "advance", waiting)
 
     async def work(asynchronous: AsyncLLM) -> Any:
-        request = await asynchronous.submit("one", GREEDY)
+        (request,) = await asynchronous.submit([JobSpec("one", GREEDY)])
         await asyncio.sleep(0)
         loop_ran.set()
         return [chunk async for chunk in request]
@@ -231,7 +231,7 @@ def test_closing_ends_what_runs() -> None:
 
     async def main() -> None:
         asynchronous = AsyncLLM(llm)
-        request = await asynchronous.submit("one", ENDLESS)
+        (request,) = await asynchronous.submit([JobSpec("one", ENDLESS)])
         await request.__anext__()
         await asyncio.to_thread(asynchronous.close)
         with pytest.raises(RequestError, match="closed"):
@@ -258,22 +258,34 @@ def test_other_threads_may_use_the_same_llm() -> None:
     assert bits(chunks[-1].output) == bits(result) == bits(expected)
 
 
-def test_a_strategy_is_built_once_in_the_engines_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with AsyncLLM(tiny_model()) as llm:
-            built: list[Any] = []
-            build = llm.llm.engine.build_strategy
+@pytest.mark.parametrize("known", [False, True])
+def test_prompts_with_strategies_of_their_own_take_one_turn(
+    monkeypatch: pytest.MonkeyPatch, *, known: bool
+) -> None:
+    """Each turn waits for a step of those that run. Building is for the engine's thread."""
+    llm, config = llm_of(), {"method": "suffix"}
+    specs = [
+        JobSpec("one", GREEDY, config),
+        JobSpec("two", GREEDY, config, prediction="three"),
+        JobSpec("three", GREEDY, prediction="three"),
+        JobSpec("four", {"beam_width": 2, "temperature": 0, "max_tokens": 4}),
+    ]
+    if known:
+        llm.engine.jobs(specs)
+    turns, take = list[str](), llm.engine._turns.take
 
-            def counted(*given: Any, **options: Any) -> None:
-                built.append(given)
-                build(*given, **options)
+    def taking(act: Any, *more: Any) -> None:
+        if not act.__qualname__.startswith("Runs."):  # these queue the jobs, and run steps
+            turns.append(current_thread().name)
+        take(act, *more)
 
-            monkeypatch.setattr(llm.llm.engine, "build_strategy", counted)
-            for _ in range(3):
-                config = {"method": "ngram"}
-                request = await llm.submit([1, 2], GREEDY, speculative_config=config)
-                async for _ in request:
-                    pass
-            assert len(built) == 1
+    monkeypatch.setattr(llm.engine._turns, "take", taking)
 
-    asyncio.run(main())
+    async def ended(asynchronous: AsyncLLM) -> list[list[StreamChunk]]:
+        requests = await asynchronous.submit(specs)
+        return [[chunk async for chunk in request] for request in requests]
+
+    chunks = run(llm, ended)
+    assert turns == ["foretoken-engine"]
+    assert all(each[-1].finished for each in chunks)
+    assert [each[-1].prompt_index for each in chunks] == [0, 1, 2, 3]

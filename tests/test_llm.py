@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from foretoken import LLM, ConfigError, Origin, PromptError, SamplingParams
+from foretoken.engine.job_spec import JobSpec
 from foretoken.llm import Prompt
 from tests.core.test_detokenizer import TOKENIZER
 from tests.matrix import PROMPTS, SPECULATIVE, tiny_llm
@@ -224,7 +225,7 @@ def ends(
     results = []
     for method in methods:
         llm = tiny_llm(model, method)
-        llm.engine.tokenizer = TOKENIZER
+        llm.engine._maker.tokenizer = TOKENIZER
         (output,) = llm.generate([prompt], SamplingParams(**{"temperature": 0, **fields}))
         completion = output.outputs[0]
         results.append(
@@ -366,7 +367,7 @@ def test_an_interrupted_admission_does_not_spoil_the_other_request(
         original(key, tokens[:3], *rest)
         raise KeyboardInterrupt
 
-    (request,) = llm.engine.make_requests("a waiting prompt", GREEDY)
+    (request,) = llm.engine.make_requests(JobSpec("a waiting prompt", GREEDY))
     llm.engine._scheduler.add(request)
     monkeypatch.setattr(llm.engine.target, "prefill", interrupted)
     with pytest.raises(KeyboardInterrupt):

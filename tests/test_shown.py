@@ -53,7 +53,7 @@ def test_an_aborted_output_has_the_text_that_was_held_back(llm: LLM) -> None:
     request_id = llm.engine.add_request("hello", params)
     for _ in range(4):
         llm.engine.step()
-    (job,) = llm.engine._jobs.values()
+    (job,) = llm.engine._added.jobs.values()
     llm.engine.abort(request_id)
     (output,) = job.result().outputs
     assert output.token_ids

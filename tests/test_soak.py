@@ -118,7 +118,7 @@ def test_nothing_stays_behind(requests: int, monkeypatch: pytest.MonkeyPatch) ->
             for chunk in llm.engine.step():
                 if chunk.output is not None:
                     assert chunk.request_id is not None
-                    ended = chunk.request_id not in llm.engine._jobs  # its last output
+                    ended = chunk.request_id not in llm.engine._added.jobs  # its last output
                     if ended and chunk.request_id in open_ids:
                         open_ids.remove(chunk.request_id)
                     assert chunk.output.error is None

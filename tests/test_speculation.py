@@ -120,7 +120,7 @@ def test_a_fault_stays_with_its_request(at: str, plain: list[tuple[int, ...]]) -
     drafted_for = [i for i in range(5) if i != 2 or at == "release"]
     assert all(drafted[i] > 5 for i in drafted_for)
     assert at == "release" or drafted[2] == {"propose": 0, "observe": 1}[at]
-    assert not speculation._failed
+    assert not speculation._guard.failed
     assert not speculation._assigned
 
 

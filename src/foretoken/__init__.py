@@ -37,10 +37,10 @@ if TYPE_CHECKING:
         TrainingError,
     )
     from foretoken.llm import LLM
+    from foretoken.metrics import Metrics
     from foretoken.outputs import (
         BeamOutput,
         CompletionOutput,
-        Metrics,
         RequestOutput,
         StreamChunk,
         StreamedToken,
@@ -72,10 +72,10 @@ _MODULES = {
     ],
     "foretoken.llm": ["LLM"],
     "foretoken.engine.llm_engine": ["LLMEngine"],
+    "foretoken.metrics": ["Metrics"],
     "foretoken.outputs": [
         "BeamOutput",
         "CompletionOutput",
-        "Metrics",
         "RequestOutput",
         "StreamChunk",
         "StreamedToken",

@@ -16,9 +16,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from foretoken.config import SpeculativeConfig
 from foretoken.core.params import Sampling
 from foretoken.engine.arguments import refuse_unknown
+from foretoken.engine.job_spec import JobSpec, ReadSpec
 from foretoken.engine.jobs import Job
 from foretoken.engine.pool import Pool
 from foretoken.engine.prompts import Prompt
@@ -149,14 +149,8 @@ class AsyncLLM:
         memory at once.
         """
         refuse_unknown("generate", unknown)
-        request = await self.submit(
-            prompt,
-            sampling_params,
-            speculative_config=speculative_config,
-            references=references,
-            prediction=prediction,
-            trace=trace,
-        )
+        spec = JobSpec(prompt, sampling_params, speculative_config, references, prediction, trace)
+        (request,) = await self.submit([spec])
         try:
             async for chunk in request:
                 yield chunk
@@ -166,42 +160,30 @@ class AsyncLLM:
         finally:
             request.abort()
 
-    async def submit(
-        self,
-        prompt: Prompt,
-        sampling_params: Sampling = None,
-        *,
-        speculative_config: Speculative = None,
-        references: GivenReferences = None,
-        prediction: GivenPrediction = None,
-        trace: bool = False,
-    ) -> AsyncRequest:
-        """Check a prompt and queue it; arguments as in `generate`.
+    async def submit(self, specs: Sequence[JobSpec]) -> list[AsyncRequest]:
+        """Check prompts and queue them together.
 
-        The caller reads the request to its end, or aborts it. An output that failed while it ran
-        has `finish_reason` "error", and nothing is raised for it.
+        The caller reads each request to its end, or aborts it. An output that failed while it ran
+        has `finish_reason` "error", and nothing is raised for it. However many prompts there are,
+        and however they speculate, they wait for one turn of the engine at most before they are
+        queued.
 
         Raises:
-            PromptError, ConfigError, CompatibilityError: as `LLM.generate`.
+            PromptError, ConfigError, CompatibilityError: as `LLM.generate`; nothing is queued.
         """
         engine = self.llm.engine
-        predicts = prediction is not None
-        if speculative_config is not None:  # a large one takes a while, and not the engine's
-            parse = partial(SpeculativeConfig.parse, speculative_config)
-            speculative_config = await self.prepare(parse)
-        known = engine.strategies.knows(speculative_config) and not predicts
-        if not known:  # may load models and time passes
-            build = partial(engine.build_strategy, speculative_config, predicts=predicts)
-            await self.in_engine(build)
 
-        def make() -> Job:
-            quoted = engine.references.read(references)
-            expected = engine.references.prediction(prediction)
-            return engine.job(
-                prompt, sampling_params, speculative_config, quoted, expected, trace=trace
-            )
+        def begun() -> tuple[list[ReadSpec], list[Job] | None]:
+            read = engine.read_specs(specs)
+            default = not any(spec.needs_strategy for spec in read)
+            return read, engine.made_jobs(read, [None] * len(read)) if default else None
 
-        return AsyncRequest(await self.prepare(make), self.worker)
+        read, jobs = await self.prepare(begun)
+        if jobs is None:
+            # Building may load models and time passes.
+            strategies = await self.in_engine(partial(engine.strategies_of, read))
+            jobs = await self.prepare(partial(engine.made_jobs, read, strategies))
+        return [AsyncRequest(job, self.worker) for job in jobs]
 
     async def encode(self, prompt: Prompt) -> list[int]:
         """See `LLM.encode`."""

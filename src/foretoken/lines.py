@@ -158,14 +158,15 @@ def jobs_of(llm: LLM, lines: Sequence[Line], shape: Shape) -> list[Job]:
     Raises:
         PromptError: a line is no prompt; the message has its number.
     """
-    references = [line.references or () for line in lines]
-    quoted = llm.engine.references.read_all(len(references), references)
+    from foretoken.engine.job_spec import JobSpec
+
+    quoted = llm.engine.references.read_all([line.references for line in lines])
     jobs = []
     for line, texts in zip(lines, quoted, strict=True):
         prompt = shape.of_line(llm, line)
+        spec = JobSpec(prompt, line.params, references=texts, prediction=line.prediction)
         try:
-            expected = llm.engine.references.prediction(line.prediction)
-            job = llm.engine.job(prompt, line.params, references=texts, prediction=expected)
+            job = llm.engine.job(spec)
         except PromptError as error:
             raise PromptError(f"line {line.number}: {error}") from None
         jobs.append(job)

@@ -14,12 +14,9 @@ from foretoken.beam_search import BeamSearchOutput, BeamSearchParams, sequences_
 from foretoken.config import SpeculativeConfig
 from foretoken.core.memory import num_bytes
 from foretoken.core.params import Sampling
-from foretoken.drafters.online import OnlineReport
-from foretoken.drafters.overlap import VocabularyOverlap
-from foretoken.drafters.vocabulary import DraftModel
 from foretoken.engine.arguments import check_at_least_1, refuse_unknown
 from foretoken.engine.assembly import EngineOptions
-from foretoken.engine.llm_engine import LLMEngine
+from foretoken.engine.job_spec import specs_of
 from foretoken.engine.progress import UseTqdm, progress_of
 from foretoken.engine.prompts import (
     Message,
@@ -30,6 +27,7 @@ from foretoken.engine.prompts import (
 from foretoken.engine.references import GivenPrediction, GivenReferences
 from foretoken.engine.strategies import Speculative
 from foretoken.errors import PromptError
+from foretoken.loaded_llm import LoadedLLM
 from foretoken.models.loaded import LoadedModel
 from foretoken.outputs import RequestOutput, StreamChunk
 from foretoken.runtime.packed import open_packed
@@ -37,7 +35,7 @@ from foretoken.runtime.packed import open_packed
 __all__ = ["LLM", "Message", "Prompt"]
 
 
-class LLM:
+class LLM(LoadedLLM):
     """A language model with speculative decoding: decoder-only, or an encoder-decoder.
 
     An encoder-decoder reads each prompt as its source, once, and writes the output. A prompt may be
@@ -123,10 +121,6 @@ class LLM:
         given = None if speculative_config is None else SpeculativeConfig.parse(speculative_config)
         packed = partial(open_packed, quantization=quantization, runtime=runtime)
         loaded = LoadedModel.of(model, tokenizer, dtype, device, packed)
-        self.model_path, self.tokenizer = loaded.path, loaded.tokenizer
-        self._name = loaded.title
-        self._source = loaded.name if loaded.packed else loaded.path
-        self.eos_token_ids = loaded.eos_token_ids
         options = EngineOptions(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -136,87 +130,7 @@ class LLM:
             quantization=quantization,
             runtime=runtime,
         )
-        self.engine = LLMEngine(loaded, given, options)
-        self.speculative_config = self.engine.strategies.config
-
-    def __repr__(self) -> str:
-        """What runs, in one line."""
-        shown = {
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "quantization": self.engine.target.quantization,
-            "device": str(self.device),
-            "runtime": self.runtime,
-            "method": self.speculative_config.method_name,
-        }
-        fields = [f"{name}={value!r}" for name, value in shown.items() if value is not None]
-        return f"LLM({', '.join([repr(self._name), *fields])})"
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of prompt and output together."""
-        return self.engine.target.most_tokens
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of weights and KV."""
-        return self.engine.target.dtype
-
-    @property
-    def runtime(self) -> str:
-        """What computes the passes: "native", "lean", "module", "cuda" or "compiled".
-
-        "lean" and "module" use PyTorch's operations; "module" runs the Transformers module. On a
-        GPU they are used where passes are not captured in CUDA graphs.
-        """
-        return self.engine.target.network.name
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model runs."""
-        return self.engine.target.device
-
-    @property
-    def bit_exact(self) -> bool:
-        """Whether a position's bits are the same however many are computed with it (invariant 7).
-
-        It is spot-checked at construction, for this model, dtype and machine. On the native runtime
-        the check includes trees. If it is False, the default controller is `fixed`: a controller
-        that reads the clock would change the output.
-        """
-        return self.engine.target.bit_exact
-
-    @property
-    def controller(self) -> str:
-        """The name of the controller that runs by default.
-
-        If `speculative_config` names none, it is `fixed` where draft lengths may change the output.
-        """
-        return self.engine.controller
-
-    @property
-    def vocabulary_overlap(self) -> VocabularyOverlap | None:
-        """How many tokens the draft model shares with the target, and how it drafts for it.
-
-        None without a draft model, or if one of the tokenizers is missing. If there are several
-        draft models, it describes the one that was loaded last.
-        """
-        return self.engine.strategies.vocabulary_overlap
-
-    def as_draft_model(self) -> DraftModel:
-        """This model as the draft model of another `LLM`; its weights are in memory once.
-
-        `LLM(other, speculative_config={"model": this})` calls it. The draft model has KV rows of
-        its own, and this model's dtype, quantization and runtime.
-        """
-        return DraftModel(self.engine.lend(), self.tokenizer, self._source)
-
-    @property
-    def online_report(self) -> OnlineReport | None:
-        """What the drafter has learnt while it served; None without `online`.
-
-        It is that of the `LLM`'s own `speculative_config`.
-        """
-        return self.engine.online_report
+        super().__init__(loaded, given, options)
 
     # Generation
 
@@ -268,9 +182,15 @@ class LLM:
             RequestError: a request ended with an error while it ran; `outputs` has all results.
         """
         refuse_unknown("generate", unknown)
-        jobs = self.engine.jobs(
-            prompts, sampling_params, speculative_config, references, prediction, trace=trace
+        specs = specs_of(
+            prompts,
+            sampling_params,
+            speculative_config=speculative_config,
+            references=references,
+            prediction=prediction,
+            trace=trace,
         )
+        jobs = self.engine.jobs(specs)
         with progress_of(jobs, use_tqdm) as after_step:
             return self.engine.run(jobs, after_step)
 
@@ -301,9 +221,15 @@ class LLM:
                 ends first; `outputs` has all results.
         """
         refuse_unknown("stream", unknown)
-        jobs = self.engine.jobs(
-            prompts, sampling_params, speculative_config, references, prediction, trace=trace
+        specs = specs_of(
+            prompts,
+            sampling_params,
+            speculative_config=speculative_config,
+            references=references,
+            prediction=prediction,
+            trace=trace,
         )
+        jobs = self.engine.jobs(specs)
         return self.engine.stream(jobs)
 
     def chat(

@@ -1,11 +1,10 @@
-"""One sequence being generated: its tokens, its sampler, its noise, and when it ends."""
+"""One sequence being generated: what is appended to it, when it ends, and what its user gets."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from copy import copy
-from itertools import count
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,17 +21,17 @@ from foretoken.core.sampler import Sampler, TreeDistributions
 from foretoken.core.source import Source
 from foretoken.core.tree import Draft, chain
 from foretoken.errors import told
-from foretoken.outputs import BeamOutput, CompletionOutput, Metrics, StreamedToken
+from foretoken.metrics import Metrics
+from foretoken.outputs import BeamOutput, CompletionOutput, StreamedToken
 from foretoken.runtime.costs import CostCurve
+from foretoken.sequence import SequenceState, new_key
 from foretoken.trace import PASS_SIZES, StepTrace
 from foretoken.written import Written
 
 __all__ = ["Request"]
 
-_keys = count()
 
-
-class Request:
+class Request(SequenceState):
     """State of one output from its prompt to its end.
 
     Args:
@@ -54,7 +53,6 @@ class Request:
         bad_words: the tokens of `params.bad_words`; None if there are none.
 
     Attributes:
-        beams: the state of its beam search; None without one.
         prompt_scores: the log-probabilities of the prompt's tokens but the first, as far as they
             are computed; None if they are not needed.
         pass_costs: what passes cost, for the trace; None if they are not recorded.
@@ -81,23 +79,18 @@ class Request:
         bad_words: BadWords | None = None,
     ) -> None:
         assert prompt_ids, "the caller refuses empty prompts"
-        self.key = next(_keys)
-        self.index = index
-        self.params = params
-        self.prompt_ids = tuple(prompt_ids)
-        self.source = source
-        self.references = references
-        self.prediction = prediction
-        self.token_ids = list(prompt_ids)
-        self.trace_all = trace_all
         room = max_model_len - len(prompt_ids)
         self._max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         own = None if rules is None else rules.for_output(prompt_ids, source, self._max_tokens)
-        self.sampler = Sampler(
-            params, vocab_size, prompt_ids, eos_token_ids, grammar, own, bad_words
-        )
+        sampler = Sampler(params, vocab_size, prompt_ids, eos_token_ids, grammar, own, bad_words)
         seed = fresh_seed() if params.seed is None else params.seed
-        self.noise = Noise(seed + index)
+        super().__init__(prompt_ids, params, sampler, Noise(seed + index), source)
+        self.references, self.prediction = references, prediction
+        if params.beam_width > 1:
+            settings = BeamSettings.of(params, self._max_tokens, sampler.stop_ids)
+            self.beams = Beams(settings, chain([self.root]))
+        self.index = index
+        self.trace_all = trace_all
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.failure: Exception | None = None
@@ -113,44 +106,9 @@ class Request:
         self.prompt_scores: list[TokenLogprobs] | None = [] if scored else None
         self.pass_costs: CostCurve | None = None
         self.on_news: Callable[[], None] | None = None
-        self.beams = self._new_beams() if params.beam_width > 1 else None
         self._beam_outputs: tuple[BeamOutput, ...] = ()
 
-    def _new_beams(self) -> Beams:
-        params = self.params
-        settings = BeamSettings(
-            params.beam_width,
-            self._max_tokens,
-            frozenset(self.sampler.stop_ids),
-            1.0 if params.length_penalty is None else params.length_penalty,
-            params.early_stopping or False,
-            params.renormalize_logits or False,
-        )
-        return Beams(settings, chain([self.root]))
-
     # Read by drafters and the loop
-
-    @property
-    def input_ids(self) -> Sequence[int]:
-        """What the output answers: the text that the encoder reads, or else the prompt."""
-        return self.prompt_ids if self.source is None else self.source.tokens
-
-    @property
-    def given_ids(self) -> tuple[int, ...]:
-        """The prompt, and the token that must come first by an encoder-decoder's rules."""
-        rules = self.sampler.rules
-        forced = () if rules is None or rules.first is None else (rules.first,)
-        return (*self.prompt_ids, *forced)
-
-    @property
-    def output_ids(self) -> list[int]:
-        """Tokens generated so far."""
-        return self.token_ids[len(self.prompt_ids) :]
-
-    @property
-    def root(self) -> int:
-        """The last committed token: the root of the next tree."""
-        return self.token_ids[-1]
 
     @property
     def finished(self) -> bool:
@@ -161,35 +119,6 @@ class Request:
     def remaining(self) -> int:
         """Tokens that may still be generated. A useful draft is at least one token shorter."""
         return self._max_tokens - len(self._written)
-
-    def undrafted(self) -> Draft:
-        """The draft without proposals: the root alone, or the tree of the beam search."""
-        return Draft.empty(self.root) if self.beams is None else self.beams.draft
-
-    def with_noise(self, noise: Noise) -> Request:
-        """The same request with other noise, for a drafter that needs noise of its own."""
-        other = copy(self)
-        other.noise = noise
-        return other
-
-    def extended(self, tokens: Sequence[int], noise: Noise) -> Request:
-        """The request as if these tokens were committed, for a drafter that continues them."""
-        other = self.with_noise(noise)
-        other.token_ids = [*self.token_ids, *tokens]
-        return other
-
-    def view(self, tokens: Sequence[int], key: int | None = None) -> Request:
-        """A beam as a request of its own, for a drafter that continues it.
-
-        Args:
-            tokens: prompt and output up to the beam's last token.
-            key: the key of an earlier beam whose place this one takes; None takes a new one.
-        """
-        other = copy(self)
-        other.key = next(_keys) if key is None else key
-        other.token_ids = list(tokens)
-        other.beams = None
-        return other
 
     def shadow(self, noise: Noise, max_model_len: int, key: int | None = None) -> Request:
         """A copy with the same tokens and distributions that ends only with the context.
@@ -202,7 +131,7 @@ class Request:
             key: the key of an earlier shadow that this one replaces; None takes a new one.
         """
         other = copy(self)
-        other.key = next(_keys) if key is None else key
+        other.key = new_key() if key is None else key
         other.noise = noise
         endless = {"stop": (), "stop_token_ids": (), "max_tokens": None, "logprobs": None}
         other.on_news = None

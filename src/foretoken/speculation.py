@@ -1,33 +1,29 @@
 """`Speculation`: who drafts for which request, how much, and which rule accepts.
 
 Each request has a strategy (drafter, controller, acceptance rule), and requests with different
-strategies share a pass. A drafter affects the speed and not the quality of the output. So if a
-drafter fails for a request, that request continues without drafts (invariant 3), and
-`Metrics.drafter_failure` says why. The other requests are not affected.
+strategies share a pass. A drafter that fails affects only the request it failed for
+(`drafters/guard.py`).
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from foretoken.control import Budget, Controller
+from foretoken.control import Controller
 from foretoken.core.acceptance.base import AcceptanceRule
 from foretoken.core.tree import Draft
 from foretoken.decode import Outcome, StepTimes
 from foretoken.drafters.base import Drafter, layers_of
+from foretoken.drafters.guard import Guard
 from foretoken.drafters.online import Learner
-from foretoken.errors import CompatibilityError, in_one_line
+from foretoken.errors import CompatibilityError
 from foretoken.request import Request
-from foretoken.runtime.slab_buffers import SlabFull
 
 __all__ = ["Speculation", "Strategy"]
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +86,7 @@ class Speculation:
     def __init__(self, default: Strategy) -> None:
         self.default = default
         self._assigned: dict[int, Strategy] = {}
-        self._failed: set[int] = set()  # keys of requests whose drafter failed
+        self._guard = Guard()
         self._seconds: dict[int, float] = {}  # id of a strategy -> proposing, this step
         self._rows = 0  # requests of this step
         self._learners: dict[int, Learner] = {}  # of the last step, by their id
@@ -111,12 +107,10 @@ class Speculation:
     def release(self, request: Request) -> None:
         """Forget a request that has ended."""
         strategy = self.strategy(request)
-        if request.key not in self._failed:
-            self._release_drafter(strategy.drafter, request)
+        self._guard.release(strategy.drafter, request)
         if strategy.learner is not None:
             strategy.learner.release(request)
         strategy.controller.release(request)
-        self._failed.discard(request.key)
         self._assigned.pop(request.key, None)
 
     # Before a step
@@ -138,28 +132,9 @@ class Speculation:
         strategy, requests = group.strategy, group.requests
         budgets = strategy.controller.budgets(requests, self._rows)
         began = time.perf_counter()
-        drafts = self._propose(strategy.drafter, requests, budgets)
+        drafts = self._guard.propose(strategy.drafter, requests, budgets)
         self._seconds[id(strategy)] = time.perf_counter() - began
         return strategy.controller.trim(requests, drafts, self._rows)
-
-    def _propose(
-        self, drafter: Drafter, requests: Sequence[Request], budgets: Sequence[Budget]
-    ) -> list[Draft]:
-        """Propose for all; after a failure for each request alone, to find the one that fails."""
-        if drafter.looks_up and not any(budget.nodes for budget in budgets):
-            return [request.undrafted() for request in requests]
-        try:
-            drafts = drafter.propose(requests, budgets)
-            _check(drafter, drafts, requests)
-            return drafts
-        except (AssertionError, SlabFull):  # the scheduler makes room in the slab
-            raise
-        except Exception as error:
-            if len(requests) == 1:
-                self._give_up(drafter, requests[0], error)
-                return [requests[0].undrafted()]
-        pairs = zip(requests, budgets, strict=True)
-        return [self._propose(drafter, [request], [budget])[0] for request, budget in pairs]
 
     # After a step
 
@@ -172,7 +147,7 @@ class Speculation:
         for group in groups:
             own = [by_key[request.key] for request in group.requests]
             began = time.perf_counter()
-            self._show(group.strategy.drafter, own, times)
+            self._guard.observe(group.strategy.drafter, own, times)
             seconds = time.perf_counter() - began
             learning += seconds
             proposing = self._seconds.get(id(group.strategy), 0.0)
@@ -195,24 +170,6 @@ class Speculation:
         for curve in curves.values():
             curve.observe(positions, seconds, len(outcomes))
 
-    def _show(self, drafter: Drafter, outcomes: Sequence[Outcome], times: StepTimes) -> None:
-        """Show a drafter the outcomes of its requests.
-
-        After a failure it is shown them one by one, to find the request that fails. It may then see
-        an outcome twice, which makes only its drafts worse.
-        """
-        try:
-            drafter.observe(outcomes, times)
-            return
-        except AssertionError:
-            raise
-        except Exception as error:
-            if len(outcomes) == 1:
-                self._give_up(drafter, outcomes[0].request, error)
-                return
-        for outcome in outcomes:
-            self._show(drafter, [outcome], times)
-
     # Hidden states
 
     def hidden_layers(self, batch: Sequence[Request]) -> tuple[int, ...]:
@@ -221,15 +178,10 @@ class Speculation:
 
     def observe_prefill(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
         """Show a request's drafter the hidden states of prompt tokens (see `Drafter`)."""
-        if not hidden or request.key in self._failed:
+        if not hidden or request.key in self._guard.failed:
             return
         drafter, learner = self.strategy(request).drafter, self.strategy(request).learner
-        try:
-            drafter.observe_prefill(request, start, hidden)
-        except AssertionError:
-            raise
-        except Exception as error:
-            self._give_up(drafter, request, error)
+        self._guard.observe_prefill(drafter, request, start, hidden)
         if learner is not None:
             learner.observe_prefill(request, start, hidden)
 
@@ -244,7 +196,7 @@ class Speculation:
     def prefilled(self, request: Request) -> None:
         """A step computed prompt tokens of this request: its drafter may learn behind it."""
         learner = self.strategy(request).learner
-        if learner is not None and request.key not in self._failed:
+        if learner is not None and request.key not in self._guard.failed:
             self._learners[id(learner)] = learner
 
     def learn(self, seconds: float) -> None:
@@ -271,7 +223,7 @@ class Speculation:
             own = [by_key[request.key] for request in group.requests]
             if group.strategy.drafter.hidden_layers:
                 began = time.perf_counter()
-                self._show(group.strategy.drafter, own, times)
+                self._guard.observe(group.strategy.drafter, own, times)
                 seconds += time.perf_counter() - began
             self._teach(group.strategy, own)
         return seconds
@@ -280,31 +232,15 @@ class Speculation:
 
     def _groups(self, batch: Sequence[Request]) -> list[_Group]:
         """The requests by strategy, without those whose drafter has failed."""
-        if not self._assigned and not self._failed:
+        if not self._assigned and not self._guard.failed:
             return [_Group(self.default, list(batch))] if batch else []
         groups: dict[int, _Group] = {}
         for request in batch:
-            if request.key in self._failed:
+            if request.key in self._guard.failed:
                 continue
             strategy = self.strategy(request)
             groups.setdefault(id(strategy), _Group(strategy, [])).requests.append(request)
         return list(groups.values())
-
-    def _give_up(self, drafter: Drafter, request: Request, error: Exception) -> None:
-        """Stop drafting for this request."""
-        self._failed.add(request.key)
-        failure = request.metrics.drafter_failure = in_one_line(error)
-        _log.warning("a drafter failed, and its request goes on without drafts: %s", failure)
-        self._release_drafter(drafter, request)
-
-    def _release_drafter(self, drafter: Drafter, request: Request) -> None:
-        try:
-            drafter.release(request)
-        except AssertionError:
-            raise
-        except Exception as error:
-            if request.metrics.drafter_failure is None:
-                request.metrics.drafter_failure = in_one_line(error)
 
 
 @dataclass(frozen=True)
@@ -328,17 +264,3 @@ class Plain:
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> float:
         """See `Speculation.observe_plain`."""
         return self.speculation.observe_plain(outcomes, times)
-
-
-def _check(drafter: Drafter, drafts: Sequence[Draft], requests: Sequence[Request]) -> None:
-    """Refuse drafts that would make the pass or the rule fail, or index outside the embedding."""
-    if len(drafts) != len(requests):
-        raise ValueError(f"{len(drafts)} drafts for {len(requests)} requests")
-    for draft, request in zip(drafts, requests, strict=True):
-        tokens, vocab_size = draft.tree.tokens, request.sampler.vocab_size
-        if tokens[0] != request.root:
-            raise ValueError(f"the draft's root is token {tokens[0]}, not {request.root}")
-        if not drafter.drafts_trees and not draft.tree.is_chain:
-            raise ValueError("the draft is a tree, and the drafter's `drafts_trees` is False")
-        if not 0 <= min(tokens) <= max(tokens) < max(vocab_size, drafter.token_limit):
-            raise ValueError(f"the draft has token ids outside the vocabulary of {vocab_size}")

@@ -45,6 +45,7 @@ def test_the_kv_of_a_batch(kind: str, tmp_path: Path) -> None:
     if kind == "decoder":
         tiny_model(seed=1, num_hidden_layers=1).save_pretrained(tmp_path / "draft")
         config = {"method": "draft_model", "model": str(tmp_path / "draft")}
+    config["controller"] = "fixed"  # the default one may find that drafts do not pay
     case = Case(str(tmp_path / "target"), config, 2, prompt_tokens=9, max_tokens=6, dtype="float32")
     plain = measure(Case(case.model, PLAIN, *(2, 9, 6, "float32")))
     found = measure(case)

@@ -14,7 +14,7 @@ from foretoken import LLM, CompatibilityError, SamplingParams, models
 from foretoken.core.acceptance import RULES
 from foretoken.core.source import Source
 from foretoken.drafters.spec_drafter import load_spec_drafter
-from foretoken.engine.llm_engine import LLMEngine
+from foretoken.engine.request_maker import RequestMaker
 from foretoken.request import Request
 from foretoken.runtime.attention import KEY_BLOCK
 from foretoken.runtime.target import Target
@@ -229,13 +229,13 @@ def test_a_request_is_checked_with_the_drafter_that_it_asks_for(
     """What its row keeps of the source counts when the request is made."""
     kept = list[bool]()
 
-    def make(self: LLMEngine, *args: Any, **options: Any) -> Any:
-        assert self.target.source_network is not None
-        kept.append(self.target.source_network.keeps_encoded)
-        return original(self, *args, **options)
+    def make(self: RequestMaker, *args: Any) -> Any:
+        assert self._target.source_network is not None
+        kept.append(self._target.source_network.keeps_encoded)
+        return original(self, *args)
 
-    original = LLMEngine.make_requests
-    monkeypatch.setattr(LLMEngine, "make_requests", make)
+    original = RequestMaker.make
+    monkeypatch.setattr(RequestMaker, "make", make)
     llm = LLM(tiny_seq2seq("bart"))
     llm.generate(SOURCES[:1], GREEDY, speculative_config=config())
     assert kept == [True]

@@ -59,7 +59,7 @@ def assert_empty(llm: LLM) -> None:
     assert not engine._scheduler.busy
     assert not engine._scheduler._prompts._hidden
     assert not engine._speculation._assigned
-    assert not engine._speculation._failed
+    assert not engine._speculation._guard.failed
     assert not engine.has_unfinished_requests()
     for strategy in (engine._speculation.default, *engine.strategies.kept()):
         owner = strategy.drafter

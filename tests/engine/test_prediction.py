@@ -10,9 +10,11 @@ import pytest
 
 from foretoken import LLM, CompatibilityError, PromptError, SamplingParams
 from foretoken.control.evidence import AcceptanceRates, by_prediction
+from foretoken.core.references import References
 from foretoken.drafters.options.lookups import LONGEST_PREDICTED
 from foretoken.drafters.prediction import PredictionDrafter
-from foretoken.outputs import Metrics
+from foretoken.engine.references import predictions_per_prompt
+from foretoken.metrics import Metrics
 from tests.matrix import BRANCHING, LOSSLESS, PROMPTS, SPECULATIVE, fits, tiny_llm
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.tiny_seq2seq import tiny_seq2seq
@@ -155,7 +157,10 @@ def test_all_ways_in_take_one() -> None:
 
 def test_texts_are_read_like_outputs() -> None:
     llm = LLM(tiny_model(), tokenizer=tiny_tokenizer())
-    read = llm.engine.references.predictions
+
+    def read(count: int, given: Any) -> list[References]:
+        return llm.engine.references.predictions(predictions_per_prompt(count, given))
+
     tokens = tuple(llm.encode("x y"))
     shared = read(3, "x y")
     assert shared[0].texts == (tokens,)

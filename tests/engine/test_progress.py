@@ -10,6 +10,7 @@ import pytest
 
 from foretoken import LLM, RequestError, SamplingParams
 from foretoken.engine import progress
+from foretoken.engine.job_spec import JobSpec, specs_of
 from foretoken.engine.jobs import Job
 from tests.engine.serving import assert_empty, bits
 from tests.tiny import tiny_model
@@ -116,10 +117,10 @@ def test_where_it_is_shown(
 
 def test_several_outputs_of_one_prompt(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "_somebody_looks", lambda: True)
-    job = llm.engine.job([1, 2], SamplingParams(n=2))
+    job = llm.engine.job(JobSpec([1, 2], SamplingParams(n=2)))
     with progress.progress_of([job], None) as after_step:
         assert after_step is not None
-    with progress.progress_of([llm.engine.job([1, 2])], None) as after_step:
+    with progress.progress_of([llm.engine.job(JobSpec([1, 2]))], None) as after_step:
         assert after_step is None
 
 
@@ -159,7 +160,7 @@ def test_jobs_that_wait_cost_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
         return all(request.closed for request in job.requests)
 
     params = SamplingParams(temperature=0, max_tokens=3)
-    jobs = llm.engine.jobs([[1, 2]] * 200, params, None, None, None, trace=False)
+    jobs = llm.engine.jobs(specs_of([[1, 2]] * 200, params))
     monkeypatch.setattr(progress, "EVERY_SECONDS", 0)
     Bar.made = []
     with progress.progress_of(jobs, Bar) as show:

@@ -108,7 +108,7 @@ def test_a_preempted_prompt_keeps_what_is_known() -> None:
     for steps in (1, 3, 12, 30):
         llm = LLM(model(), max_num_batched_tokens=20)
         request_id = llm.engine.add_request(LONG, SCORED)
-        (request,) = llm.engine._jobs[request_id].requests
+        (request,) = llm.engine._added.jobs[request_id].requests
         known = []
         for _ in range(steps):
             if not request.finished:

@@ -9,7 +9,8 @@ import pytest
 from foretoken import LLM, CompatibilityError, PromptError, SamplingParams
 from foretoken.core.references import References
 from foretoken.drafters.registry import METHODS
-from foretoken.engine.references import QUOTING
+from foretoken.engine.job_spec import JobSpec
+from foretoken.engine.references import QUOTING, per_prompt
 from tests.matrix import LOSSLESS, PROMPTS, SPECULATIVE, takes_any_tree, tiny_llm
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.tiny_seq2seq import tiny_seq2seq
@@ -118,7 +119,10 @@ def test_all_ways_in_take_them() -> None:
 
 def test_one_list_for_all_prompts_or_one_per_prompt() -> None:
     llm = LLM(tiny_model(), tokenizer=tiny_tokenizer(), speculative_config={"method": "ngram"})
-    read = llm.engine.references.read_all
+
+    def read(count: int, given: Any) -> list[References]:
+        return llm.engine.references.read_all(per_prompt(count, given))
+
     (first, second) = read(2, ["ab", [1, 2]])
     assert first is second
     assert first.texts == (tuple(llm.encode("ab")), (1, 2))
@@ -166,7 +170,7 @@ def test_methods_that_cannot_quote_refuse_them() -> None:
 def test_a_preempted_request_keeps_them() -> None:
     texts = References(((1, 2),))
     llm = quoting_llm("copy")
-    (request,) = llm.engine.make_requests([1], GREEDY, texts)
+    (request,) = llm.engine.make_requests(JobSpec([1], GREEDY, references=texts))
     scheduler = llm.engine._scheduler
     scheduler.add(request)
     scheduler.step()

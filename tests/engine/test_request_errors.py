@@ -386,7 +386,7 @@ def test_logits_that_are_no_numbers_end_their_request(
 
     monkeypatch.setattr(Target, "verify", verify)
     ids = [llm.engine.add_request(*each) for each in zip(PROMPTS, [params, *OTHERS], strict=False)]
-    (victim,) = llm.engine._jobs[ids[0]].requests
+    (victim,) = llm.engine._added.jobs[ids[0]].requests
     outputs = run(llm.engine)
     ended = outputs[ids[0]]
     assert ended.finish_reason == "error"

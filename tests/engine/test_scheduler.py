@@ -132,7 +132,7 @@ def test_abort_in_every_state(model: PreTrainedModel, state: str) -> None:
     given_up = engine.add_request(
         tokens_of(2, length), GREEDY.model_copy(update={"max_tokens": 30})
     )
-    (request,) = engine._jobs[given_up].requests
+    (request,) = engine._added.jobs[given_up].requests
     for _ in range(steps):
         engine.step()
         if state == "preempted" and request.metrics.preemptions:
@@ -198,7 +198,7 @@ def test_aborted_before_admission_took_no_time(model: PreTrainedModel) -> None:
     llm = LLM(model, max_num_seqs=1)
     llm.engine.add_request([1], GREEDY)
     waiting = llm.engine.add_request([2], GREEDY)
-    (request,) = llm.engine._jobs[waiting].requests
+    (request,) = llm.engine._added.jobs[waiting].requests
     llm.engine.step()
     llm.engine.abort(waiting)
     assert request.output().finish_reason == "abort"
@@ -217,7 +217,7 @@ def test_a_long_prompt_does_not_stall_the_others(model: PreTrainedModel, chunk: 
     short = engine.add_request([3], SamplingParams(temperature=0, max_tokens=10_000))
     engine.step()
     long = engine.add_request(tokens_of(1, 200), GREEDY)
-    (request,) = engine._jobs[long].requests
+    (request,) = engine._added.jobs[long].requests
     steps = 0
     while not request.output_ids:
         passes.clear()
@@ -250,7 +250,7 @@ def test_admission_keeps_the_slab_inside_the_budget(model: PreTrainedModel) -> N
         llm.engine.add_request(prompt, GREEDY)
     most = 0
     outputs: dict[str | None, CompletionOutput] = {}
-    ids = list(llm.engine._jobs)
+    ids = list(llm.engine._added.jobs)
     while llm.engine.has_unfinished_requests():
         for chunk in llm.engine.step():
             if chunk.output is not None:
@@ -289,7 +289,7 @@ def test_the_preempted_come_first_and_in_order(model: PreTrainedModel) -> None:
     llm = limited(model, 3)
     params = SamplingParams(temperature=0, max_tokens=40)
     ids = [llm.engine.add_request(tokens_of(i, KEY_BLOCK - 20), params) for i in range(4)]
-    keys = [llm.engine._jobs[i].requests[0].key for i in ids]
+    keys = [llm.engine._added.jobs[i].requests[0].key for i in ids]
     llm.engine.step()
     assert len(llm.engine._scheduler._running) == 3
     while len(llm.engine._scheduler._waiting) < 3:

@@ -13,6 +13,7 @@ import torch
 
 from foretoken import LLM, CompatibilityError, ConfigError, SamplingParams, models
 from foretoken.drafters.vocabulary import DraftModel
+from foretoken.engine.job_spec import JobSpec
 from tests.drafting import drafter_of
 from tests.tiny import tiny_model
 
@@ -76,7 +77,8 @@ def test_it_keeps_its_own_quantization() -> None:
 
 def test_for_one_request() -> None:
     draft, llm = small(), LLM(tiny_model(head_dim=32))
-    (out,) = llm.generate(PROMPTS[:1], GREEDY, speculative_config={"model": draft})
+    config = {"model": draft, "controller": "fixed"}
+    (out,) = llm.generate(PROMPTS[:1], GREEDY, speculative_config=config)
     assert out.metrics.num_draft_tokens > 0
     assert [list(out.outputs[0].token_ids)] == tokens(llm)[:1]
 
@@ -159,7 +161,7 @@ def test_two_may_lend_to_each_other_at_once(
 ) -> None:
     """Both threads ask for the other's model before either gets one; neither has its turn then.
 
-    `AsyncLLM` builds the strategy ahead of the request (`LLMEngine.build_strategy`).
+    `AsyncLLM` builds the strategy ahead of the request (`LLMEngine.strategies_of`).
     """
     llms, both, found = (small(), small()), Barrier(2), dict[int, list[int]]()
     (expected, _) = tokens(llms[0])
@@ -175,7 +177,8 @@ def test_two_may_lend_to_each_other_at_once(
             "drafters": [{"method": "ngram"}, {"model": llms[1 - index]}],
         }
         if ahead:
-            llms[index].engine.build_strategy(config)
+            engine = llms[index].engine
+            engine.strategies_of(engine.read_specs([JobSpec([1], None, config)]))
         (out,) = llms[index].generate(PROMPTS[:1], GREEDY, speculative_config=config)
         found[index] = list(out.token_ids)
 

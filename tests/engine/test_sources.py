@@ -12,6 +12,7 @@ from transformers import NllbTokenizer, PreTrainedModel
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.source import Source
+from foretoken.engine.job_spec import JobSpec
 from foretoken.engine.sources import languages
 from foretoken.errors import CompatibilityError, ForetokenError, PromptError, RequestError
 from foretoken.models.audio import AudioReader
@@ -97,7 +98,7 @@ def test_whisper_hears(decoder: list[int]) -> None:
         assert output.prompt_token_ids == tuple(decoder)
         assert output.metrics.source_tokens == FRAMES
         for given in ((samples, 16_000), samples.tolist()):
-            (request,) = llm.engine.make_requests({"audio": given}, GREEDY)
+            (request,) = llm.engine.make_requests(JobSpec({"audio": given}, GREEDY))
             assert request.source == source
             assert request.prompt_ids == (3,)
 
@@ -283,7 +284,7 @@ def test_languages(start: int) -> None:
     llm = LLM(tiny_seq2seq("m2m_100", decoder_start_token_id=start), tokenizer=tokenizer)
 
     def read(**fields: Any) -> tuple[int, tuple[int, ...]]:
-        (request,) = llm.engine.make_requests({"prompt": "ab", **fields}, GREEDY)
+        (request,) = llm.engine.make_requests(JobSpec({"prompt": "ab", **fields}, GREEDY))
         assert request.source is not None
         return request.source.tokens[0], request.prompt_ids
 

@@ -539,7 +539,7 @@ def assert_clean():
     assert not llm.engine.target._keys, llm.engine.target._keys
     assert not llm.engine.target._slab.lengths
     assert not llm.engine._scheduler.busy
-    assert not llm.engine._speculation._assigned and not llm.engine._speculation._failed
+    assert not llm.engine._speculation._assigned and not llm.engine._speculation._guard.failed
     assert not llm.engine._turns._queue and llm.engine._turns._owner is None
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 

@@ -23,6 +23,7 @@ from foretoken.core.bad_words import BadWords
 from foretoken.core.sampler import Sampler, TreeDistributions
 from foretoken.core.tree import Draft, TokenTree
 from foretoken.drafters.base import Drafter
+from foretoken.engine.job_spec import JobSpec
 from foretoken.request import Request
 from tests.matrix import ON_CHAINS, PROMPTS, SPECULATIVE, speculative_config, tiny_llm
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -86,7 +87,7 @@ def model() -> PreTrainedModel:
 
 def llm_of(method: str, **fields: Any) -> LLM:
     llm = tiny_llm(model(), method, **fields)
-    llm.engine.tokenizer = tiny_tokenizer()
+    llm.engine._maker.tokenizer = tiny_tokenizer()
     return llm
 
 
@@ -145,7 +146,7 @@ class _Tempting(Drafter):
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
 def test_a_drafted_word_is_not_accepted(name: str, rule: str) -> None:
     llm = tiny_llm(tiny_model("lean"))
-    llm.engine.tokenizer = tiny_tokenizer()
+    llm.engine._maker.tokenizer = tiny_tokenizer()
     bias = {65: 60.0, 66: 60.0}  # "a" and "b": the output is made of them
     params = PARAMS[name].model_copy(update={"logit_bias": bias})
     drafts = {**speculative_config("ngram", rule), "method": _Tempting([65, 66])}
@@ -225,7 +226,7 @@ def test_a_word_is_forbidden_with_and_without_a_space(
     word: str, output: list[int], forbidden: set[int]
 ) -> None:
     llm = LLM(tiny_model(), tokenizer=spaced_tokenizer())
-    (request,) = llm.engine.make_requests([1], SamplingParams(bad_words=[word]))
+    (request,) = llm.engine.make_requests(JobSpec([1], SamplingParams(bad_words=[word])))
     shaped = request.sampler.shaped(torch.zeros(96), output)
     assert set((shaped == -torch.inf).nonzero()[:, 0].tolist()) == forbidden
 
@@ -240,7 +241,7 @@ def test_errors() -> None:
     llm = tiny_llm(tiny_model())
     with pytest.raises(ConfigError, match="bad_words: words need a tokenizer"):
         llm.generate([[1]], SamplingParams(bad_words=["a"]))
-    llm.engine.tokenizer = tiny_tokenizer()
+    llm.engine._maker.tokenizer = tiny_tokenizer()
     with pytest.raises(PromptError, match="bad_words: half of a character"):
         llm.generate([[1]], SamplingParams(bad_words=["\ud800"]))
     every = [chr(code) for code in range(33, 127)]

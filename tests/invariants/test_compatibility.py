@@ -64,7 +64,8 @@ def test_siblings_that_were_not_drawn_independently(fields: dict[str, Any]) -> N
     ],
 )
 def test_independent_siblings_and_chains_fit(fields: dict[str, Any]) -> None:
-    config = {"model": tiny_model(seed=1), "acceptance": "k_sequential", **fields}
+    config = {"model": tiny_model(seed=1), "acceptance": "k_sequential", "controller": "fixed"}
+    config |= fields
     (output,) = LLM(tiny_model(), speculative_config=config).generate([[1, 2, 3]])
     assert output.metrics.num_drafts > 0
 

@@ -19,7 +19,7 @@ from gguf import GGMLQuantizationType as Kind
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
-from foretoken import LLM, SamplingParams
+from foretoken import LLM
 from foretoken.cli import app, bench
 from foretoken.cli.options import ModelOptions
 from foretoken.core.tree import chain
@@ -71,9 +71,16 @@ def random_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf, "quantize", blocks)
 
 
-def model(vocabulary: list[str], tied: bool = True, **fields: Any) -> PreTrainedModel:
-    size = len(vocabulary)
-    return tiny_model("qwen3", head_dim=32, vocab_size=size, tie_word_embeddings=tied, **fields)
+def model(
+    vocabulary: list[str], architecture: str, tied: bool = True, **fields: Any
+) -> PreTrainedModel:
+    fields = {"head_dim": 32, "vocab_size": len(vocabulary), **fields}
+    made = tiny_model(architecture, tie_word_embeddings=tied, **fields)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "bias" in name:  # zeros prove nothing
+                parameter.normal_()
+    return made
 
 
 @pytest.fixture
@@ -81,41 +88,53 @@ def written(make_gguf: MakeGguf, byte_vocabulary: list[str]) -> Any:
     """Writes a GGUF file of a tiny model; kinds are given by parts of GGUF's names."""
 
     def write(
-        kinds: dict[str, Kind], name: str = "tiny.gguf", context: int = 64, **fields: Any
+        kinds: dict[str, Kind],
+        name: str = "tiny.gguf",
+        context: int = 64,
+        architecture: str = "qwen3",
+        **fields: Any,
     ) -> Path:
-        made = model(byte_vocabulary, **fields)
+        made = model(byte_vocabulary, architecture, **fields)
         config: Any = made.config
         settings = {
-            "qwen3.context_length": context,
-            "qwen3.embedding_length": config.hidden_size,
-            "qwen3.feed_forward_length": config.intermediate_size,
-            "qwen3.attention.key_length": 32,
-            "qwen3.attention.value_length": 32,
-            "qwen3.rope.dimension_count": 32,
-            "qwen3.rope.freq_base": 10_000.0,
-            "qwen3.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+            "context_length": context,
+            "embedding_length": config.hidden_size,
+            "feed_forward_length": config.intermediate_size,
+            "attention.key_length": 32,
+            "attention.value_length": 32,
+            "rope.dimension_count": 32,
+            "rope.freq_base": 10_000.0,
+            "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         }
+        settings = {f"{architecture}.{key}": value for key, value in settings.items()}
         layers = {f"blk.{index}.{part}" for index in range(2) for part in LINEAR}
         names = [*(f"{each}.weight" for each in layers), "token_embd.weight", "output.weight"]
         wanted = {each: kind for part, kind in kinds.items() for each in names if part in each}
-        return make_gguf("qwen3", name, model=made, settings=settings, quantize=wanted)
+        return make_gguf(architecture, name, model=made, settings=settings, quantize=wanted)
 
     return write
 
 
 def unpacked(packed: PackedWeights) -> torch.Tensor:
-    """[N, K] the numbers of a layer in int8, int4 or those of K-quants."""
-    if packed.format > Format.INT4:
+    """[N, K] the numbers of a layer in int8, int4, int5 or those of K-quants."""
+    if packed.format > Format.INT5:
         return k_unpacked(packed)
-    weight, count = packed.weight, 1024 if packed.format is Format.INT8 else 512
+    weight, whole = packed.weight, packed.format is Format.INT8
+    count, end = {Format.INT8: (1024, 1024), Format.INT4: (512, 512), Format.INT5: (512, 640)}[
+        packed.format
+    ]
     panels, groups, _ = weight.shape
-    steps, rest = weight[..., :count], weight[..., count:].contiguous().view(torch.float16)
-    if packed.format is Format.INT4:
+    steps, rest = weight[..., :count], weight[..., end:].contiguous().view(torch.float16)
+    if not whole:
         steps = torch.cat([steps & 15, steps >> 4], dim=-1)
+    if packed.format is Format.INT5:
+        places = torch.arange(8, dtype=torch.uint8)[:, None]
+        fifth = weight[..., None, count:end] >> places & 1  # [P, G, 8, 128]
+        steps = steps | fifth.flatten(2) << 4
     values = steps.view(panels, groups, 8, 32, 4).permute(0, 3, 1, 2, 4).float()
-    values = values.reshape(panels, 32, groups, 32) - (128 if packed.format is Format.INT8 else 0)
+    values = values.reshape(panels, 32, groups, 32) - (128 if whole else 0)
     numbers = rest.view(panels, groups, -1, 32).permute(2, 0, 3, 1)[..., None].float()
-    values = values * numbers[0] + (numbers[1] if packed.format is Format.INT4 else 0)
+    values = values * numbers[0] + (0 if whole else numbers[1])
     return values.reshape(panels * 32, groups * 32)[: packed.outputs]
 
 
@@ -204,11 +223,11 @@ def test_it_runs_in_its_own_numbers(written: Any, dtype: str) -> None:
     for index in range(2):
         layer = packed.weights.layer(index)
         parts = [values[f"blk.{index}.attn_{part}.weight"] for part in "qkv"]
-        assert torch.equal(unpacked(layer.qkv), torch.cat(parts))
+        assert torch.equal(unpacked(*layer.qkv), torch.cat(parts))
         assert torch.equal(unpacked(layer.down), values[f"blk.{index}.ffn_down.weight"])
         gate, up = (values[f"blk.{index}.ffn_{part}.weight"] for part in ("gate", "up"))
         turns = torch.stack([gate.view(-1, 32, 64), up.view(-1, 32, 64)], dim=1)
-        assert torch.equal(unpacked(layer.gate_up), turns.flatten(0, 2))
+        assert torch.equal(unpacked(*layer.gate_up), turns.flatten(0, 2))
         assert torch.equal(layer.mlp_norm, values[f"blk.{index}.ffn_norm.weight"])
     assert torch.equal(unpacked(packed.weights.head()), values["token_embd.weight"])
     dequantized = LLM(path, dtype=dtype, quantization="none")
@@ -216,36 +235,67 @@ def test_it_runs_in_its_own_numbers(written: Any, dtype: str) -> None:
     assert difference(scores(own), scores(dequantized)) < 0.05  # inputs are rounded to int8
 
 
+MIXED: dict[str, dict[str, Kind]] = {
+    "Q4_K_M": {"attn_q": Kind.Q4_K, "attn_k": Kind.Q4_K, "attn_v": Kind.Q6_K, "ffn": Kind.Q4_K},
+    "all different": {
+        "attn_q": Kind.Q6_K,
+        "attn_k": Kind.Q8_0,
+        "attn_v": Kind.Q5_1,
+        "ffn_gate": Kind.Q5_K,
+        "ffn_up": Kind.Q6_K,
+        "ffn_down": Kind.Q4_0,
+    },
+}
+PARTS = {"Q4_K_M": (2, 1), "all different": (3, 2)}
+"""How many matrices query, key and value are, and gate and up."""
+
+
 @pytest.mark.usefixtures("native", "random_blocks")
-def test_kinds_may_differ(written: Any) -> None:
-    kinds = {
-        "attn_q": Kind.Q4_K,
-        "attn_k": Kind.Q6_K,
-        "attn_v": Kind.Q4_0,
-        "attn_output": Kind.Q5_1,
-        "ffn_gate": Kind.Q4_K,
-        "ffn_up": Kind.Q4_K,
-        "blk.0.ffn_down": Kind.F16,
-        "blk.1.ffn_down": Kind.Q6_K,
-        "output": Kind.F16,
-    }
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("kinds", MIXED)
+def test_layers_whose_parts_differ_in_kind(
+    kinds: str, architecture: str, written: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wide = {"hidden_size": 256, "intermediate_size": 256, "tied": False}
-    own = LLM(path := written(kinds, **wide), dtype="float32")
+    path = written(MIXED[kinds], architecture=architecture, **wide)
+    own = LLM(path, dtype="float32")
+    assert own.bit_exact
     (entry,) = cached()
     assert entry.runs is not None
-    assert "F16 as float32" in entry.runs
-    assert "Q6_K as int8, rounded and as q6k" in entry.runs
-    assert "Q4_K as int8, rounded and as q4k" in entry.runs
-    assert own.bit_exact
-    dequantized = LLM(path, dtype="float32", quantization="none")
-    assert difference(scores(own), scores(dequantized)) < 0.05
-    greedy = SamplingParams(temperature=0, max_tokens=6)
-    ngram = {"method": "ngram", "num_speculative_tokens": 3}
-    first, second = (
-        llm.generate([TEXT], greedy)[0].token_ids
-        for llm in (own, LLM(path, dtype="float32", speculative_config=ngram))
-    )
-    assert first == second
+    assert "rounded" not in entry.runs
+    monkeypatch.setattr(packing_gguf.GgufPacker, "run", never)
+    packed = open_packed(path, own.dtype, own.device, quantization="auto", runtime="auto")
+    assert packed is not None
+    values = {each.name: torch.from_numpy(each.values()) for each in GgufFile.open(path).tensors}
+    for index in range(2):
+        layer = packed.weights.layer(index)
+        assert (len(layer.qkv), len(layer.gate_up)) == PARTS[kinds]
+        parts = [values[f"blk.{index}.attn_{part}.weight"] for part in "qkv"]
+        assert torch.equal(torch.cat([unpacked(part) for part in layer.qkv]), torch.cat(parts))
+        if len(layer.gate_up) == 2:
+            for part, name in zip(layer.gate_up, ("gate", "up"), strict=True):
+                assert torch.equal(unpacked(part), values[f"blk.{index}.ffn_{name}.weight"])
+    dequantized = LLM(resolve(path), dtype="float32", quantization="none")
+    mapped = LLM(path, dtype="float32")
+    together = scores(mapped)
+    assert torch.equal(together, scores(own))
+    assert difference(together, scores(dequantized)) < 0.05  # inputs are rounded to int8
+    target: Target = mapped.engine.target
+    target.add(-1)
+    for place, (token, expected) in enumerate(zip(TEXT, together, strict=True)):
+        assert torch.equal(target.verify([-1], [chain([token])])[0].scores[0], expected), place
+        target.prefill(-1, [token])
+
+
+@pytest.mark.usefixtures("native")
+def test_floats_beside_other_kinds(written: Any) -> None:
+    """They read inputs that are not rounded, so all of the layer does."""
+    kinds = {"attn_q": Kind.Q8_0, "attn_v": Kind.F16, "ffn": Kind.Q4_0, "blk.1.ffn_down": Kind.F16}
+    own = LLM(path := written(kinds), dtype="float32")
+    (entry,) = cached()
+    assert entry.runs is not None
+    assert entry.runs == "Q8_0 as float32; F32 as float32; F16 as float32; Q4_0 as int4"
+    assert difference(scores(own), scores(LLM(path, dtype="float32", quantization="none"))) < 0.05
 
 
 @pytest.mark.usefixtures("native")

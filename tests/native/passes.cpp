@@ -55,7 +55,7 @@ struct Layers {
             }
         }
         kept.push_back(weight);
-        return Linear{kept.back().data(), nullptr, format, inputs, outputs, 0};
+        return Linear{kept.back().data(), nullptr, format, inputs, outputs, format};
     }
 
     const float* norm(int size, Random& random) {
@@ -87,9 +87,9 @@ struct Model {
         size_t element = is_bf16 ? 2 : 4;
         for (int i = 0; i < LAYERS; i++) {
             Layer layer{};
-            layer.qkv = layers.linear(format, SIZE, (of.heads + 2 * of.key_heads) * of.width, random);
+            layer.qkv[0] = layers.linear(format, SIZE, (of.heads + 2 * of.key_heads) * of.width, random);
             layer.output = layers.linear(format, of.heads * of.width, SIZE, random);
-            layer.gate_up = layers.linear(format, SIZE, 2 * INNER, random);
+            layer.gate_up[0] = layers.linear(format, SIZE, 2 * INNER, random);
             layer.down = layers.linear(format, INNER, SIZE, random);
             layer.attention_norm = layers.norm(SIZE, random);
             layer.mlp_norm = layers.norm(SIZE, random);

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.serve.fields import Function, Tool
+from foretoken.serve.messages import Function, Tool
 from foretoken.serve.tools import Call, CallFinder
 
 TOOLS = [Tool(type="function", function=Function(name=name)) for name in ("f", "g")]

@@ -31,7 +31,7 @@ from foretoken.training.masked_blocks import (
     some_of,
     some_prefixes,
 )
-from foretoken.training.masked_lm import copy_encoder, new_masked_lm
+from foretoken.training.masked_lm import copy_target, new_masked_lm
 from foretoken.training.methods import training_method
 from foretoken.training.progress import Evaluation, Step
 from foretoken.training.settings import TrainingSettings
@@ -368,12 +368,13 @@ def test_without_an_encoder_of_its_own(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["bart", "m2m_100", "pegasus"])
-def test_it_starts_from_the_targets_encoder(name: str) -> None:
-    """Its first layers; there is a row for the mask, and there are positions for masks."""
-    target = tiny_seq2seq(name)
+def test_it_starts_from_the_target(name: str) -> None:
+    """From its first encoder layers, from its first and last decoder layer, and its embeddings;
+    there is a row for the mask, and there are positions for masks."""
+    target = tiny_seq2seq(name, decoder_layers=3)
     lm = new_masked_lm(target.config, VOCAB_SIZE, MASKS, "full")
     before = {key: each.clone() for key, each in lm.state_dict().items()}
-    copy_encoder(target, lm)
+    copy_target(target, lm)
     given, own = target.state_dict(), lm.state_dict()
     embedding = "model.shared.weight"
     assert torch.equal(own[embedding][:-1], given[embedding])
@@ -381,15 +382,29 @@ def test_it_starts_from_the_targets_encoder(name: str) -> None:
     for layer in range(4):
         key = f"model.encoder.layers.{layer}.fc1.weight"
         assert torch.equal(own[key], given[key] if layer < 2 else before[key])
-    key = "model.decoder.layers.0.fc1.weight"
-    assert torch.equal(own[key], before[key])
+    for layer, source in enumerate((0, 2)):
+        for part in ("fc1", "encoder_attn.q_proj", "self_attn.v_proj"):
+            key = f"model.decoder.layers.{{}}.{part}.weight"
+            assert torch.equal(own[key.format(layer)], given[key.format(source)])
+
+
+def test_layers_that_the_target_has_not_stay_random() -> None:
+    """`balanced` has a decoder layer more than the target."""
+    target = tiny_seq2seq("bart", decoder_layers=2)
+    lm = new_masked_lm(target.config, VOCAB_SIZE, MASKS, "balanced")
+    before = {key: each.clone() for key, each in lm.state_dict().items()}
+    copy_target(target, lm)
+    given, own = target.state_dict(), lm.state_dict()
+    for layer in range(3):
+        key = f"model.decoder.layers.{layer}.fc1.weight"
+        assert torch.equal(own[key], given[key] if layer < 2 else before[key])
 
 
 def test_starting_from_t5_is_refused() -> None:
     target = tiny_seq2seq("t5")
     lm = new_masked_lm(target.config, VOCAB_SIZE, MASKS, "small")
     with pytest.raises(CompatibilityError, match="from_target: a drafter of T5"):
-        copy_encoder(target, lm)
+        copy_target(target, lm)
 
 
 def test_the_published_values_and_their_size() -> None:

@@ -27,6 +27,7 @@ from foretoken.core.tree import Draft, chain
 from foretoken.decode import Outcome
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.none import NoDrafter
+from foretoken.engine.job_spec import JobSpec
 from foretoken.engine.scheduler import Scheduler
 from foretoken.errors import CompatibilityError, ConfigError
 from foretoken.llm import LLM
@@ -242,7 +243,7 @@ class Laboratory:
         self, prompt: Sequence[int], params: SamplingParams, strategy: Strategy
     ) -> tuple[Request, Trace]:
         scheduler = Scheduler(self._target, Speculation(strategy), max_num_seqs=1)
-        (request,) = self.llm.engine.make_requests(list(prompt), params)
+        (request,) = self.llm.engine.make_requests(JobSpec(list(prompt), params))
         scheduler.add(request)
         try:
             while not request.finished:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from foretoken.cli.writer import TokenWriter
     from foretoken.llm import LLM
-    from foretoken.outputs import CompletionOutput, Metrics
+    from foretoken.metrics import Metrics
+    from foretoken.outputs import CompletionOutput
 
 __all__ = [
     "as_json",

@@ -23,7 +23,7 @@ class TraceSummary:
     """
 
     def __init__(self, trace: Trace) -> None:
-        from foretoken.outputs import Metrics
+        from foretoken.metrics import Metrics
 
         self.metrics = Metrics()
         self.drafted_per_position: Counter[int] = Counter()

@@ -15,7 +15,7 @@ Decoding", appendix A.4). The outputs are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.checks import check_finite
+from foretoken.core.params import SamplingParams
 from foretoken.core.sampler import Sampler
 from foretoken.core.tree import Draft, TokenTree
 
@@ -57,6 +58,24 @@ class BeamSettings:
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
     renormalize: bool = False
+
+    @staticmethod
+    def of(params: SamplingParams, max_tokens: int, eos_ids: Iterable[int]) -> BeamSettings:
+        """Those of a request's parameters.
+
+        Args:
+            params: the parameters.
+            max_tokens: most tokens of an output.
+            eos_ids: tokens that end an output.
+        """
+        return BeamSettings(
+            params.beam_width,
+            max_tokens,
+            frozenset(eos_ids),
+            1.0 if params.length_penalty is None else params.length_penalty,
+            params.early_stopping or False,
+            params.renormalize_logits or False,
+        )
 
     @property
     def num_candidates(self) -> int:

@@ -22,10 +22,13 @@ __all__ = [
     "clearest",
     "coupled_draws",
     "distinct",
+    "excludes_all",
     "grown_draws",
     "independent",
     "most_probable",
+    "most_probable_below",
     "named",
+    "spread",
     "truncates",
 ]
 
@@ -46,6 +49,35 @@ def most_probable(distribution: Distribution, width: int) -> list[Drawn]:
     return [
         (token, Distribution.one_hot(token), probability)
         for token, probability in zip(tokens, best.values.tolist(), strict=True)
+    ]
+
+
+def most_probable_below(
+    logits: Tensor, widths: Sequence[int], token_ids: Tensor | None
+) -> list[list[Drawn]] | None:
+    """What `most_probable` returns for the distributions of many nodes, at once.
+
+    Args:
+        logits: [n, V] of the nodes, or [n, Vd] of `token_ids`.
+        widths: [n] the number of children of each.
+        token_ids: [Vd] the tokens that logits stand for; None if these are all tokens.
+
+    Returns:
+        [n] the children; None if there are NaNs among them, which are no probabilities.
+    """
+    best = logits.float().softmax(-1).topk(min(max(widths), logits.shape[-1]))
+    if best.values.isnan().any():
+        return None
+    tokens = best.indices if token_ids is None else token_ids[best.indices]
+    return [
+        [
+            (token, Distribution.one_hot(token), probability)
+            for token, probability in zip(of_node[:width], values[:width], strict=True)
+            if probability > 0
+        ]
+        for of_node, values, width in zip(
+            tokens.tolist(), best.values.tolist(), widths, strict=True
+        )
     ]
 
 
@@ -107,6 +139,18 @@ def _with_clarity(
 def named(distribution: Distribution, token_ids: Tensor | None) -> Distribution:
     """A distribution over places in `token_ids` as one over the target's tokens."""
     return distribution if token_ids is None else distribution.renamed(token_ids)
+
+
+def spread(logits: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
+    """[V] logits from those [Vd] of `token_ids`; -inf for all others."""
+    of_all = logits.new_full((vocab_size,), -torch.inf)
+    of_all[token_ids] = logits
+    return of_all
+
+
+def excludes_all(logits: Tensor) -> bool:
+    """Whether logits [V] allow no token at all, so that there is no q."""
+    return bool(logits.max() == -torch.inf)
 
 
 def truncates(limits: Limits) -> bool:

@@ -8,16 +8,15 @@ model scores the nodes, and whose KV it uses.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import isnan
 
-import torch
 from torch import Tensor
 
 from foretoken.control import Budget
 from foretoken.core.distribution import Distribution
 from foretoken.core.noise import Noise
-from foretoken.core.tree import Draft, TokenTree
+from foretoken.core.tree import Draft
 from foretoken.core.truncation import Limits, Truncation
 from foretoken.drafters.allowed import allowed_part
 from foretoken.drafters.base import Drafter
@@ -26,12 +25,16 @@ from foretoken.drafters.drawing import (
     clearest,
     coupled_draws,
     distinct,
+    excludes_all,
     grown_draws,
     independent,
     most_probable,
+    most_probable_below,
     named,
+    spread,
     truncates,
 )
+from foretoken.drafters.growth import Growth
 from foretoken.drafters.scorer import GrowingScorer, Scorer
 from foretoken.drafters.shapes import Node, Shape
 from foretoken.drafters.tree_options import TreeOptions
@@ -39,65 +42,6 @@ from foretoken.request import Request
 from foretoken.runtime.network import GrownTree, GrowthDraw, GrowthLimit
 
 __all__ = ["ModelDrafter"]
-
-
-@dataclass
-class _Growth:
-    """The tree being drafted for one request."""
-
-    request: Request
-    budget: Budget
-    pending: list[int]
-    nodes: list[Node] = field(default_factory=list)
-    """All drafted nodes, parents first."""
-    scored: list[Node] = field(default_factory=list)
-    """Nodes that the model has scored or scores in the next pass."""
-    frontier: list[Node | None] = field(default_factory=lambda: [None])
-    """Nodes that get children after the next pass; None is the root."""
-    draws: list[tuple[Node, Distribution]] = field(default_factory=list)
-    """All draws in order, where draws of the same token share a node."""
-    num_computed: int = 0
-    """Nodes of `tree()` that earlier passes computed."""
-    at_once: GrowthDraw | None = None
-    """How one call draws the tokens; None if it takes the most probable ones."""
-
-    def tree(self) -> TokenTree:
-        """The pending tokens as a chain, and the scored nodes below its last token, the root."""
-        root = len(self.pending) - 1
-        index = {id(node): root + 1 + i for i, node in enumerate(self.scored)}
-        parents = [index[id(n.parent)] if n.parent else root for n in self.scored]
-        tokens = (*self.pending, *(node.token for node in self.scored))
-        return TokenTree(tokens, (*range(-1, root), *parents))
-
-    def output_to(self, node: Node | None) -> list[int]:
-        """All output tokens on the path to a node: the committed ones and the drafted ones."""
-        path: list[int] = []
-        while node is not None:
-            path.append(node.token)
-            node = node.parent
-        return [*self.request.output_ids, *reversed(path)]
-
-    @property
-    def size(self) -> int:
-        """What counts against the budget's number of nodes.
-
-        It is the number of draws: which draws belong to the draft must not depend on their tokens
-        (invariant 2), whether these are equal or not.
-        """
-        return max(len(self.nodes), len(self.draws))
-
-    def draft(self, shape: Shape) -> Draft:
-        """The nodes that the shape keeps."""
-        limit = self.budget.nodes
-        draws = self.draws[:limit]
-        nodes = list(dict.fromkeys(node for node, _ in draws)) or shape.kept(self.nodes, limit)
-        index = {id(node): i for i, node in enumerate(nodes, 1)}
-        parents = [index[id(node.parent)] if node.parent else 0 for node in nodes]
-        tree = TokenTree((self.request.root, *(n.token for n in nodes)), (-1, *parents))
-        if draws:
-            return Draft.drawn(tree, [(index[id(node)], q) for node, q in draws])
-        path_probs = () if shape.branches else tuple(node.path_prob for node in nodes)
-        return Draft(tree, tuple(node.distribution for node in nodes), path_probs=path_probs)
 
 
 class ModelDrafter(Drafter):
@@ -133,7 +77,7 @@ class ModelDrafter(Drafter):
             return [Draft.empty(request.root) for request in batch]
         limits = self._limits(batch, budgets)
         growths = [
-            _Growth(request, limits[request.key], self._scorer.pending(request))
+            Growth(request, limits[request.key], self._scorer.pending(request))
             if request.key in limits
             else None
             for request in batch
@@ -155,6 +99,11 @@ class ModelDrafter(Drafter):
             growth.draft(self._shape) if growth else Draft.empty(request.root)
             for request, growth in zip(batch, growths, strict=True)
         ]
+
+    @property
+    def _shares(self) -> bool:
+        """Whether equal draws share a node."""
+        return self.shares_nodes and self.independent_siblings and self._shape.branches
 
     def level_sizes(self, limit: int) -> Sequence[int] | None:
         """See `Drafter.level_sizes`: those of the shape."""
@@ -188,7 +137,7 @@ class ModelDrafter(Drafter):
             budget = replace(budget, depth=budget.depth - 1)
         return budget
 
-    def _grow_at_once(self, growths: Sequence[_Growth]) -> None:
+    def _grow_at_once(self, growths: Sequence[Growth]) -> None:
         """Draft trees in one call, if the scorer can.
 
         `_expand` would grow the same trees level by level. Only where tokens are forbidden, by the
@@ -201,7 +150,7 @@ class ModelDrafter(Drafter):
             self._grow_alike([each for each in growths if self._can_grow_at_once(each)])
             self._grow_alike([each for each in growths if self._can_draw_at_once(each)])
 
-    def _grow_alike(self, growths: Sequence[_Growth]) -> None:
+    def _grow_alike(self, growths: Sequence[Growth]) -> None:
         """The same for trees that all draw their tokens, or all take the most probable ones."""
         if not growths or not isinstance(self._scorer, GrowingScorer):
             return
@@ -218,7 +167,7 @@ class ModelDrafter(Drafter):
             if not tree.undecided and not isnan(sum(tree.probabilities)):  # `_draw` refuses NaN
                 self._take(growth, allowed_part(growth.request, tree))
 
-    def _growth_limit(self, growth: _Growth) -> GrowthLimit:
+    def _growth_limit(self, growth: Growth) -> GrowthLimit:
         budget = growth.budget
         return GrowthLimit(
             budget.depth,
@@ -236,7 +185,7 @@ class ModelDrafter(Drafter):
         noise, temperature = self._noise(request), self._temperature(request)
         return GrowthDraw(noise, temperature, limits, self._coupled)
 
-    def _take(self, growth: _Growth, tree: GrownTree) -> None:
+    def _take(self, growth: Growth, tree: GrownTree) -> None:
         """Take the nodes of a tree that the scorer has grown."""
         request, draw = growth.request, growth.at_once
 
@@ -247,18 +196,18 @@ class ModelDrafter(Drafter):
 
         for parent, drawn in grown_draws(tree, draw, q_of):
             above = None if parent < 0 else growth.nodes[parent]
-            growth.nodes += self._children(growth, above, drawn)
+            growth.nodes += growth.children(above, drawn, shared=self._shares)
         growth.frontier = []
         self._scorer.finish_draft(growth.request, len(growth.pending))
 
-    def _can_grow_at_once(self, growth: _Growth) -> bool:
+    def _can_grow_at_once(self, growth: Growth) -> bool:
         """Whether the children of a node are the most probable tokens of the raw logits.
 
         The model's own rules and bad words may forbid some of them, which are then not drafted.
         """
         return growth.at_once is None and not growth.request.sampler.params_change_logits
 
-    def _can_draw_at_once(self, growth: _Growth) -> bool:
+    def _can_draw_at_once(self, growth: Growth) -> bool:
         """Whether the children of a node are drawn without replacement from the raw logits."""
         draw, budget = growth.at_once, growth.budget
         if draw is None or self.independent_siblings or growth.request.sampler.changes_logits:
@@ -267,7 +216,7 @@ class ModelDrafter(Drafter):
         stops = budget.min_token_prob or budget.min_path_prob
         return draw.coupled or not (stops and truncates(draw.limits))
 
-    def _expand(self, growth: _Growth, logits: Tensor) -> None:
+    def _expand(self, growth: Growth, logits: Tensor) -> None:
         """Add the children of the frontier; the shape chooses the next frontier among them.
 
         Args:
@@ -279,7 +228,7 @@ class ModelDrafter(Drafter):
         level: list[Node] = []
         drawn = self._draw_level(growth, logits[-len(frontier) :])
         for node, children in zip(frontier, drawn, strict=True):
-            level += self._children(growth, node, children)
+            level += growth.children(node, children, shared=self._shares)
         growth.nodes += level
         depth = level[0].depth if level else budget.depth
         wanted: list[Node] = []
@@ -289,49 +238,26 @@ class ModelDrafter(Drafter):
         growth.frontier = list(wanted)
         growth.scored += wanted
 
-    def _children(self, growth: _Growth, node: Node | None, drawn: Sequence[Drawn]) -> list[Node]:
-        ranks = () if node is None else node.ranks
-        path_prob = 1.0 if node is None else node.path_prob
-        children = []
-        for rank, (token, distribution, token_prob) in enumerate(drawn):
-            child = Node(token, distribution, node, (*ranks, rank), path_prob * token_prob)
-            child.stopped = growth.budget.stops_below(token_prob, child.path_prob)
-            children.append(child)
-        if self.shares_nodes and self.independent_siblings and self._shape.branches:
-            return _shared(growth, children)
-        return children
-
-    def _draw_level(self, growth: _Growth, logits: Tensor) -> list[list[Drawn]]:
+    def _draw_level(self, growth: Growth, logits: Tensor) -> list[list[Drawn]]:
         """The children of each node of the frontier, from its logits [f, V] or [f, Vd]."""
         frontier = growth.frontier
         widths = [self._shape.width(node.ranks if node else ()) for node in frontier]
         request, ids = growth.request, self._scorer.token_ids
-        best = None
         if self._takes_most_probable(request) and not request.sampler.changes_logits:
-            best = logits.float().softmax(-1).topk(min(max(widths), logits.shape[-1]))
-        if best is None or best.values.isnan().any():  # `_draw` refuses NaN
-            nodes = zip(frontier, logits, widths, strict=True)
-            return [self._draw(growth, *each) for each in nodes]
-        # What `_draw` does, for all nodes at once.
-        tokens = best.indices if ids is None else ids[best.indices]
-        rows = zip(tokens.tolist(), best.values.tolist(), widths, strict=True)
-        return [
-            [
-                (token, Distribution.one_hot(token), probability)
-                for token, probability in zip(tokens[:width], values[:width], strict=True)
-                if probability > 0
-            ]
-            for tokens, values, width in rows
-        ]
+            levels = most_probable_below(logits, widths, ids)
+            if levels is not None:  # `_draw` refuses NaN
+                return levels
+        nodes = zip(frontier, logits, widths, strict=True)
+        return [self._draw(growth, *each) for each in nodes]
 
-    def _draw(self, growth: _Growth, node: Node | None, logits: Tensor, width: int) -> list[Drawn]:
+    def _draw(self, growth: Growth, node: Node | None, logits: Tensor, width: int) -> list[Drawn]:
         """The children of one node."""
         request, output = growth.request, growth.output_to(node)
         sampler, ids = request.sampler, self._scorer.token_ids
         if ids is not None and sampler.changes_logits:  # masks and penalties are of all tokens
-            logits, ids = _spread(logits, ids, sampler.vocab_size), None
+            logits, ids = spread(logits, ids, sampler.vocab_size), None
         some_excluded = self._scorer.partial or self._scorer.token_ids is not None
-        if some_excluded and _excluded(sampler.shaped(logits, output)):
+        if some_excluded and excludes_all(sampler.shaped(logits, output)):
             return []
         temperature = self._temperature(request)
         if self._takes_most_probable(request):
@@ -368,23 +294,3 @@ class ModelDrafter(Drafter):
             params.top_k if top_k is None else top_k,
             params.top_p if top_p is None else top_p,
         )
-
-
-def _shared(growth: _Growth, drawn: Sequence[Node]) -> list[Node]:
-    """One node for each token that was drawn for a node; the growth has all draws."""
-    nodes: dict[int, Node] = {}
-    for node in drawn:
-        growth.draws.append((nodes.setdefault(node.token, node), node.distribution))
-    return list(nodes.values())
-
-
-def _spread(logits: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
-    """[V] logits from those [Vd] of `token_ids`; -inf for all others."""
-    spread = logits.new_full((vocab_size,), -torch.inf)
-    spread[token_ids] = logits
-    return spread
-
-
-def _excluded(logits: Tensor) -> bool:
-    """Whether the request allows none of the drafting model's tokens, so that there is no q."""
-    return bool(logits.max() == -torch.inf)

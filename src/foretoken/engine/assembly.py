@@ -39,15 +39,16 @@ def request_maker(target: Target, loaded: LoadedModel, grammars: Grammars) -> Re
             something that is not applied here.
     """
     eos, network = loaded.eos_token_ids, target.source_network
+    tokenizer, beams = loaded.tokenizer, loaded.beam_defaults
     if network is None:
-        return RequestMaker(target, eos, grammars, loaded.beam_defaults)
+        return RequestMaker(target, tokenizer, eos, grammars, beams)
     audio = None
     if network.num_bins is not None:
         assert network.source_limit is not None, "audio has a fixed length"
         audio = AudioReader(loaded.path, network.num_bins, network.source_limit)
     reader = SourceReader(target, loaded.tokenizer, decoder_start(loaded.module), audio)
     rules = DecodingRules.of(loaded.module.generation_config, eos, target.vocab_size)
-    return RequestMaker(target, eos, grammars, loaded.beam_defaults, reader, rules)
+    return RequestMaker(target, tokenizer, eos, grammars, beams, reader, rules)
 
 
 def default_config(name: str | None, target: Target) -> SpeculativeConfig:

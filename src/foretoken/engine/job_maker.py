@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
 
 from foretoken.config import SpeculativeConfig
-from foretoken.core.params import Sampling, SamplingParams
-from foretoken.core.references import NO_REFERENCES, References
+from foretoken.core.params import SamplingParams
+from foretoken.engine.job_spec import JobSpec, ReadSpec
 from foretoken.engine.jobs import Job
-from foretoken.engine.prompts import Prompt, as_list, one_per_prompt
 from foretoken.engine.references import ReferenceReader, check_quotes
-from foretoken.engine.strategies import Speculative, StrategyFactory
+from foretoken.engine.request_maker import RequestMaker
+from foretoken.engine.strategies import StrategyFactory
 from foretoken.engine.turns import Turns
 from foretoken.errors import CompatibilityError
-from foretoken.request import Request
 from foretoken.speculation import Speculation, Strategy
 
 __all__ = ["JobMaker"]
 
 
 class JobMaker:
-    """Makes jobs for one engine.
+    """Makes jobs for one engine, in three stages.
+
+    `read` and `make` may take long (tokens, grammars) and need no turn of the engine. `strategies`
+    takes one turn for all prompts, or none if all speculate by default.
 
     Args:
-        make: makes their requests (see `LLMEngine.make_requests`).
+        maker: makes their requests.
         references: reads what their drafts may quote.
         strategies: builds their strategies.
         speculation: has the default one.
@@ -34,7 +35,7 @@ class JobMaker:
 
     def __init__(
         self,
-        make: Callable[..., list[Request]],
+        maker: RequestMaker,
         references: ReferenceReader,
         strategies: StrategyFactory,
         speculation: Speculation,
@@ -42,81 +43,106 @@ class JobMaker:
         *,
         chose_drafter: bool,
     ) -> None:
-        self._make = make
+        self._maker = maker
         self._references = references
         self._strategies = strategies
         self._speculation = speculation
         self._turns = turns
         self._chose_drafter = chose_drafter
 
-    def jobs(
-        self,
-        prompts: Any,
-        params: Any,
-        configs: Any,
-        references: Any,
-        prediction: Any,
-        *,
-        trace: bool,
-    ) -> list[Job]:
-        """The jobs of a call of `LLM.generate`; arguments and errors as there."""
-        listed = as_list(prompts)
-        all_params = one_per_prompt("sampling_params", listed, params)
-        all_configs = one_per_prompt("speculative_config", listed, configs)
-        texts = self._references.read_all(len(listed), references)
-        expected = self._references.predictions(len(listed), prediction)
-        jobs = []
-        columns = (listed, all_params, all_configs, texts, expected)
-        for index, each in enumerate(zip(*columns, strict=True)):
-            jobs.append(self.job(*each, trace=trace))
-            jobs[-1].prompt_index = index
-        return jobs
+    def jobs(self, specs: Sequence[JobSpec]) -> list[Job]:
+        """The jobs of some prompts, by all three stages; errors are those of `LLM.generate`."""
+        read = self.read(specs)
+        return self.make(read, self.strategies(read))
 
-    def job(
-        self,
-        prompt: Prompt,
-        params: Sampling = None,
-        speculative_config: Speculative = None,
-        references: References = NO_REFERENCES,
-        prediction: References = NO_REFERENCES,
-        *,
-        trace: bool = False,
-    ) -> Job:
-        """Check a prompt and make its requests.
+    def read(self, specs: Sequence[JobSpec]) -> list[ReadSpec]:
+        """Check parameters and read texts; a text that several prompts share is read once.
 
-        Arguments and errors are those of `LLMEngine.add_request`.
+        Raises:
+            ConfigError: parameters or a configuration are out of range.
+            PromptError: references or a prediction are malformed.
+            CompatibilityError: a beam search has a prediction.
         """
-        params = SamplingParams.parse(params)
-        beams, built = params.beam_width > 1, list[Strategy | None]()
-        if beams and prediction:
+        found = [
+            ReadSpec(
+                spec,
+                SamplingParams.parse(spec.params),
+                None
+                if spec.speculative_config is None
+                else SpeculativeConfig.parse(spec.speculative_config),
+                references,
+                prediction,
+            )
+            for spec, references, prediction in zip(
+                specs,
+                self._references.read_all([spec.references for spec in specs]),
+                self._references.predictions([spec.prediction for spec in specs]),
+                strict=True,
+            )
+        ]
+        if any(read.searches_beams and read.prediction for read in found):
             raise CompatibilityError(
                 "prediction: a beam search follows none: give the text as `references`."
             )
+        return found
 
-        lent = self._strategies.lent_to(speculative_config)
+    def strategies(self, specs: Sequence[ReadSpec]) -> list[Strategy | None]:
+        """How the requests of each prompt speculate; None is the default.
+
+        Building may load a model or time passes, so no thread may run a step meanwhile. What rows
+        keep of a source, and so whether a request fits, depends on the drafters: call it before
+        `make`.
+
+        Raises:
+            ConfigError, CompatibilityError: as `StrategyFactory`.
+        """
+        if not any(spec.needs_strategy for spec in specs):
+            return [None] * len(specs)
+        configs: list[SpeculativeConfig] = []
+        for spec in specs:
+            if spec.config is not None and spec.config not in configs:
+                configs.append(spec.config)
+        # Before the turn: it waits for those of other engines.
+        lent = [self._strategies.lent_to(config) for config in configs]
+        built: list[Strategy | None] = []
 
         def build() -> None:
-            strategy = self._strategies.strategy(speculative_config, lent)
-            if prediction:
-                own = strategy or self._speculation.default
-                strategy = self._strategies.for_prediction(speculative_config, own)
-            built.append(self._beam_strategy(strategy) if beams else strategy)
+            named = [
+                self._strategies.strategy(config, models)
+                for config, models in zip(configs, lent, strict=True)
+            ]
+            for spec in specs:
+                strategy = None if spec.config is None else named[configs.index(spec.config)]
+                if spec.prediction:
+                    own = strategy or self._speculation.default
+                    strategy = self._strategies.for_prediction(spec.config, own)
+                built.append(self._beam_strategy(strategy) if spec.searches_beams else strategy)
 
-        if speculative_config is not None or beams or prediction:
-            # Building may load a model or time passes, so no thread may run a step meanwhile. What
-            # rows keep of a source, and so whether a request fits, depends on the drafters.
-            self._turns.take(build)
-        requests = self._make(prompt, params, references, prediction, trace=trace)
-        if trace:
+        self._turns.take(build)
+        return built
+
+    def make(self, specs: Sequence[ReadSpec], strategies: Sequence[Strategy | None]) -> list[Job]:
+        """The jobs of prompts whose strategies are built.
+
+        Raises:
+            PromptError: a prompt is empty, too long, or has ids outside the vocabulary.
+            ConfigError: parameters need something that the model does not have.
+            CompatibilityError: a drafter quotes no references.
+        """
+        pairs = enumerate(zip(specs, strategies, strict=True))
+        return [self._job(spec, strategy, index) for index, (spec, strategy) in pairs]
+
+    def _job(self, spec: ReadSpec, strategy: Strategy | None, index: int) -> Job:
+        requests = self._maker.make(spec)
+        if spec.given.trace:
             for request in requests:
                 request.pass_costs = self._strategies.costs
-        job = Job(prompt, requests, built[0] if built else None)
-        if references:
-            strategy = job.strategy or self._speculation.default
-            default = self._strategies.config if self._chose_drafter or not beams else None
-            named = SpeculativeConfig.parse(speculative_config or default)
-            check_quotes(named.method_name, strategy.drafter)
-        return job
+        if spec.references:
+            own = self._strategies.config
+            default = own if self._chose_drafter or not spec.searches_beams else None
+            method = SpeculativeConfig.parse(spec.config or default).method_name
+            check_quotes(method, (strategy or self._speculation.default).drafter)
+        return Job(spec.given.prompt, requests, strategy, prompt_index=index)
 
     def _beam_strategy(self, given: Strategy | None) -> Strategy:
         """How a beam search speculates: with the drafter that the user chose, if there is one."""

@@ -15,22 +15,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Iterable, Sequence
-from itertools import count
-from threading import Lock
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from foretoken.config import SpeculativeConfig
 from foretoken.core.grammar import Grammars
 from foretoken.core.log import show_log_lines
-from foretoken.core.params import Sampling, SamplingParams
-from foretoken.core.references import NO_REFERENCES, References
+from foretoken.core.params import Sampling
 from foretoken.core.source import Source
 from foretoken.drafters.online import OnlineReport
+from foretoken.engine.added_jobs import AddedJobs
 from foretoken.engine.assembly import EngineOptions, default_config, request_maker
 from foretoken.engine.job_maker import JobMaker
+from foretoken.engine.job_spec import JobSpec, ReadSpec
 from foretoken.engine.jobs import Job
 from foretoken.engine.kv_budget import KVBudget
-from foretoken.engine.outbox import Outbox
 from foretoken.engine.prefix_cache import PrefixCache
 from foretoken.engine.prompts import Prompt
 from foretoken.engine.references import GivenPrediction, GivenReferences, ReferenceReader
@@ -38,21 +36,16 @@ from foretoken.engine.runs import AfterStep, Runs, StepReport
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.strategies import Speculative, StrategyFactory
 from foretoken.engine.turns import Turns, Uninterrupted
-from foretoken.errors import ConfigError
 from foretoken.models.loaded import LoadedModel
 from foretoken.outputs import RequestOutput, StreamChunk
 from foretoken.request import Request
 from foretoken.runtime.packed import PackedModel
 from foretoken.runtime.target import Target
-from foretoken.speculation import Speculation
+from foretoken.speculation import Speculation, Strategy
 
 __all__ = ["EngineLoad", "LLMEngine"]
 
 _log = logging.getLogger(__name__)
-
-
-MAX_KNOWN_IDS = 100_000
-"""Most request ids that are remembered, including those of requests that have ended."""
 
 
 class EngineLoad(NamedTuple):
@@ -147,19 +140,14 @@ class LLMEngine:
         self._turns = Turns()
         self._runs = Runs(self._turns, self._scheduler, self._speculation)
         self._job_maker = JobMaker(
-            self.make_requests,
+            self._maker,
             self.references,
             self.strategies,
             self._speculation,
             self._turns,
             chose_drafter=chose_drafter,
         )
-        self._reporting = Lock()
-        self._jobs: dict[str, Job] = {}  # of `add_request`, with output left to report
-        self._outbox = Outbox()  # of these jobs
-        self._collected: list[StreamChunk] = []  # from these jobs, returned by the next `step`
-        self._known_ids: dict[str, None] = {}  # the latest ids, in order of arrival
-        self._next_id = count()
+        self._added = AddedJobs()
 
     @property
     def kv_bytes(self) -> tuple[int, int]:
@@ -210,19 +198,11 @@ class LLMEngine:
             CompatibilityError: the drafter does not fit the model or the rule, or quotes no
                 references.
         """
-        texts = self.references.read(references)
-        expected = self.references.prediction(prediction)
-        job = self.job(prompt, params, speculative_config, texts, expected, trace=trace)
-        names: list[str] = []
+        spec = JobSpec(prompt, params, speculative_config, references, prediction, trace)
+        job, names = self.job(spec), list[str]()
 
         def add() -> None:
-            if request_id is not None and request_id in self._known_ids:
-                raise ConfigError(f"request_id: '{request_id}' is taken by another request.")
-            names.append(self._free_id() if request_id is None else request_id)
-            job.request_id = names[0]
-            self._remember(names[0])
-            self._jobs[names[0]] = job
-            self._outbox.watch([job])
+            names.append(self._added.add(job, request_id))
             self._runs.queue([job])
 
         self._turns.take(add)
@@ -238,20 +218,11 @@ class LLMEngine:
             A chunk for each output that has new tokens or has ended since the last call.
         """
         self._turns.take(self._runs.step)
-        with Uninterrupted(), self._reporting:  # a SIGINT must not lose chunks
-            for job in self._outbox.take():
-                request_id = job.request_id or ""
-                if self._jobs.get(request_id) is job:  # else it was aborted
-                    self._collected += job.take()
-                    if job.all_taken:
-                        del self._jobs[request_id]
-        with self._reporting:
-            chunks, self._collected = self._collected, []
-        return chunks
+        return self._added.take()
 
     def has_unfinished_requests(self) -> bool:
         """Whether another `step` has requests to advance or chunks to return."""
-        return bool(self._jobs or self._collected)
+        return bool(self._added)
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
         """End these requests, whether they wait or run.
@@ -263,11 +234,8 @@ class LLMEngine:
             ConfigError: no request has this id, and none had it recently.
         """
         for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
-            if request_id not in self._known_ids:
-                raise ConfigError(f"request_id: no request has the id {request_id!r}.")
             with Uninterrupted():  # a job that was taken out here must also end
-                with self._reporting:
-                    job = self._jobs.pop(request_id, None)
+                job = self._added.forget(request_id)
                 if job is not None:
                     self.end([job])
 
@@ -286,35 +254,30 @@ class LLMEngine:
         learner = self._speculation.default.learner
         return None if learner is None else learner.report
 
-    # Jobs, for `LLM`
+    # Jobs, for `LLM` and `AsyncLLM`
 
-    def jobs(
-        self,
-        prompts: Any,
-        params: Any,
-        configs: Any,
-        references: Any,
-        prediction: Any,
-        *,
-        trace: bool,
-    ) -> list[Job]:
+    def jobs(self, specs: Sequence[JobSpec]) -> list[Job]:
         """See `JobMaker.jobs`."""
-        make = self._job_maker.jobs
-        return make(prompts, params, configs, references, prediction, trace=trace)
+        return self._job_maker.jobs(specs)
 
-    def job(
-        self,
-        prompt: Prompt,
-        params: Sampling = None,
-        speculative_config: Speculative = None,
-        references: References = NO_REFERENCES,
-        prediction: References = NO_REFERENCES,
-        *,
-        trace: bool = False,
-    ) -> Job:
-        """See `JobMaker.job`."""
-        make = self._job_maker.job
-        return make(prompt, params, speculative_config, references, prediction, trace=trace)
+    def job(self, spec: JobSpec) -> Job:
+        """The job of one prompt; see `JobMaker.jobs`."""
+        (job,) = self.jobs([spec])
+        return job
+
+    def read_specs(self, specs: Sequence[JobSpec]) -> list[ReadSpec]:
+        """See `JobMaker.read`: the first stage of making jobs."""
+        return self._job_maker.read(specs)
+
+    def strategies_of(self, specs: Sequence[ReadSpec]) -> list[Strategy | None]:
+        """See `JobMaker.strategies`: the second stage, which takes at most one turn."""
+        return self._job_maker.strategies(specs)
+
+    def made_jobs(
+        self, specs: Sequence[ReadSpec], strategies: Sequence[Strategy | None]
+    ) -> list[Job]:
+        """See `JobMaker.make`: the third stage."""
+        return self._job_maker.make(specs, strategies)
 
     def lend(self) -> Target:
         """The model over rows of its own, for another engine.
@@ -326,49 +289,18 @@ class LLMEngine:
         self._turns.take_or_go_on(lambda: lent.append(self.target.with_own_rows()))
         return lent[0]
 
-    def make_requests(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        references: References = NO_REFERENCES,
-        prediction: References = NO_REFERENCES,
-        *,
-        trace: bool = False,
-    ) -> list[Request]:
+    def make_requests(self, spec: JobSpec) -> list[Request]:
         """Check a prompt and make one request per output, without queueing them."""
-        return self._maker.make(
-            prompt,
-            self.tokenizer,
-            params,
-            trace=trace,
-            references=references,
-            prediction=prediction,
-        )
+        (read,) = self.read_specs([spec])
+        return self._maker.make(read)
 
     def read(self, prompt: Prompt) -> tuple[Source | None, Sequence[int]]:
         """See `RequestMaker.read`."""
-        return self._maker.read(prompt, self.tokenizer)
+        return self._maker.read(prompt)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """See `LLM.encode`."""
-        return list(self._maker.encode(prompt, self.tokenizer))
-
-    def build_strategy(self, speculative_config: Speculative, *, predicts: bool = False) -> None:
-        """Load and build what a configuration needs, before requests that have it.
-
-        Args:
-            speculative_config: the configuration; None is the `LLM`'s.
-            predicts: whether the requests have a prediction.
-        """
-        lent = self.strategies.lent_to(speculative_config)  # before the turn: it waits for others
-
-        def build() -> None:
-            own = self.strategies.strategy(speculative_config, lent)
-            strategy = own or self._speculation.default
-            if predicts:
-                self.strategies.for_prediction(speculative_config, strategy)
-
-        self._turns.take(build)
+        return list(self._maker.encode(prompt))
 
     def start(self, jobs: Sequence[Job]) -> None:
         """Queue the jobs' requests."""
@@ -389,16 +321,3 @@ class LLMEngine:
     def stream(self, jobs: Sequence[Job]) -> Generator[StreamChunk, None, None]:
         """See `Runs.stream`."""
         return self._runs.stream(jobs)
-
-    # Inside
-
-    def _remember(self, request_id: str) -> None:
-        """Record an id as taken. If there are too many, forget the oldest that is not in use."""
-        self._known_ids[request_id] = None
-        if len(self._known_ids) > MAX_KNOWN_IDS:
-            oldest = next((known for known in self._known_ids if known not in self._jobs), None)
-            if oldest is not None:
-                del self._known_ids[oldest]
-
-    def _free_id(self) -> str:
-        return next(name for name in map(str, self._next_id) if name not in self._known_ids)

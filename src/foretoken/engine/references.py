@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -21,6 +21,7 @@ __all__ = [
     "ReferenceReader",
     "check_quotes",
     "per_prompt",
+    "predictions_per_prompt",
 ]
 
 GivenReferences: TypeAlias = Sequence[str | Sequence[int]] | None
@@ -48,59 +49,38 @@ class ReferenceReader:
     target: Target
     tokenizer: PreTrainedTokenizerBase | None
 
-    def read(self, given: GivenReferences) -> References:
-        """The references of one prompt.
+    def read(self, given: GivenReferences | References) -> References:
+        """The references of one prompt; those that were read already are returned as they are.
 
         Raises:
             PromptError: they are no list of texts, or have ids outside the vocabulary.
         """
         if given is None:
             return NO_REFERENCES
+        if isinstance(given, References):
+            return given
         if isinstance(given, str) or not isinstance(given, Sequence):
             raise PromptError("references: expected a list of texts, or of lists of token ids.")
         return References(tuple(self._tokens("references", each) for each in given))
 
-    def read_all(self, count: int, given: Any) -> list[References]:
-        """The references of `count` prompts; those that several prompts share are read once.
+    def read_all(self, given: Sequence[GivenReferences | References]) -> list[References]:
+        """The references of each prompt; those that several prompts share are read once."""
+        return _once(self.read, given)
 
-        Args:
-            count: the number of prompts.
-            given: see `per_prompt`.
-
-        Raises:
-            PromptError: as in `read` and `per_prompt`.
-        """
-        listed = per_prompt(count, given)
-        read = {id(each): self.read(each) for each in {id(each): each for each in listed}.values()}
-        return [read[id(each)] for each in listed]
-
-    def prediction(self, given: GivenPrediction) -> References:
+    def prediction(self, given: GivenPrediction | References) -> References:
         """The prediction of one prompt, as references of one text; none of an empty text.
 
         Raises:
             PromptError: it is neither text nor token ids, or has ids outside the vocabulary.
         """
+        if isinstance(given, References):
+            return given
         tokens = () if given is None else self._tokens("prediction", given)
         return References((tokens,)) if tokens else NO_REFERENCES
 
-    def predictions(self, count: int, given: Any) -> list[References]:
-        """The predictions of `count` prompts; one that several prompts share is read once.
-
-        Args:
-            count: the number of prompts.
-            given: a prediction for all, or a list with one (or None) for each.
-
-        Raises:
-            PromptError: as in `prediction`, or the list has another length.
-        """
-        if given is None or isinstance(given, str) or (given and _is_ids(given)):
-            return [self.prediction(given)] * count
-        if not isinstance(given, Sequence) or len(given) != count:
-            raise PromptError(
-                f"prediction: expected a text for all prompts, or a list with one for each of the "
-                f"{count} prompts."
-            )
-        return [self.prediction(each) for each in given]
+    def predictions(self, given: Sequence[GivenPrediction | References]) -> list[References]:
+        """The prediction of each prompt; one that several prompts share is read once."""
+        return _once(self.prediction, given)
 
     def _tokens(self, name: str, given: Any) -> tuple[int, ...]:
         if isinstance(given, str):
@@ -145,6 +125,26 @@ def per_prompt(count: int, given: Any) -> list[GivenReferences]:
     return list(given)
 
 
+def predictions_per_prompt(count: int, given: Any) -> list[GivenPrediction]:
+    """The prediction of each of several prompts, as the user gave it.
+
+    Args:
+        count: the number of prompts.
+        given: a prediction for all, or a list with one (or None) for each.
+
+    Raises:
+        PromptError: the list has another length than there are prompts.
+    """
+    if given is None or isinstance(given, str) or (given and _is_ids(given)):
+        return [given] * count
+    if not isinstance(given, Sequence) or len(given) != count:
+        raise PromptError(
+            f"prediction: expected a text for all prompts, or a list with one for each of the "
+            f"{count} prompts."
+        )
+    return list(given)
+
+
 def check_quotes(method: str, drafter: Drafter) -> None:
     """Refuse references that no draft could come from.
 
@@ -157,6 +157,12 @@ def check_quotes(method: str, drafter: Drafter) -> None:
             f"references: method '{method}' does not quote them: draft with {names}, or with a "
             "method that combines one of them with others, such as 'ensemble'."
         )
+
+
+def _once(read: Callable[[Any], References], given: Sequence[Any]) -> list[References]:
+    """What `read` makes of each value, the same object for the same one."""
+    found = {key: read(each) for key, each in {id(each): each for each in given}.items()}
+    return [found[id(each)] for each in given]
 
 
 def _is_ids(value: Any) -> bool:

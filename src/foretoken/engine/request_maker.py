@@ -13,9 +13,9 @@ from foretoken.core.bad_words import BadWords
 from foretoken.core.checks import check_token_ids
 from foretoken.core.grammar import Grammar, Grammars
 from foretoken.core.params import SamplingParams
-from foretoken.core.references import NO_REFERENCES, References
 from foretoken.core.rules import DecodingRules
 from foretoken.core.source import Source
+from foretoken.engine.job_spec import ReadSpec
 from foretoken.engine.prompts import Prompt, check_prompt, checked_text, token_ids, tokens_of
 from foretoken.engine.sources import SourceReader
 from foretoken.errors import ConfigError
@@ -30,6 +30,7 @@ class RequestMaker:
 
     Args:
         target: the model.
+        tokenizer: its tokenizer, or None if it has none.
         eos_token_ids: its end-of-sequence tokens.
         grammars: compiles structured outputs for its tokens.
         beam_defaults: the model's own values of options of beam search.
@@ -40,12 +41,14 @@ class RequestMaker:
     def __init__(
         self,
         target: Target,
+        tokenizer: PreTrainedTokenizerBase | None,
         eos_token_ids: Sequence[int],
         grammars: Grammars,
         beam_defaults: Mapping[str, Any],
         reader: SourceReader | None = None,
         rules: DecodingRules | None = None,
     ) -> None:
+        self.tokenizer = tokenizer
         self._target = target
         self._beam_defaults = beam_defaults
         self._eos_token_ids = eos_token_ids
@@ -53,36 +56,23 @@ class RequestMaker:
         self._reader = reader
         self._rules = rules
 
-    def make(
-        self,
-        prompt: Prompt,
-        tokenizer: PreTrainedTokenizerBase | None,
-        params: SamplingParams,
-        *,
-        trace: bool,
-        references: References = NO_REFERENCES,
-        prediction: References = NO_REFERENCES,
-    ) -> list[Request]:
+    def make(self, spec: ReadSpec) -> list[Request]:
         """Make one request per output.
 
         Args:
-            prompt: text, token ids or a conversation; of an encoder-decoder, see `sources`.
-            tokenizer: the model's tokenizer, or None if it has none.
-            params: sampling parameters.
-            trace: see `LLM.generate`.
-            references: what drafters may quote.
-            prediction: what the output is expected to repeat.
+            spec: what the user asks for.
 
         Raises:
             PromptError: the prompt is empty, too long, or has ids outside the vocabulary.
             ConfigError: the parameters need something that the model does not have.
         """
-        bad_words = self._bad_words(params, tokenizer)
-        if params.stop_strings and tokenizer is None:
+        params, trace = spec.params, spec.given.trace
+        bad_words = self._bad_words(params)
+        if params.stop_strings and self.tokenizer is None:
             raise ConfigError("stop: stop strings need a tokenizer, and this model has none.")
         if params.beam_width > 1:
             params = self._for_beams(params, trace=trace)
-        source, ids = self.read(prompt, tokenizer)
+        source, ids = self.read(spec.given.prompt)
         state_bytes = self._target.state_bytes(source)
         most = self._target.most_tokens_beside(state_bytes)
         if params.truncate_prompt_tokens is not None:
@@ -95,38 +85,36 @@ class RequestMaker:
                 vocab_size=self._target.vocab_size,
                 eos_token_ids=self._eos_token_ids,
                 max_model_len=most,
-                tokenizer=tokenizer,
+                tokenizer=self.tokenizer,
                 index=index,
                 trace_all=trace,
                 grammar=self._grammar(params),
                 source=source,
                 rules=self._rules,
-                references=references,
-                prediction=prediction,
+                references=spec.references,
+                prediction=spec.prediction,
                 bad_words=bad_words,
             )
             for index in range(params.n)
         ]
 
-    def encode(self, prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> Sequence[int]:
+    def encode(self, prompt: Prompt) -> Sequence[int]:
         """Token ids of a prompt; of an encoder-decoder, those of the source.
 
         Raises:
             PromptError: the prompt is malformed.
         """
-        source, ids = self.read(prompt, tokenizer)
+        source, ids = self.read(prompt)
         return ids if source is None else source.tokens
 
-    def read(
-        self, prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None
-    ) -> tuple[Source | None, Sequence[int]]:
+    def read(self, prompt: Prompt) -> tuple[Source | None, Sequence[int]]:
         """The source, if the model reads one, and the prompt that it continues.
 
         Raises:
             PromptError: the prompt is malformed, or the encoder cannot read its source.
         """
         if self._reader is None:
-            return None, token_ids(prompt, tokenizer)
+            return None, token_ids(prompt, self.tokenizer)
         return self._reader.read(prompt)
 
     def _for_beams(self, params: SamplingParams, *, trace: bool) -> SamplingParams:
@@ -142,9 +130,7 @@ class RequestMaker:
         given = params.model_dump(include=set(self._beam_defaults), exclude_none=True)
         return params.model_copy(update={**self._beam_defaults, **given})
 
-    def _bad_words(
-        self, params: SamplingParams, tokenizer: PreTrainedTokenizerBase | None
-    ) -> BadWords | None:
+    def _bad_words(self, params: SamplingParams) -> BadWords | None:
         """The tokens of `params.bad_words`, with and without a space before each word.
 
         vLLM leaves out the second if it has another number of tokens. Then the word could still
@@ -152,9 +138,9 @@ class RequestMaker:
         """
         if not params.bad_words:
             return None
-        if tokenizer is None:
+        if self.tokenizer is None:
             raise ConfigError("bad_words: words need a tokenizer, and this model has none.")
-        written = partial(tokens_of, tokenizer, in_output=self._target.reads_source)
+        written = partial(tokens_of, self.tokenizer, in_output=self._target.reads_source)
         words = {
             tuple(written(checked_text("bad_words", begin + word.lstrip())))
             for word in params.bad_words

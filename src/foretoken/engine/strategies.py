@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
-from itertools import chain
-from pathlib import Path
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from foretoken import models
 from foretoken.config import SpeculativeConfig
 from foretoken.control import Controller, Fixed, controller_class
 from foretoken.control.hybrid_model import HybridModel
@@ -26,19 +23,17 @@ from foretoken.drafters.options.lookups import LONGEST_PREDICTED
 from foretoken.drafters.overlap import VocabularyOverlap
 from foretoken.drafters.prediction import with_prediction
 from foretoken.drafters.spec import DrafterParts
-from foretoken.drafters.vocabulary import DraftModel
+from foretoken.engine.draft_models import DraftModels, Lent, LoadedOnce, lenders
 from foretoken.engine.kv_budget import KVBudget
 from foretoken.engine.online import learner_for
 from foretoken.errors import CompatibilityError, ConfigError
-from foretoken.runtime.choices import DRAFTING, OWN
 from foretoken.runtime.costs import CostCurve
 from foretoken.runtime.kv_slab import SlabFull, is_out_of_memory
-from foretoken.runtime.packed import PackedModel, open_packed
 from foretoken.runtime.profiling import measure_costs
 from foretoken.runtime.target import Target
 from foretoken.speculation import Strategy
 
-__all__ = ["LendsModel", "Speculative", "StrategyFactory"]
+__all__ = ["Speculative", "StrategyFactory"]
 
 _log = logging.getLogger(__name__)
 
@@ -48,19 +43,6 @@ Speculative: TypeAlias = SpeculativeConfig | Mapping[str, Any] | None
 MAX_STRATEGIES = 64
 """Most strategies of requests that are kept. What was not used for longest is dropped, and built
 again if needed."""
-
-
-@runtime_checkable
-class LendsModel(Protocol):
-    """An `LLM`, whose model may also draft for another one."""
-
-    def as_draft_model(self) -> DraftModel:
-        """Its model with KV rows of its own; the weights are in memory once."""
-        ...
-
-
-Lent: TypeAlias = tuple[LendsModel, DraftModel]
-"""An `LLM`, and its model as a draft model."""
 
 
 class StrategyFactory:
@@ -102,16 +84,14 @@ class StrategyFactory:
         self.most_kept = MAX_STRATEGIES
         self.vocabulary_overlap: VocabularyOverlap | None = None
         self._target, self._tokenizer, self._grammars = target, tokenizer, grammars
-        self._kv_budget, self._quantization, self._runtime = kv_budget, quantization, runtime
-        self._max_num_seqs = max_num_seqs
+        self._kv_budget, self._max_num_seqs = kv_budget, max_num_seqs
+        self._draft_models = DraftModels(target, kv_budget, quantization, runtime)
         self._costs = CostCurve()  # of the target, so all controllers share it
         self._built: list[tuple[SpeculativeConfig, Strategy]] = []
         self._beams = Strategy(BeamDrafter(), Fixed(0), Coupled())  # without proposals
         # By the strategy that they are made from, with which they are dropped.
         self._for_beams: WeakKeyDictionary[Strategy, Strategy] = WeakKeyDictionary()
         self._for_predictions: WeakKeyDictionary[Strategy, Strategy] = WeakKeyDictionary()
-        self._lent: list[Lent] = []  # for the strategy that is being built
-        self._load: Callable[[Any, str | None], DraftModel] = self._load_draft_model
 
     def strategy(self, given: Speculative, lent: Sequence[Lent] = ()) -> Strategy | None:
         """The strategy of a configuration, built at its first use; None for the `LLM`'s default.
@@ -129,11 +109,11 @@ class StrategyFactory:
             others = [built for built in self._built if built[1] is not strategy]
             self._built = [*others, (config, strategy)]  # the latest is last
             return strategy
-        self._lent = list(lent)
+        self._draft_models.lent = list(lent)
         try:
             self._built.append((config, self.build(config)))
         finally:
-            self._lent = []
+            self._draft_models.lent = []
         del self._built[: -self.most_kept]
         return self._built[-1][1]
 
@@ -153,7 +133,7 @@ class StrategyFactory:
         if given is None or self.knows(given):
             return []
         config = SpeculativeConfig.parse(given)
-        return [(llm, llm.as_draft_model()) for llm in _lenders(dict(config))]
+        return [(llm, llm.as_draft_model()) for llm in lenders(dict(config))]
 
     def _known(self, config: SpeculativeConfig) -> Strategy | None:
         return next((strategy for known, strategy in self._built if known == config), None)
@@ -239,17 +219,9 @@ class StrategyFactory:
         at a time.
         """
         other = copy(self)
-        loaded: dict[str, DraftModel] = {}
-
-        def load(model: Any, quantization: str | None) -> DraftModel:
-            key = f"{model if isinstance(model, str | Path) else id(model)} {quantization}"
-            if key not in loaded:
-                loaded[key] = other._load_draft_model(model, quantization)
-            return loaded[key]
-
-        other._built, other._lent = [], []
+        other._draft_models = LoadedOnce(self._draft_models)
+        other._built = []
         other._for_beams, other._for_predictions = WeakKeyDictionary(), WeakKeyDictionary()
-        other._load = load
         return other
 
     # Inside
@@ -270,7 +242,7 @@ class StrategyFactory:
             share_memory=self._kv_budget.add,
             tokenizer=self._tokenizer,
             grammars=self._grammars,
-            load_model=lambda: self._load(
+            load_model=lambda: self._draft_models.load(
                 config.model, getattr(config.options, "draft_quantization", None)
             ),
             build=lambda inner, model, couples: self._drafter(
@@ -323,97 +295,6 @@ class StrategyFactory:
             if not is_out_of_memory(error):
                 raise
             # The costs are learnt from the steps instead.
-
-    def _load_draft_model(self, model: Any, quantization: str | None) -> DraftModel:
-        if isinstance(model, LendsModel):
-            if quantization is not None:
-                raise ConfigError(
-                    f"draft_quantization: the {type(model).__name__} that drafts keeps its own: "
-                    "remove it."
-                )
-            draft, name = self._borrowed(model), type(model).__name__
-        else:
-            draft, name = self._loaded(model, quantization)
-        _check_sources(name, draft.model, self._target)
-        _check_device(draft.model, self._target)
-        self._kv_budget.add(draft.model)
-        return draft
-
-    def _borrowed(self, llm: LendsModel) -> DraftModel:
-        """The model of another `LLM`; each drafter has KV rows of its own."""
-        for index, (lender, _) in enumerate(self._lent):
-            if lender is llm:
-                return self._lent.pop(index)[1]
-        return llm.as_draft_model()
-
-    def _loaded(
-        self, given: str | Path | PreTrainedModel, wanted: str | None
-    ) -> tuple[DraftModel, str]:
-        """A draft model by its name, or a loaded one; and the name of its class.
-
-        Args:
-            given: the model.
-            wanted: its `draft_quantization`.
-        """
-        tokenizer = None
-        quantization = DRAFTING if wanted == "int4" else wanted or self._quantization
-        weights: PreTrainedModel | PackedModel
-        if isinstance(given, PreTrainedModel):
-            weights = module = given
-        else:
-            dtype, device = self._target.dtype, self._target.device
-            tries = [quantization]
-            if wanted is None and self._target.quantization in ("int4", OWN):
-                tries.insert(0, DRAFTING)
-            opened = (
-                open_packed(given, dtype, device, quantization=each, runtime=self._runtime)
-                for each in tries
-            )
-            packed = next(filter(None, opened), None)
-            folder = packed.folder if packed else models.resolve(given)
-            tokenizer = models.load_tokenizer(folder)
-            module = packed.module if packed else models.load_model(folder, dtype, device)
-            weights = packed or module
-        model = Target(
-            weights, quantization=quantization, runtime=self._runtime, beside=self._target
-        )
-        return DraftModel(model, tokenizer, given), type(module).__name__
-
-
-def _lenders(value: Any) -> Iterator[LendsModel]:
-    """The `LLM`s in a configuration, at any depth."""
-    if isinstance(value, LendsModel):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from chain.from_iterable(map(_lenders, value.values()))
-    elif isinstance(value, list | tuple):
-        yield from chain.from_iterable(map(_lenders, value))
-
-
-def _check_device(model: Target, target: Target) -> None:
-    if model.device != target.device:
-        raise CompatibilityError(
-            f"draft_model: it is on {model.device} and the target is on {target.device}: load both "
-            "on one device."
-        )
-
-
-def _check_sources(name: str, model: Target, target: Target) -> None:
-    """Refuse a draft model that cannot read what the target reads."""
-    own, theirs = model.source_network, target.source_network
-    if (own is None) != (theirs is None):
-        kinds = ("a decoder-only model", "an encoder-decoder")
-        raise CompatibilityError(
-            f"draft_model: {name} is {kinds[own is not None]} and the target is "
-            f"{kinds[theirs is not None]}: a draft model must read the same source."
-        )
-    if own is None or theirs is None:
-        return
-    if own.num_bins != theirs.num_bins:
-        raise CompatibilityError(
-            f"draft_model: the encoder of {name} reads other features of audio than the target's: "
-            "a draft model must read the same source."
-        )
 
 
 def _check_layers(method: str, drafter: Drafter, target: Target) -> None:

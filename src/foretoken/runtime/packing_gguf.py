@@ -1,13 +1,15 @@
 """Packs a GGUF file in its own numbers (`native/gguf_blocks.py`), layer by layer.
 
-A layer whose numbers no format has is dequantized and rounded to int8. So are layers that are one
-in the native runtime (query, key and value; gate and up) if their kinds differ. `packed.py` keeps
-the files.
+A layer whose numbers no format has is dequantized and rounded to int8. Layers that are one in the
+native runtime (query, key and value; gate and up) are several if their kinds differ. Beside one in
+floats, they are all dequantized. `packed.py` keeps the files.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -46,6 +48,7 @@ class GgufPacker:
     def __init__(self, source: GgufWeights, module: PreTrainedModel, folder: Path) -> None:
         self._source, self._module, self._folder = source, module, folder
         self._tied = bool(module.config.tie_word_embeddings)
+        self._floats = FORMATS[module.dtype]
         self._runs: dict[str, set[str]] = {}
         self._elements = sum(torch.Size(shape).numel() for shape in source.shapes.values())
 
@@ -73,17 +76,15 @@ class GgufPacker:
 
     def _layer(self, prefix: str) -> PackedLayer:
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-        qkv = self._merged(*(f"{attention}{name}_proj" for name in "qkv"))
-        gate, up = self._alike(f"{mlp}gate_proj", f"{mlp}up_proj")
         return PackedLayer(
             attention_norm=self._read(f"{prefix}input_layernorm.weight"),
-            qkv=qkv,
+            qkv=self._parts(*(f"{attention}{name}_proj" for name in "qkv")),
             query_norm=self._found(f"{attention}q_norm.weight"),
             key_norm=self._found(f"{attention}k_norm.weight"),
-            output=self._merged(f"{attention}o_proj"),
+            output=self._alone(f"{attention}o_proj"),
             mlp_norm=self._read(f"{prefix}post_attention_layernorm.weight"),
-            gate_up=packed_in_turns(gate, up),
-            down=self._merged(f"{mlp}down_proj"),
+            gate_up=self._gate_up(f"{mlp}gate_proj", f"{mlp}up_proj"),
+            down=self._alone(f"{mlp}down_proj"),
         )
 
     def _write_rest(self) -> None:
@@ -96,9 +97,23 @@ class GgufPacker:
         }
         write(rest_file(self._folder), tensors, {"head": self._linear(head, self._form(head))})
 
-    def _merged(self, *names: str) -> PackedWeights:
+    def _alone(self, name: str) -> PackedWeights:
+        (packed,) = self._parts(name)
+        return packed
+
+    def _parts(self, *names: str) -> tuple[PackedWeights, ...]:
+        """Linear layers with the same input; neighbours in one format are one matrix."""
+        runs = groupby(zip(names, self._forms(*names), strict=True), key=itemgetter(1))
+        return tuple(self._merged(form, *(name for name, _ in run)) for form, run in runs)
+
+    def _gate_up(self, *names: str) -> tuple[PackedWeights, ...]:
+        forms = self._forms(*names)
+        gate, up = (self._linear(f"{n}.weight", form) for n, form in zip(names, forms, strict=True))
+        return (packed_in_turns(gate, up),) if gate.format is up.format else (gate, up)
+
+    def _merged(self, form: Format, *names: str) -> PackedWeights:
         """Linear layers with the same input, one below the other, with their biases."""
-        parts = self._alike(*names)
+        parts = [self._linear(f"{name}.weight", form) for name in names]
         biases = [self._found(f"{name}.bias") for name in names]
         if all(bias is None for bias in biases):
             return joined(parts)
@@ -108,24 +123,23 @@ class GgufPacker:
         whole = joined(parts)
         return replace(whole, bias=F.pad(bias, (0, -len(bias) % PANEL)))
 
-    def _alike(self, *names: str) -> list[PackedWeights]:
-        """Linear layers, without biases, in one format: theirs, or a finer one that rounds."""
-        weights = [f"{name}.weight" for name in names]
-        forms = {self._form(name) for name in weights}
-        form = forms.pop() if len(forms) == 1 else min(*forms, Format.INT8)
-        return [self._linear(name, form) for name in weights]
+    def _forms(self, *names: str) -> list[Format]:
+        """The formats of layers with the same input, which is either of floats or of int8."""
+        forms, floats = [self._form(f"{name}.weight") for name in names], self._floats
+        return [floats] * len(forms) if floats in forms else forms
 
     def _form(self, name: str) -> Format:
-        """The format that holds a weight best. Of those up to int8, the first are the finest."""
+        """The format that holds a weight best."""
         if self._source.is_float(name):
-            return FORMATS[self._module.dtype]
+            return self._floats
         kind = self._source.kind(name)
         return FORMAT_OF.get(kind, Format.INT8)
 
     def _linear(self, name: str, form: Format) -> PackedWeights:
         kind = self._source.kind(name)
         packed = self._repacked(name) if FORMAT_OF.get(kind) is form else None
-        self._say(kind.name, form, "" if packed else ", rounded")
+        exact = packed or form is Format.FLOAT32 or (kind.name, form) == ("BF16", Format.BFLOAT16)
+        self._say(kind.name, form, "" if exact else ", rounded")
         return packed or self._rounded(name, form)
 
     def _repacked(self, name: str) -> PackedWeights | None:

@@ -9,13 +9,15 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from foretoken.engine.job_spec import JobSpec
 from foretoken.outputs import CompletionOutput, RequestOutput, StreamChunk
 from foretoken.serve.answers import responded
 from foretoken.serve.body import read
 from foretoken.serve.chat_prompt import chat_ids
 from foretoken.serve.errors import invalid
 from foretoken.serve.events import DONE, data
-from foretoken.serve.fields import ChatBody, Tool
+from foretoken.serve.fields import ChatBody
+from foretoken.serve.messages import Tool
 from foretoken.serve.rendering import (
     all_outputs,
     chat_logprobs,
@@ -25,7 +27,7 @@ from foretoken.serve.rendering import (
     stop_fields,
     usage_of,
 )
-from foretoken.serve.running import Prepared, Run, started
+from foretoken.serve.running import Run, started
 from foretoken.serve.sampling import form_of, params_of
 from foretoken.serve.schema import takes
 from foretoken.serve.state import ServerState, state_of
@@ -50,7 +52,6 @@ async def create_chat_completion(request: Request) -> Response:
         body.n or 1,
         partial(_prepared, body, tools, state),
         "messages",
-        trace=body.foretoken is not None and body.foretoken.trace,
     )
     answer = _Answer(body, tools, run, state)
     return await responded(request, state, run, answer, stream=body.stream)
@@ -70,7 +71,7 @@ def _check(body: ChatBody) -> None:
         raise invalid("add_special_tokens", "add_special_tokens: the chat template writes them.")
 
 
-def _prepared(body: ChatBody, tools: Sequence[Tool], state: ServerState) -> Prepared:
+def _prepared(body: ChatBody, tools: Sequence[Tool], state: ServerState) -> list[JobSpec]:
     tokenizer = state.llm.llm.tokenizer
     form, forced = form_of(body, body.response_format), forced_form(body)
     if form is not None and tools:
@@ -94,8 +95,14 @@ def _prepared(body: ChatBody, tools: Sequence[Tool], state: ServerState) -> Prep
         continue_final_message=body.continue_final_message,
         chat_template_kwargs=body.chat_template_kwargs,
     )
-    prediction = None if body.prediction is None else body.prediction.text
-    return Prepared([ids], params, prediction)
+    spec = JobSpec(
+        ids,
+        params,
+        body.speculative_config,
+        prediction=None if body.prediction is None else body.prediction.text,
+        trace=body.wants_trace,
+    )
+    return [spec]
 
 
 class _Answer:

@@ -12,7 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from foretoken.engine.prompts import checked_text, conversation_ids, needed, tokens_of
 from foretoken.serve.errors import invalid
-from foretoken.serve.fields import Message, Tool
+from foretoken.serve.messages import Message, Tool
 
 __all__ = ["chat_ids", "text_ids"]
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from foretoken.core.detokenizer import Detokenizer
 from foretoken.core.logprobs import TokenLogprobs
 from foretoken.core.params import SamplingParams
+from foretoken.engine.job_spec import JobSpec
 from foretoken.outputs import CompletionOutput, RequestOutput, StreamChunk, StreamedToken
 from foretoken.serve.answers import responded
 from foretoken.serve.body import read
@@ -29,7 +30,7 @@ from foretoken.serve.rendering import (
     stop_fields,
     usage_of,
 )
-from foretoken.serve.running import Prepared, Run, started
+from foretoken.serve.running import Run, started
 from foretoken.serve.sampling import form_of, params_of
 from foretoken.serve.schema import takes
 from foretoken.serve.state import ServerState, state_of
@@ -55,7 +56,6 @@ async def create_completion(request: Request) -> Response:
         len(prompts) * (body.n or 1),
         partial(_prepared, body, prompts, state),
         "prompt",
-        trace=body.foretoken is not None and body.foretoken.trace,
     )
     answer = _Answer(body, prompts, run, state)
     return await responded(request, state, run, answer, stream=body.stream)
@@ -85,7 +85,7 @@ def _check(body: CompletionBody) -> None:
 
 def _prepared(
     body: CompletionBody, prompts: Sequence[str | list[int]], state: ServerState
-) -> Prepared:
+) -> list[JobSpec]:
     llm = state.llm.llm
     special = body.add_special_tokens is not False
 
@@ -106,7 +106,8 @@ def _prepared(
         params = SamplingParams.model_validate(
             {**params.model_dump(exclude_unset=True), "prompt_logprobs": body.logprobs}
         )
-    return Prepared([ids(prompt) for prompt in prompts], params)
+    config, trace = body.speculative_config, body.wants_trace
+    return [JobSpec(ids(prompt), params, config, trace=trace) for prompt in prompts]
 
 
 class _Answer:

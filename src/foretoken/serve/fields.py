@@ -1,69 +1,24 @@
-"""The bodies of requests: OpenAI's fields, and vLLM's further ones, with their types."""
+"""The bodies of requests: OpenAI's fields, and vLLM's further ones."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Le, MaxLen, MinLen
-from pydantic import BeforeValidator, FailFast, FiniteFloat, Tag
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, FiniteFloat, Tag
 
-from foretoken.serve.body import Body, by_kind, by_type
+from foretoken.serve.body import Body, by_type
+from foretoken.serve.field_types import Items, JSONObject, Prompts, Text, Texts, TokenIds, few
+from foretoken.serve.messages import Content, Message, NamedTool, Prediction, Tool
 
 __all__ = [
     "ChatBody",
     "CompletionBody",
     "Details",
     "DetokenizeBody",
-    "Message",
-    "NamedTool",
     "ResponseBody",
     "SamplingBody",
     "TokenizeBody",
-    "Tool",
-]
-
-T = TypeVar("T")
-
-
-class FirstError(FailFast):
-    """A list ends at its first error, where pydantic would collect one for each item."""
-
-    def __hash__(self) -> int:  # unions need it
-        return hash(self.fail_fast)
-
-
-Items: TypeAlias = Annotated[list[T], MaxLen(10_000), FirstError()]
-JSONObject: TypeAlias = dict[str, Any]
-Text: TypeAlias = Annotated[str, MaxLen(1000)]
-Texts: TypeAlias = Annotated[list[Text], MaxLen(64), FirstError()]
-TokenIds: TypeAlias = Annotated[list[Annotated[int, Ge(0)]], FirstError()]
-
-
-def _few(value: Any) -> Any:
-    """Refuse a large object before it is read: pydantic would collect an error for each item."""
-    if isinstance(value, dict) and len(value) > 1024:
-        raise PydanticCustomError("too_long", "it must have at most 1024 items")
-    return value
-
-
-def _kind_of_prompt(value: Any) -> str | None:
-    if isinstance(value, str):
-        return "<text>"
-    if not isinstance(value, list):
-        return None
-    first = value[0] if value else ""
-    if isinstance(first, str):
-        return "<texts>"
-    return "<lists>" if isinstance(first, list) else "<ids>"
-
-
-Prompts: TypeAlias = Annotated[
-    Annotated[str, Tag("<text>")]
-    | Annotated[Items[str], Tag("<texts>")]
-    | Annotated[TokenIds, Tag("<ids>")]
-    | Annotated[Items[TokenIds], Tag("<lists>")],
-    by_kind(_kind_of_prompt, "a string, token ids, or a list of these"),
 ]
 
 
@@ -109,7 +64,7 @@ class SamplingBody(Body):
         ]
         | None
     ) = None
-    logit_bias: Annotated[dict[str, FiniteFloat], BeforeValidator(_few)] | None = None
+    logit_bias: Annotated[dict[str, FiniteFloat], BeforeValidator(few)] | None = None
     user: str | None = None
     # vLLM's
     top_k: int | None = None
@@ -141,6 +96,11 @@ class SamplingBody(Body):
     speculative_config: JSONObject | None = None
     foretoken: Details | None = None
 
+    @property
+    def wants_trace(self) -> bool:
+        """Whether the response has the trace of all steps."""
+        return self.foretoken is not None and self.foretoken.trace
+
 
 class CompletionBody(SamplingBody):
     """The body of `/v1/completions`."""
@@ -153,108 +113,6 @@ class CompletionBody(SamplingBody):
     echo: bool | None = None
     best_of: int | None = None
     response_format: JSONObject | None = None
-
-
-class TextPart(Body):
-    """A part of a message's content."""
-
-    type: Literal["text", "input_text", "output_text"]
-    text: str
-    only: ClassVar = {
-        "annotations": ([],),
-        "logprobs": ([],),
-        "image_url": (),
-        "input_audio": (),
-        "file": (),
-    }
-    dropped: ClassVar = ("parsed",)
-
-
-Content: TypeAlias = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[Items[TextPart], Tag("<list>")],
-    by_type(text="a string", items="a list of text parts"),
-]
-
-
-class FunctionCall(Body):
-    """A function's name, and its arguments as JSON."""
-
-    dropped: ClassVar = ("parsed_arguments",)
-
-    name: str
-    arguments: str
-
-
-class ToolCall(Body):
-    """A call that the model made in an earlier turn."""
-
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
-    index: int | None = None
-
-
-class Message(Body):
-    """A message of a conversation."""
-
-    only: ClassVar = {
-        "refusal": (),
-        "annotations": ([],),
-        "audio": (),
-        "function_call": (),
-        "reasoning": (),
-        "reasoning_content": (),
-    }
-    dropped: ClassVar = ("parsed",)
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = None
-    name: str | None = None
-    tool_calls: Items[ToolCall] | None = None
-    tool_call_id: str | None = None
-
-
-class Function(Body):
-    """A function that the model may call."""
-
-    name: Annotated[str, MinLen(1), MaxLen(64)]
-    description: str | None = None
-    parameters: JSONObject | None = None
-    strict: bool | None = None
-
-
-class Tool(Body):
-    """A tool; all are functions."""
-
-    type: Literal["function"]
-    function: Function
-
-
-class FunctionName(Body):
-    """The name of a function."""
-
-    name: str
-
-
-class NamedTool(Body):
-    """The one tool that the model has to call."""
-
-    type: Literal["function"]
-    function: FunctionName
-
-
-class Prediction(Body):
-    """A text that the answer will mostly repeat."""
-
-    type: Literal["content"]
-    content: Content
-
-    @property
-    def text(self) -> str:
-        """The text in one piece."""
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
 
 
 class ChatBody(SamplingBody):

@@ -11,15 +11,17 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from foretoken.core.params import SamplingParams
+from foretoken.engine.job_spec import JobSpec
 from foretoken.outputs import CompletionOutput, RequestOutput
 from foretoken.serve.answers import responded
 from foretoken.serve.body import read
 from foretoken.serve.chat_prompt import chat_ids
 from foretoken.serve.errors import APIError, invalid
 from foretoken.serve.events import event
-from foretoken.serve.fields import Message, ResponseBody, SamplingBody
+from foretoken.serve.fields import ResponseBody, SamplingBody
+from foretoken.serve.messages import Message
 from foretoken.serve.rendering import new_id, usage_of
-from foretoken.serve.running import Prepared, Run, started
+from foretoken.serve.running import Run, started
 from foretoken.serve.sampling import form_of, params_of
 from foretoken.serve.schema import takes
 from foretoken.serve.state import ServerState, state_of
@@ -48,7 +50,7 @@ def _messages(body: ResponseBody) -> list[Message]:
     return [*given, *(Message(role=each.role, content=each.content) for each in body.input)]
 
 
-def _prepared(body: ResponseBody, state: ServerState) -> Prepared:
+def _prepared(body: ResponseBody, state: ServerState) -> list[JobSpec]:
     text = dict(body.text or {})
     response_format = text.pop("format", None)
     if text.pop("verbosity", None) is not None or text:
@@ -64,7 +66,8 @@ def _prepared(body: ResponseBody, state: ServerState) -> Prepared:
         logprobs=None,
         form=form_of(fields, response_format, "text"),
     )
-    return Prepared([chat_ids(_messages(body), state.llm.llm.tokenizer)], params)
+    ids = chat_ids(_messages(body), state.llm.llm.tokenizer)
+    return [JobSpec(ids, params, body.speculative_config)]
 
 
 class _Answer:

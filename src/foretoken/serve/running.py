@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from foretoken.async_llm import AsyncRequest
-from foretoken.core.params import SamplingParams
+from foretoken.engine.job_spec import JobSpec
 from foretoken.errors import ForetokenError
 from foretoken.outputs import CompletionOutput, RequestOutput, StreamChunk
 from foretoken.serve.errors import APIError, of_engine
@@ -20,27 +19,12 @@ from foretoken.serve.fields import ResponseBody, SamplingBody
 from foretoken.serve.sampling import check_speculation
 from foretoken.serve.state import ServerState
 
-__all__ = ["GONE", "Prepared", "Run", "started", "while_connected"]
+__all__ = ["GONE", "Run", "started", "while_connected"]
 
 T = TypeVar("T")
 
 GONE = Response(status_code=499)
 """What nobody reads: the client has gone."""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What an endpoint makes of a body, off the loop.
-
-    Args:
-        prompts: token ids, or text of an encoder-decoder.
-        params: sampling parameters.
-        prediction: what the outputs are expected to repeat.
-    """
-
-    prompts: Sequence[list[int] | str]
-    params: SamplingParams
-    prediction: str | None = None
 
 
 class Run:
@@ -183,10 +167,8 @@ async def started(
     state: ServerState,
     body: SamplingBody | ResponseBody,
     sequences: int,
-    prepare: Callable[[], Prepared],
+    prepare: Callable[[], list[JobSpec]],
     prompt_field: str,
-    *,
-    trace: bool = False,
 ) -> Run:
     """Admit a request, prepare it off the loop, and queue its prompts.
 
@@ -195,9 +177,8 @@ async def started(
         state: the server's.
         body: its body.
         sequences: its outputs.
-        prepare: makes prompts and sampling parameters of it.
+        prepare: makes of it what the engine takes; called off the loop.
         prompt_field: the body's field with the prompt, for error messages.
-        trace: see `LLM.generate`.
 
     Raises:
         APIError: the request cannot be served.
@@ -210,16 +191,7 @@ async def started(
     run = Run(state, requests, sequences, began)
     request.state.log = run.log
     try:
-        prepared = await state.llm.prepare(prepare)
-        for prompt in prepared.prompts:
-            submitted = state.llm.submit(
-                prompt,
-                prepared.params,
-                speculative_config=body.speculative_config,
-                prediction=prepared.prediction,
-                trace=trace,
-            )
-            requests.append(await submitted)
+        requests += await state.llm.submit(await state.llm.prepare(prepare))
     except BaseException as error:
         run.close()
         if isinstance(error, ForetokenError):

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from foretoken.serve.errors import invalid
-from foretoken.serve.fields import ChatBody, NamedTool, Tool
+from foretoken.serve.fields import ChatBody
+from foretoken.serve.messages import NamedTool, Tool
 
 __all__ = ["Call", "CallFinder", "forced_form", "forced_name", "tools_of"]
 

@@ -49,7 +49,8 @@ class SpecDrafterTrainingOptions(Config):
             target's, and reads what the target's encoder has made of the source.
         size: scales the number of steps. Below 0.25, it halves the widths of a drafter with an
             encoder of its own.
-        from_target: whether it starts from the target's encoder and embeddings.
+        from_target: whether it starts from the target's encoder, embeddings, and some of its
+            decoder layers.
         answers: who writes what is learnt: the target `greedy` or by `beam` search of width 5, or
             the user (`fixed`).
         dropout: of its layers.

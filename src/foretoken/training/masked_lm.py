@@ -6,6 +6,7 @@ positions cannot tell later masks apart, so drafters of T5 are BARTs.
 
 from __future__ import annotations
 
+import re
 from copy import deepcopy
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from transformers import AutoModelForSeq2SeqLM, BartConfig, PreTrainedConfig, Pr
 
 from foretoken.errors import CompatibilityError, ConfigError
 
-__all__ = ["copy_encoder", "new_masked_lm"]
+__all__ = ["copy_target", "new_masked_lm"]
 
 _WIDTHS = (
     *("d_model", "encoder_ffn_dim", "decoder_ffn_dim"),
@@ -118,8 +119,12 @@ def _halve(config: Any) -> None:
 
 
 @torch.no_grad()
-def copy_encoder(target: PreTrainedModel, lm: PreTrainedModel) -> None:
-    """Start from a target's encoder and embeddings; further encoder layers stay random.
+def copy_target(target: PreTrainedModel, lm: PreTrainedModel) -> None:
+    """Start from a target's encoder, embeddings, and some of its decoder layers.
+
+    Decoder layers come from all depths of the target's, the first and the last among them: they
+    have learnt which tokens of the source matter, which takes a decoder longest. Further layers
+    stay random.
 
     Args:
         target: the target.
@@ -131,16 +136,23 @@ def copy_encoder(target: PreTrainedModel, lm: PreTrainedModel) -> None:
     if type(target) is not type(lm):
         raise CompatibilityError(
             f"from_target: a drafter of {type(target).__name__} is a {type(lm).__name__}, which "
-            "cannot have its encoder: set it to false."
+            "cannot have its layers: set it to false."
         )
     given = target.state_dict()
+    depths = _spread(lm.config.decoder_layers, target.config.decoder_layers)
     for name, weight in lm.state_dict().items():
-        if name in given and _is_shared(name):
+        source = _DECODER_LAYER.sub(lambda found: f"{found[1]}{depths[int(found[2])]}.", name)
+        if source in given:
             # There is one token more, and there are more positions.
-            places = tuple(slice(size) for size in given[name].shape)
-            weight[places] = given[name].to(weight)
+            places = tuple(slice(size) for size in given[source].shape)
+            weight[places] = given[source].to(weight)
 
 
-def _is_shared(name: str) -> bool:
-    """Whether a weight belongs to the encoder, or to embeddings or output rows."""
-    return any(part in name for part in ("encoder.", "shared", "embed", "lm_head", "logits_bias"))
+_DECODER_LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.")
+
+
+def _spread(count: int, depth: int) -> list[int]:
+    """So many of `depth` layers, evenly spread; beyond that, layers that are not there."""
+    if count > depth:
+        return list(range(count))
+    return [round(place * (depth - 1) / max(1, count - 1)) for place in range(count)]

@@ -10,7 +10,7 @@ from typing import Any
 from foretoken.core.params import SamplingParams
 from foretoken.errors import TrainingError
 from foretoken.llm import LLM, Prompt
-from foretoken.outputs import Metrics
+from foretoken.metrics import Metrics
 
 __all__ = ["Served", "measure"]
 

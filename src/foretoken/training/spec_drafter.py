@@ -16,7 +16,7 @@ from foretoken.drafters.spec_drafter import SpecDrafterNotes
 from foretoken.errors import ConfigError
 from foretoken.training.draft_lm import write_lm
 from foretoken.training.masked_blocks import SpecDrafterTrainee, SpecDrafterTrainingOptions
-from foretoken.training.masked_lm import copy_encoder, new_masked_lm
+from foretoken.training.masked_lm import copy_target, new_masked_lm
 from foretoken.training.method import HeadParts, TrainingMethod
 from foretoken.training.settings import TrainingSettings
 from foretoken.training.trainee import Trainee
@@ -112,7 +112,7 @@ class SpecDrafterTraining(TrainingMethod):
         if options.from_target:
             if parts.reload is None:
                 raise ConfigError("from_target: load the target by name, or set it to false.")
-            copy_encoder(parts.reload(), lm)
+            copy_target(parts.reload(), lm)
         notes = SpecDrafterNotes(options.num_masks, vocab_size, vocab_size, options.encoder)
         return SpecDrafterTrainee(lm, notes, options)
 

@@ -51,9 +51,9 @@ class CLayer(Structure):
     """`Layer` in pass.h."""
 
     _fields_ = (
-        ("qkv", CLinear),
+        ("qkv", CLinear * 3),
         ("output", CLinear),
-        ("gate_up", CLinear),
+        ("gate_up", CLinear * 2),
         ("down", CLinear),
         ("attention_norm", c_void_p),
         ("query_norm", c_void_p),

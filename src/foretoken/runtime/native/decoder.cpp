@@ -47,7 +47,7 @@ void foretoken_fuse(const foretoken::Fusion* fusion) {
 }
 
 size_t foretoken_row_bytes(const foretoken::Linear* layer) {
-    return foretoken::row_bytes(layer->format, layer->inputs);
+    return foretoken::row_bytes(*layer);
 }
 
 // Sizes of the structures that arguments.py and pack.py repeat, and the largest hidden size.

@@ -43,7 +43,7 @@ from foretoken.runtime.native.arguments import (
 )
 from foretoken.runtime.native.build import library
 from foretoken.runtime.native.kept_weights import KeptWeights
-from foretoken.runtime.native.pack import CLinear, PackedWeights
+from foretoken.runtime.native.pack import CLinear, Format, PackedWeights
 from foretoken.runtime.native.packed import PackedDecoder, PackedLayer, Packing
 from foretoken.runtime.native.support import MOST_HIDDEN_SIZE
 from foretoken.runtime.native.threads import num_threads
@@ -157,9 +157,9 @@ class NativeDecoder(GrowingNetwork):
         window = weights.window
         assert window is None or not window.chunked, "no model of the Llama family has chunks"
         return CLayer(
-            qkv=self._linear(weights.qkv),
+            qkv=(CLinear * 3)(*self._beside(weights.qkv)),
             output=self._linear(weights.output),
-            gate_up=self._linear(weights.gate_up),
+            gate_up=(CLinear * 2)(*self._beside(weights.gate_up)),
             down=self._linear(weights.down),
             attention_norm=self._float(weights.attention_norm),
             query_norm=self._float(weights.query_norm),
@@ -170,6 +170,15 @@ class NativeDecoder(GrowingNetwork):
             computes=True,
             window=0 if window is None else window.size,
         )
+
+    def _beside(self, parts: Sequence[PackedWeights]) -> list[CLinear]:
+        """Linear layers that read the same input rows, which have what all formats need."""
+        rows = max(part.format for part in parts)
+        assert len(parts) == 1 or min(part.format for part in parts) > Format.BFLOAT16
+        made = [self._linear(part) for part in parts]
+        for layer in made:
+            layer.rows = rows
+        return made
 
     def _linear(self, packed: PackedWeights) -> CLinear:
         if packed.bias is not None:

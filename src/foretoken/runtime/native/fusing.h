@@ -31,11 +31,11 @@ private:
     void join(int node) {
         float x[MOST_HIDDEN_SIZE];
         int size = f_.fc.inputs / f_.layers;
-        uint8_t* row = f_.inputs + node * row_bytes(f_.fc.format, f_.fc.inputs);
+        uint8_t* row = f_.inputs + node * row_bytes(f_.fc);
         for (int layer = 0; layer < f_.layers; layer++) {
             widen_row(f_.hidden[layer], node, size, f_.is_bf16, x);
             if (f_.norms) rms_norm(x, f_.norms + (long)layer * size, f_.epsilon, size, x);
-            encode(f_.fc.format, x, row, f_.fc.inputs, layer * size, size);
+            encode(f_.fc, x, row, layer * size, size);
         }
     }
 

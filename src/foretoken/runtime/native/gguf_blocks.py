@@ -1,6 +1,7 @@
 """Packs blocks of a GGUF file in their own numbers, where a kernel's format has them.
 
     Q4_0, Q4_1       -> int4           a scale and a least number (Q4_0: -8 scales) per 32 weights
+    Q5_1             -> int5           the same
     Q8_0, Q5_0       -> int8           a scale per 32 weights
     Q4_K, Q5_K, Q6_K -> q4k, q5k, q6k  see `k_blocks.py`
 
@@ -28,6 +29,7 @@ FORMAT_OF = {
     Kind.Q4_0: Format.INT4,
     Kind.Q4_1: Format.INT4,
     Kind.Q5_0: Format.INT8,
+    Kind.Q5_1: Format.INT5,
     Kind.Q8_0: Format.INT8,
     **K_FORMATS,
 }
@@ -53,6 +55,7 @@ def pack_blocks(kind: Kind, rows: Tensor, inputs: int) -> PackedWeights | None:
         return None
     count, groups = len(rows), inputs // GROUP
     return pack_steps(
+        FORMAT_OF[kind],
         steps.view(count, inputs),
         scales.view(count, groups),
         None if least is None else least.view(count, groups),
@@ -69,9 +72,11 @@ def _q4_1(blocks: Tensor) -> _Steps:
 
 
 def _q5_0(blocks: Tensor) -> _Steps:
-    bits = torch.arange(8, dtype=torch.uint8)
-    fifth = (blocks[:, 2:6, None] >> bits & 1).flatten(1)
-    return (_nibbles(blocks[:, 6:]) | fifth << 4) + (128 - 16), _half(blocks, 0), None
+    return _five_bits(blocks[:, 2:]) + (128 - 16), _half(blocks, 0), None
+
+
+def _q5_1(blocks: Tensor) -> _Steps:
+    return _five_bits(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2)
 
 
 def _q8_0(blocks: Tensor) -> _Steps:
@@ -82,6 +87,7 @@ _KINDS: dict[Kind, tuple[int, Callable[[Tensor], _Steps]]] = {
     Kind.Q4_0: (18, _q4_0),
     Kind.Q4_1: (20, _q4_1),
     Kind.Q5_0: (22, _q5_0),
+    Kind.Q5_1: (24, _q5_1),
     Kind.Q8_0: (34, _q8_0),
 }
 """Bytes of a block, and what reads blocks."""
@@ -90,6 +96,12 @@ _KINDS: dict[Kind, tuple[int, Callable[[Tensor], _Steps]]] = {
 def _half(blocks: Tensor, at: int) -> Tensor:
     """[B] the float16 numbers at a place of every block."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16)[:, 0]
+
+
+def _five_bits(blocks: Tensor) -> Tensor:
+    """[B, 20] -> [B, 32]: the fifth bits, then the nibbles."""
+    bits = torch.arange(8, dtype=torch.uint8)
+    return _nibbles(blocks[:, 4:]) | (blocks[:, :4, None] >> bits & 1).flatten(1) << 4
 
 
 def _nibbles(halves: Tensor) -> Tensor:

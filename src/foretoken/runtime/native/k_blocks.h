@@ -61,7 +61,7 @@ inline void put_halves(uint8_t* row, int inputs, int offset) {
     }
 }
 
-// q of four inputs of sixteen outputs.
+// q of four inputs of sixteen outputs; linear.h's INT4 and INT5 have the same bits.
 template <int BITS>
 inline u32x16 unpack(const uint8_t* group, int quad, int v) {
     const uint32_t* words = (const uint32_t*)group + v * LANES;

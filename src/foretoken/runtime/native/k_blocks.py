@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from foretoken.runtime.native.pack import GROUP, PANEL, Format, PackedWeights, quads
+from foretoken.runtime.native.pack import GROUP, PANEL, Format, PackedWeights, quads, split_bits
 
 __all__ = ["K_FORMATS", "pack_k_blocks"]
 
@@ -55,29 +55,11 @@ def pack_k_blocks(kind: Kind, rows: Tensor, inputs: int) -> PackedWeights | None
     steps = panels(blocks.steps, groups, GROUP)
     whole = panels(blocks.whole, groups, 2).permute(0, 2, 3, 1).flatten(2)  # [P, G, 2 * 32]
     factors = panels(blocks.factors, inputs // _BLOCK, blocks.factors.shape[1])
-    parts = [*_bits(quads(steps), kind), whole]
+    bits = {Kind.Q4_K: 4, Kind.Q5_K: 5, Kind.Q6_K: 6}[kind]
+    parts = [*split_bits(quads(steps), bits), whole]
     ends = factors.permute(0, 2, 3, 1).contiguous().view(torch.uint8)  # [P, K/256, 1 or 2, 64]
     packed = torch.cat([torch.cat(parts, dim=-1).flatten(1), ends.flatten(1)], dim=1)
     return PackedWeights(packed, None, K_FORMATS[kind], inputs, outputs)
-
-
-def _bits(words: Tensor, kind: Kind) -> list[Tensor]:
-    """Bits 0 to 3 of [P, G, 8 * 32 * 4] bytes, two in a byte, and the others, if there are any."""
-    low, high = (words & 15).chunk(2, dim=-1)
-    parts, more = [low | high << 4], (words >> 4).view(*words.shape[:2], 8, 4 * PANEL)
-    if kind is Kind.Q5_K:
-        parts.append(_gathered(more.unbind(2), 1))
-    if kind is Kind.Q6_K:  # two words in turn
-        parts.append(_gathered(more.view(*words.shape[:2], 4, 8 * PANEL).unbind(2), 2))
-    return parts
-
-
-def _gathered(numbers: tuple[Tensor, ...], bits: int) -> Tensor:
-    """Numbers of so many bits in one byte, the first in its lowest bits."""
-    gathered = numbers[0].clone()
-    for place, number in enumerate(numbers[1:], start=1):
-        gathered |= number << bits * place
-    return gathered
 
 
 def _q4_k(blocks: Tensor) -> _Blocks:

@@ -1,4 +1,4 @@
-// Linear layers over packed weights, in seven formats.
+// Linear layers over packed weights, in eight formats.
 //
 // A weight [N, K] is cut into panels of 32 outputs. A panel is stored in the order in which kernels
 // read it, and is read once for up to ROWS input rows. Every output is one sum over k in ascending
@@ -10,6 +10,7 @@
 //   BF16    [K/2][32][2] bfloat16                                               bfloat16
 //   INT8    [K/32] of ([8][32][4] uint8: w/d + 128; [32] half: d)               Bytes
 //   INT4    [K/32] of ([4][32][4] two nibbles: (w-m)/d; [32] half: d; half: m)  Bytes
+//   INT5    the same with bit 4 of all words, [32][4], behind the nibbles       Bytes
 //
 //   Q4K, Q5K, Q6K   see k_blocks.h                                              Bytes
 //
@@ -24,7 +25,7 @@ namespace foretoken {
 constexpr int PANEL = 32;
 constexpr int GROUP = 32;
 
-enum class Format : int32_t { F32, BF16, INT8, INT4, Q4K, Q5K, Q6K };
+enum class Format : int32_t { F32, BF16, INT8, INT4, INT5, Q4K, Q5K, Q6K };
 
 // Bits of a weight of a K-quant; 0 for other formats.
 inline int k_bits(Format format) { return format < Format::Q4K ? 0 : 4 + (int)format - (int)Format::Q4K; }
@@ -36,13 +37,14 @@ struct Linear {
     Format format;
     int32_t inputs;
     int32_t outputs;  // multiple of PANEL but for the head's last panel
-    int32_t unused;
+    Format rows;      // of its inputs: its own, or Q6K, whose rows serve all formats that read Bytes
 };
 
 // Sizes
 
 inline size_t group_bytes(Format format) {
-    return format == Format::INT8 ? GROUP * PANEL + 2 * PANEL : GROUP * PANEL / 2 + 4 * PANEL;
+    if (format == Format::INT8) return GROUP * PANEL + 2 * PANEL;
+    return GROUP * PANEL / 2 + (format == Format::INT5 ? GROUP * PANEL / 8 : 0) + 4 * PANEL;
 }
 
 inline size_t panel_bytes(Format format, int inputs) {
@@ -59,6 +61,8 @@ inline size_t row_bytes(Format format, int inputs) {
                                            : inputs + (format == Format::Q6K ? 5 : 3) * sizeof(float) * (inputs / GROUP);
     return (size + 63) / 64 * 64;
 }
+
+inline size_t row_bytes(const Linear& layer) { return row_bytes(layer.rows, layer.inputs); }
 
 // Inputs
 
@@ -79,8 +83,9 @@ inline void quantize(const float* from, uint8_t* row, int inputs, int offset) {
     ((int32_t*)scales)[2 * groups + group] = -128 * total;
 }
 
-// Put `count` values at `offset` of an input row; both are multiples of GROUP.
-inline void encode(Format format, const float* from, uint8_t* row, int inputs, int offset, int count) {
+// Put `count` values at `offset` of an input row of a layer; both are multiples of GROUP.
+inline void encode(const Linear& layer, const float* from, uint8_t* row, int offset, int count) {
+    Format format = layer.rows;
     for (int i = 0; i < count; i += GROUP) {
         if (format == Format::F32) {
             std::memcpy((float*)row + offset + i, from + i, sizeof(float) * GROUP);
@@ -88,8 +93,8 @@ inline void encode(Format format, const float* from, uint8_t* row, int inputs, i
             for (int part = 0; part < GROUP; part += LANES)
                 store((bf16*)row + offset + i + part, narrow(load<f32x16>(from + i + part)));
         } else {
-            quantize(from + i, row, inputs, offset + i);
-            if (format == Format::Q6K) put_halves(row, inputs, offset + i);
+            quantize(from + i, row, layer.inputs, offset + i);
+            if (format == Format::Q6K) put_halves(row, layer.inputs, offset + i);
         }
     }
 }
@@ -180,18 +185,18 @@ struct ByteKernel {
             if constexpr (FORMAT == Format::INT8)
                 multiply_bytes<M>(panel, rows, stride, inputs, g, products);
             else
-                multiply_nibbles<M>(panel, rows, stride, g, products);
+                multiply_bits<M>(panel, rows, stride, g, products);
             const half* scales = (const half*)(panel + group_bytes(FORMAT)) - (FORMAT == Format::INT8 ? 1 : 2) * PANEL;
 #pragma GCC unroll 2
             for (int v = 0; v < 2; v++) {
                 f32x16 d = widen_half(scales + v * LANES), least = {};
-                if constexpr (FORMAT == Format::INT4) least = widen_half(scales + PANEL + v * LANES);
+                if constexpr (FORMAT != Format::INT8) least = widen_half(scales + PANEL + v * LANES);
 #pragma GCC unroll 6
                 for (int m = 0; m < M; m++) {
                     const float* x = (const float*)(rows + m * stride + inputs) + g;
                     f32x16 product = __builtin_convertvector(products[m][v], f32x16);
                     sums[m][v] = fma(d * product, splat(x[0]), sums[m][v]);
-                    if constexpr (FORMAT == Format::INT4)
+                    if constexpr (FORMAT != Format::INT8)
                         sums[m][v] = fma(least, splat(x[groups]), sums[m][v]);
                 }
             }
@@ -221,16 +226,14 @@ struct ByteKernel {
     }
 
     template <int M>
-    static inline void multiply_nibbles(const uint8_t* panel, const uint8_t* rows, size_t stride, int g,
-                                        i32x16 (&products)[M][2]) {
+    static inline void multiply_bits(const uint8_t* panel, const uint8_t* rows, size_t stride, int g,
+                                     i32x16 (&products)[M][2]) {
 #pragma GCC unroll 6
         for (int m = 0; m < M; m++) products[m][0] = products[m][1] = i32x16{};
 #pragma GCC unroll 8
         for (int quad = 0; quad < GROUP / 4; quad++) {
-            int place = quad % 4, shift = quad < 4 ? 0 : 4;
-            const uint32_t* w = (const uint32_t*)panel + place * PANEL;
-            u32x16 w0 = (load<u32x16>(w) >> shift) & 0x0f0f0f0fu;
-            u32x16 w1 = (load<u32x16>(w + LANES) >> shift) & 0x0f0f0f0fu;
+            constexpr int BITS = FORMAT == Format::INT5 ? 5 : 4;
+            u32x16 w0 = unpack<BITS>(panel, quad, 0), w1 = unpack<BITS>(panel, quad, 1);
 #pragma GCC unroll 6
             for (int m = 0; m < M; m++) {
                 uint32_t x = ((const uint32_t*)(rows + m * stride + g * GROUP))[quad];
@@ -258,6 +261,7 @@ inline Kernel kernel_for(Format format, int rows) {
         case Format::F32: return kernel_for<WordKernel<FloatWords>>(rows);
         case Format::BF16: return kernel_for<WordKernel<Bf16Words>>(rows);
         case Format::INT8: return kernel_for<ByteKernel<Format::INT8>>(rows);
+        case Format::INT5: return kernel_for<ByteKernel<Format::INT5>>(rows);
         case Format::Q4K: return kernel_for<BlockKernel<4>>(rows);
         case Format::Q5K: return kernel_for<BlockKernel<5>>(rows);
         case Format::Q6K: return kernel_for<BlockKernel<6>>(rows);
@@ -273,7 +277,7 @@ inline void multiply(const Linear& layer, const uint8_t* inputs, int rows, int t
     constexpr int MOST = WordKernel<Bf16Words>::ROWS;
     static_assert(ByteKernel<Format::INT8>::ROWS <= MOST);
     float sums[UNIT][MOST * PANEL];
-    size_t stride = row_bytes(layer.format, layer.inputs), size = panel_bytes(layer.format, layer.inputs);
+    size_t stride = row_bytes(layer), size = panel_bytes(layer.format, layer.inputs);
     int blocks = (rows + most_rows(layer.format) - 1) / most_rows(layer.format);
     long units = (layer.outputs + UNIT * PANEL - 1) / (UNIT * PANEL);
     for (long unit = units * thread / threads; unit < units * (thread + 1) / threads; unit++) {

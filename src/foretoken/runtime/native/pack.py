@@ -25,6 +25,7 @@ __all__ = [
     "pack_steps",
     "packed_in_turns",
     "quads",
+    "split_bits",
 ]
 
 PANEL = 32
@@ -47,9 +48,10 @@ class Format(IntEnum):
     BFLOAT16 = 1
     INT8 = 2
     INT4 = 3
-    Q4K = 4
-    Q5K = 5
-    Q6K = 6
+    INT5 = 4
+    Q4K = 5
+    Q5K = 6
+    Q6K = 7
 
 
 class CLinear(Structure):
@@ -61,7 +63,7 @@ class CLinear(Structure):
         ("format", c_int32),
         ("inputs", c_int32),
         ("outputs", c_int32),
-        ("unused", c_int32),
+        ("rows", c_int32),
     )
 
 
@@ -86,8 +88,8 @@ class PackedWeights:
     @property
     def c(self) -> CLinear:
         """The layer as the kernels take it."""
-        bias = None if self.bias is None else self.bias.data_ptr()
-        return CLinear(self.weight.data_ptr(), bias, self.format, self.inputs, self.outputs, 0)
+        bias, form = None if self.bias is None else self.bias.data_ptr(), self.format
+        return CLinear(self.weight.data_ptr(), bias, form, self.inputs, self.outputs, form)
 
 
 def pack(layer: LinearWeights, form: Format) -> PackedWeights:
@@ -98,7 +100,7 @@ def pack(layer: LinearWeights, form: Format) -> PackedWeights:
 
     Args:
         layer: [N, K]. K is even, and for int8 and int4 a multiple of `GROUP`.
-        form: the format to pack into; K-quants come from GGUF files only (`k_blocks`).
+        form: the format to pack into; int5 and K-quants come from GGUF files only.
     """
     outputs, inputs = layer.weight.shape
     missing = -outputs % PANEL
@@ -162,23 +164,26 @@ def in_turns(gate_up: LinearWeights) -> LinearWeights:
     return LinearWeights(turns(gate_up.weight), bias)
 
 
-def pack_steps(steps: Tensor, scales: Tensor, least: Tensor | None = None) -> PackedWeights:
+def pack_steps(form: Format, steps: Tensor, scales: Tensor, least: Tensor | None) -> PackedWeights:
     """Pack a layer that is quantized already, without a bias.
 
     Args:
-        steps: [N, K] uint8: for int8, what is multiplied with the scale, plus 128; for int4, 0 to
-            15. N is a multiple of `PANEL` except for an output layer.
+        form: int8, int4 or int5.
+        steps: [N, K] uint8: for int8, what is multiplied with the scale, plus 128; for the others,
+            0 to 15 or 31. N is a multiple of `PANEL` except for an output layer.
         scales: [N, G] float16, those of the groups.
-        least: [N, G] float16, what is added to the products, for int4; None for int8.
+        least: [N, G] float16, what is added to the products; None for int8.
     """
     outputs, inputs = steps.shape
     missing = (0, 0, 0, -outputs % PANEL)
     groups = F.pad(steps, missing).view(-1, PANEL, inputs // GROUP, GROUP)
     padded = F.pad(scales, missing).view(-1, PANEL, inputs // GROUP)
     if least is None:
-        return PackedWeights(_int8_bytes(groups, padded), None, Format.INT8, inputs, outputs)
-    added = F.pad(least, missing).view(-1, PANEL, inputs // GROUP)
-    return PackedWeights(_int4_bytes(groups, padded, added), None, Format.INT4, inputs, outputs)
+        packed = _int8_bytes(groups, padded)
+    else:
+        added = F.pad(least, missing).view(-1, PANEL, inputs // GROUP)
+        packed = _bits_bytes(groups, padded, added, 5 if form is Format.INT5 else 4)
+    return PackedWeights(packed, None, form, inputs, outputs)
 
 
 def _int8(groups: Tensor) -> Tensor:
@@ -200,13 +205,37 @@ def _int4(groups: Tensor) -> Tensor:
     least = groups.amin(dim=-1).half()
     scales = _as_float16((groups.amax(dim=-1) - least.float()) / 15)
     steps = (groups - least.float()[..., None]) / scales.float()[..., None]
-    return _int4_bytes(steps.round_().clamp_(0, 15).to(torch.uint8), scales, least)
+    return _bits_bytes(steps.round_().clamp_(0, 15).to(torch.uint8), scales, least, 4)
 
 
-def _int4_bytes(steps: Tensor, scales: Tensor, least: Tensor) -> Tensor:
-    """[P, 32, G, 32] uint8 and [P, 32, G] float16 -> [P, G, bytes]."""
-    low, high = quads(steps).chunk(2, dim=-1)  # of [P, G, 32 * 32]
-    return torch.cat([low | (high << 4), _bytes(scales), _bytes(least)], dim=-1)
+def _bits_bytes(steps: Tensor, scales: Tensor, least: Tensor, bits: int) -> Tensor:
+    """[P, 32, G, 32] uint8 of so many bits and [P, 32, G] float16 -> [P, G, bytes]."""
+    parts = [*split_bits(quads(steps), bits), _bytes(scales), _bytes(least)]
+    return torch.cat(parts, dim=-1)
+
+
+def split_bits(words: Tensor, bits: int) -> list[Tensor]:
+    """Bits 0 to 3 of [P, G, 8 * 32 * 4] bytes, two in a byte, and the others, if there are any.
+
+    Args:
+        words: from `quads`.
+        bits: 4, 5 or 6.
+    """
+    low, high = (words & 15).chunk(2, dim=-1)
+    parts, more = [low | high << 4], (words >> 4).view(*words.shape[:2], 8, 4 * PANEL)
+    if bits == 5:
+        parts.append(_gathered(more.unbind(2), 1))
+    if bits == 6:  # two words in turn
+        parts.append(_gathered(more.view(*words.shape[:2], 4, 8 * PANEL).unbind(2), 2))
+    return parts
+
+
+def _gathered(numbers: tuple[Tensor, ...], bits: int) -> Tensor:
+    """Numbers of so many bits in one byte, the first in its lowest bits."""
+    gathered = numbers[0].clone()
+    for place, number in enumerate(numbers[1:], start=1):
+        gathered |= number << bits * place
+    return gathered
 
 
 def _as_float16(scales: Tensor) -> Tensor:

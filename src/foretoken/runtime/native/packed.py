@@ -26,16 +26,18 @@ QUANTIZED = {"int8": Format.INT8, "int4": Format.INT4, DRAFTING: Format.INT4}
 class PackedLayer:
     """The weights of one decoder layer as the kernels read them; see `LayerWeights`.
 
-    `gate_up` has the panels of gate and up in turns. Files do not hold `window`.
+    Query, key and value are one matrix, or several with a format each, one below the other. Gate
+    and up are one with their panels in turns, or two. Formats of floats do not occur beside others:
+    they read other inputs. Files do not hold `window`.
     """
 
     attention_norm: Tensor | None
-    qkv: PackedWeights
+    qkv: tuple[PackedWeights, ...]
     query_norm: Tensor | None
     key_norm: Tensor | None
     output: PackedWeights
     mlp_norm: Tensor
-    gate_up: PackedWeights
+    gate_up: tuple[PackedWeights, ...]
     down: PackedWeights
     window: Window | None = None
 
@@ -93,12 +95,12 @@ class Packing(PackedDecoder):
         layer = self.sizes.layer(index)
         return PackedLayer(
             attention_norm=layer.attention_norm,
-            qkv=self._pack(layer.qkv),
+            qkv=(self._pack(layer.qkv),),
             query_norm=layer.query_norm,
             key_norm=layer.key_norm,
             output=self._pack(layer.output),
             mlp_norm=layer.mlp_norm,
-            gate_up=self._pack(in_turns(layer.gate_up)),
+            gate_up=(self._pack(in_turns(layer.gate_up)),),
             down=self._pack(layer.down),
             window=layer.window,
         )

@@ -26,12 +26,13 @@ from foretoken.runtime.native.packed import PackedDecoder, PackedLayer
 
 __all__ = ["LAYOUT_VERSION", "MappedDecoder", "MappedFile", "layer_file", "rest_file", "write"]
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 """Increased when the kernels read another layout, or packing rounds to other numbers."""
 
 _ALIGNMENT = 64
 _NAMES = {torch.uint8: "U8", torch.float32: "F32", torch.bfloat16: "BF16"}
-_LINEAR = ("qkv", "output", "gate_up", "down")
+_LINEAR = ("output", "down")
+_IN_PARTS = ("qkv", "gate_up")
 _NORMS = ("attention_norm", "query_norm", "key_norm", "mlp_norm")
 
 
@@ -53,7 +54,10 @@ def write_layer(folder: Path, index: int, layer: PackedLayer) -> None:
     """
     norms = {name: getattr(layer, name) for name in _NORMS}
     given = {name: norm for name, norm in norms.items() if norm is not None}
-    write(layer_file(folder, index), given, {name: getattr(layer, name) for name in _LINEAR})
+    linear = {name: getattr(layer, name) for name in _LINEAR}
+    for name in _IN_PARTS:
+        linear |= {f"{name}.{place}": part for place, part in enumerate(getattr(layer, name))}
+    write(layer_file(folder, index), given, linear)
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], linear: Mapping[str, PackedWeights]) -> None:
@@ -116,6 +120,11 @@ class MappedFile:
         weight, bias = self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias")
         return PackedWeights(weight, bias, Format(form), inputs, outputs)
 
+    def parts(self, name: str) -> tuple[PackedWeights, ...]:
+        """The packed linear layers that are parts of one."""
+        found = sorted(each for each in self._linear if each.startswith(f"{name}."))
+        return tuple(map(self.linear, found))
+
 
 class MappedDecoder(PackedDecoder):
     """A language model whose packed weights are files.
@@ -147,5 +156,6 @@ class MappedDecoder(PackedDecoder):
         file = self._layers[index]
         norms = {name: file.tensors.get(name) for name in _NORMS}
         linear = {name: file.linear(name) for name in _LINEAR}
+        parts = {name: file.parts(name) for name in _IN_PARTS}
         window = self._windows[index]
-        return PackedLayer(**norms, **linear, window=window)  # type: ignore[arg-type]
+        return PackedLayer(**norms, **linear, **parts, window=window)  # type: ignore[arg-type]

@@ -7,7 +7,11 @@
 namespace foretoken {
 
 struct Layer {
-    Linear qkv, output, gate_up, down;  // gate and up in turns of PANEL outputs
+    // One linear layer, or several whose outputs follow one another, with a format each. They read the same rows.
+    Linear qkv[3];
+    Linear output;
+    Linear gate_up[2];  // one, with gate and up in turns of PANEL outputs, or each alone
+    Linear down;
     const float *attention_norm, *query_norm, *key_norm, *mlp_norm;  // null where nothing is normalised
     int32_t index, attends, computes;
     int32_t window;  // positions up to its own that a node sees; 0 for all

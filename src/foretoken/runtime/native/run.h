@@ -33,8 +33,6 @@ public:
     static constexpr int PIECES = 4;
     int pieces() const { return p_.nodes < 32 ? 1 : PIECES; }
 
-    static size_t bytes_of(const Linear& layer) { return row_bytes(layer.format, layer.inputs); }
-
     // Lay out the buffers one behind the other from `base` on; returns their size in bytes.
     size_t layout(uint8_t* base) {
         size_t used = 0, nodes = p_.nodes;
@@ -44,19 +42,22 @@ public:
             return at;
         };
         // Layers may have different formats.
-        size_t normed = bytes_of(d_.head), mixed = 0, inner = 0;
-        if (d_.mix.weight) normed = std::max(normed, bytes_of(d_.mix));
+        size_t normed = row_bytes(d_.head), mixed = 0, inner = 0;
+        bool apart = false;  // gate and up of any layer
+        if (d_.mix.weight) normed = std::max(normed, row_bytes(d_.mix));
         for (int i = 0; i < d_.num_layers; i++) {
             const Layer& layer = d_.layers[i];
-            normed = std::max({normed, bytes_of(layer.qkv), bytes_of(layer.gate_up)});
-            mixed = std::max(mixed, bytes_of(layer.output));
-            inner = std::max(inner, bytes_of(layer.down));
+            normed = std::max({normed, row_bytes(layer.qkv[0]), row_bytes(layer.gate_up[0])});
+            mixed = std::max(mixed, row_bytes(layer.output));
+            inner = std::max(inner, row_bytes(layer.down));
+            apart |= layer.gate_up[1].weight != nullptr;
         }
         stream_ = (float*)take(nodes * d_.hidden_size * sizeof(float));
         qkv_ = (float*)take(nodes * heads() * d_.width * sizeof(float));
         normed_ = take(nodes * normed);
         mixed_ = take(nodes * mixed);
         inner_ = take(nodes * inner);
+        gates_ = (float*)take(apart ? nodes * d_.intermediate * sizeof(float) : 0);
         best_ = (Best*)take((size_t)p_.threads * PIECES * nodes * sizeof(Best));
         return used;
     }
@@ -111,7 +112,7 @@ private:
 
     void score(int id) {
         team_.each(id, [&](int part) {
-            share(p_.scored, part, [&](int i) { normalise(p_.scored_nodes[i], d_.norm, d_.head.format, i); });
+            share(p_.scored, part, [&](int i) { normalise(p_.scored_nodes[i], d_.norm, d_.head, i); });
         });
         long vocabulary = d_.head.outputs;
         team_.each(id, [&](int part) {
@@ -137,15 +138,15 @@ private:
     void join(int node) {
         float x[MOST_HIDDEN_SIZE];
         int size = d_.hidden_size;
-        const Linear& qkv = d_.layers[0].qkv;
-        uint8_t* inputs = normed_ + node * row_bytes(qkv.format, qkv.inputs);
+        const Linear& qkv = d_.layers[0].qkv[0];
+        uint8_t* inputs = normed_ + node * row_bytes(qkv);
         float* stream = stream_ + (long)node * size;
         embed(node, x);
         rms_norm(x, d_.embedding_norm, d_.epsilon, size, x);
-        encode(qkv.format, x, inputs, qkv.inputs, 0, size);
+        encode(qkv, x, inputs, 0, size);
         widen_row(p_.states, node, size, d_.is_bf16, stream);
         rms_norm(stream, d_.state_norm, d_.epsilon, size, x);
-        encode(qkv.format, x, inputs, qkv.inputs, size, size);
+        encode(qkv, x, inputs, size, size);
         if (d_.norm_before_residual) std::memcpy(stream, x, size * sizeof(float));
     }
 
@@ -153,11 +154,11 @@ private:
     void pair(int node) {
         float x[MOST_HIDDEN_SIZE];
         int size = d_.hidden_size;
-        uint8_t* inputs = normed_ + node * row_bytes(d_.mix.format, d_.mix.inputs);
+        uint8_t* inputs = normed_ + node * row_bytes(d_.mix);
         embed(node, x);
-        encode(d_.mix.format, x, inputs, d_.mix.inputs, 0, size);
+        encode(d_.mix, x, inputs, 0, size);
         widen_row(p_.states, node, size, d_.is_bf16, x);
-        encode(d_.mix.format, x, inputs, d_.mix.inputs, size, size);
+        encode(d_.mix, x, inputs, size, size);
     }
 
     void mix(int id) {
@@ -186,19 +187,19 @@ private:
     }
 
     // Normalise the residual stream of a node, as row `row` of the inputs of a linear layer.
-    void normalise(int node, const float* weight, Format format, int row) {
+    void normalise(int node, const float* weight, const Linear& reader, int row) {
         float normal[MOST_HIDDEN_SIZE];
         const float* from = stream_ + (long)node * d_.hidden_size;
         if (weight) {
             rms_norm(from, weight, d_.epsilon, d_.hidden_size, normal);
             from = normal;
         }
-        encode(format, from, normed_ + row * row_bytes(format, d_.hidden_size), d_.hidden_size, 0, d_.hidden_size);
+        encode(reader, from, normed_ + row * row_bytes(reader), 0, d_.hidden_size);
     }
 
-    void normalise_all(const float* weight, Format format, int id) {
+    void normalise_all(const float* weight, const Linear& reader, int id) {
         team_.each(id, [&](int part) {
-            share(p_.nodes, part, [&](int node) { normalise(node, weight, format, node); });
+            share(p_.nodes, part, [&](int node) { normalise(node, weight, reader, node); });
         });
     }
 
@@ -210,23 +211,52 @@ private:
     }
 
     void mlp(const Layer& layer, int id) {
-        Format format = layer.down.format;
-        normalise_all(layer.mlp_norm, layer.gate_up.format, id);
-        product<2>(layer.gate_up, normed_, p_.nodes, id, [&](long node, long pair, float* sums) {
-            for (int i = 0; i < PANEL; i += LANES) {
-                f32x16 gate = load<f32x16>(sums + i), up = load<f32x16>(sums + PANEL + i);
-                store(sums + i, gate / (1.0f + exp(-gate)) * up);
-            }
-            encode(format, sums, inner_ + node * row_bytes(format, d_.intermediate), d_.intermediate, pair * PANEL, PANEL);
-        });
+        normalise_all(layer.mlp_norm, layer.gate_up[0], id);
+        if (layer.gate_up[1].weight) {
+            gate_and_up(layer, id);
+        } else {
+            product<2>(layer.gate_up[0], normed_, p_.nodes, id, [&](long node, long panel, float* sums) {
+                activate(layer, node, panel, sums, sums + PANEL);
+            });
+        }
         add_product(layer.down, inner_, id);
     }
 
+    // Gate and up with a format each. A part has the same outputs of both, so its gates are there before its ups.
+    void gate_and_up(const Layer& layer, int id) {
+        team_.each(id, [&](int part) {
+            auto gate_at = [&](long node, long panel) { return gates_ + node * d_.intermediate + panel * PANEL; };
+            multiply<1>(layer.gate_up[0], normed_, p_.nodes, part, team_.parts(), [&](long node, long panel, const float* sums) {
+                std::memcpy(gate_at(node, panel), sums, PANEL * sizeof(float));
+            });
+            multiply<1>(layer.gate_up[1], normed_, p_.nodes, part, team_.parts(), [&](long node, long panel, const float* sums) {
+                activate(layer, node, panel, gate_at(node, panel), sums);
+            });
+        });
+    }
+
+    // Some inputs of the layer's `down`.
+    void activate(const Layer& layer, long node, long panel, const float* gates, const float* ups) {
+        float x[PANEL];
+        for (int i = 0; i < PANEL; i += LANES) {
+            f32x16 gate = load<f32x16>(gates + i), up = load<f32x16>(ups + i);
+            store(x + i, gate / (1.0f + exp(-gate)) * up);
+        }
+        encode(layer.down, x, inner_ + node * row_bytes(layer.down), panel * PANEL, PANEL);
+    }
+
     void attention(const Layer& layer, int id) {
-        if (!joint() || &layer != d_.layers) normalise_all(layer.attention_norm, layer.qkv.format, id);
+        if (!joint() || &layer != d_.layers) normalise_all(layer.attention_norm, layer.qkv[0], id);
         long size = heads() * d_.width;
-        product<1>(layer.qkv, normed_, p_.nodes, id, [&](long node, long panel, const float* sums) {
-            std::memcpy(qkv_ + node * size + panel * PANEL, sums, PANEL * sizeof(float));
+        team_.each(id, [&](int part) {
+            float* to = qkv_;
+            for (const Linear& some : layer.qkv) {
+                if (!some.weight) break;
+                multiply<1>(some, normed_, p_.nodes, part, team_.parts(), [&](long node, long panel, const float* sums) {
+                    std::memcpy(to + node * size + panel * PANEL, sums, PANEL * sizeof(float));
+                });
+                to += some.outputs;
+            }
         });
         team_.each(id, [&](int part) {
             share((long)p_.nodes * heads(), part, [&](int i) { finish_head(layer, i / heads(), i % heads()); });
@@ -317,18 +347,17 @@ private:
         attention.sights = sights;
         attention.count = count;
         attention.run(queries);
-        Format format = layer.output.format;
-        int inputs = d_.heads * D;
+        size_t stride = row_bytes(layer.output);
         for (int q = 0; q < count; q++) {
             long node = first + q / heads_here;
-            encode(format, attention.out[q], mixed_ + node * row_bytes(format, inputs), inputs, (head + q % heads_here) * D, D);
+            encode(layer.output, attention.out[q], mixed_ + node * stride, (head + q % heads_here) * D, D);
         }
     }
 
     const Decoder& d_;
     const Pass& p_;
     Team team_;
-    float *stream_, *qkv_;                // [T, E], [T, H + 2 G, D]
+    float *stream_, *qkv_, *gates_;       // [T, E], [T, H + 2 G, D], [T, I]
     Best* best_;                          // [parts, T]
     uint8_t *normed_, *mixed_, *inner_;   // inputs of linear layers: [T, E], [T, H D], [T, I]
 };
