@@ -30,6 +30,8 @@ _FIELDS = (
         "enable_prefix_caching",
         "prefix_cache_memory",
         "max_body_size",
+        "replicas",
+        "ray_address",
     ),
 )
 

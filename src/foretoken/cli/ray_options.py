@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from foretoken.cli.flat import in_panel
 from foretoken.cli.root import UsageError
 from foretoken.cli.session import llm_arguments
-from foretoken.errors import ConfigError
 
 if TYPE_CHECKING:
     from foretoken.cli.options import ModelOptions
@@ -47,7 +46,8 @@ class RayOptions:
         """How many replicas; None without Ray.
 
         Raises:
-            UsageError: an option is wrong, or has no effect.
+            UsageError: --ray-address has no effect.
+            ConfigError: the number is wrong.
         """
         if self.replicas is None:
             if self.ray_address is not None:
@@ -55,10 +55,7 @@ class RayOptions:
             return None
         from foretoken.ray.plan import Replicas
 
-        try:
-            return Replicas.parse(self.replicas)
-        except ConfigError as error:
-            raise UsageError(f"--{error}") from None
+        return Replicas.parse(self.replicas)
 
 
 def arguments_for_replicas(

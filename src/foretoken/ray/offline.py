@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.params import SamplingParams
-from foretoken.errors import ConfigError, ForetokenError, PromptError
+from foretoken.errors import ConfigError, ForetokenError, PromptError, in_one_line
 from foretoken.lines import Line, Shape, has_failed, jobs_of, line_of, records, settings_of
 from foretoken.ray.cluster import check_installed, cluster, share
 from foretoken.ray.plan import Replicas, Share
@@ -24,8 +24,6 @@ __all__ = ["BLOCK", "Generator", "Offline", "generate"]
 
 BLOCK = 64
 """Most prompts of a block: what is made again if its process is lost."""
-_RETRIES = 3
-"""Processes that a block may lose before the run is given up: it may be what ends them."""
 
 
 def generate(
@@ -217,8 +215,8 @@ class Offline:
             for row in stage.iter_rows():
                 yield json.loads(row["result"])
         except ray.exceptions.RayError as error:
-            line = str(error).strip().splitlines()[-1]
-            raise ForetokenError(f"the run was given up: {line}") from None
+            reason = in_one_line(getattr(error, "cause", None) or error)
+            raise ForetokenError(f"the run was given up: {reason}") from None
 
 
 def _stage(
@@ -240,14 +238,8 @@ def _stage(
         compute=ray.data.ActorPoolStrategy(min_size=replicas.least, max_size=replicas.most),
         num_cpus=of_each.cores,
         num_gpus=of_each.gpus,
-        ray_remote_args_fn=_remote,
         udf_modifying_row_count=False,
     )
-
-
-def _remote() -> dict[str, Any]:
-    """Ray's own would try a block again for ever."""
-    return {"max_restarts": -1, "max_task_retries": _RETRIES}
 
 
 def _loaded(model: Mapping[str, Any], threads: int) -> LLM:

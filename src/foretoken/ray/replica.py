@@ -25,8 +25,8 @@ _log = logging.getLogger("ray.serve")
 class Replica:
     """An engine, and the app of its endpoints.
 
-    Ray makes it. A model that cannot be loaded is no reason to try it again and again, so the error
-    is kept for whoever asks (`problem`).
+    Ray makes it, and would make it again and again if that failed. So the error is kept for whoever
+    asks (`problem`).
 
     Args:
         model: arguments of `LLM`.
@@ -52,9 +52,13 @@ class Replica:
         return self._problem
 
     async def check_health(self) -> None:
-        """Called by Ray, which replaces a replica for which this raises."""
-        if self._llm is None or not self._llm.worker.alive:
-            raise RuntimeError(f"the engine is not running ({self._problem or 'see the log'})")
+        """Called by Ray, which replaces a replica for which this raises.
+
+        One that could not load its model is well until its first request: Ray would try again to
+        load it before anybody could ask for its problem.
+        """
+        if self._llm is not None and not self._llm.worker.alive:
+            raise RuntimeError("the engine has ended")
 
     async def metrics(self) -> str:
         """What Prometheus reads of this replica."""
@@ -103,8 +107,8 @@ class Replica:
 
         Ray's health checks would find it after half a minute, in which every request failed.
         """
-        if self._llm is not None and not self._llm.worker.alive:
-            _log.error("the engine has ended: the replica is replaced")
+        if self._llm is None or not self._llm.worker.alive:
+            _log.error("the replica is replaced: %s", self._problem or "the engine has ended")
             logging.shutdown()
             os._exit(1)
 
