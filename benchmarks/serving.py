@@ -1,10 +1,13 @@
-"""A load test of `foretoken serve`: with speculation, without, and llama.cpp's own server.
+"""A load test of `foretoken serve`: with speculation, without, replicas, and llama.cpp's server.
 
 Requests come as a Poisson process at several rates, whether earlier ones have ended or not. All
 contestants get the same prompts at the same times from the same HTTP client, and take turns burst
 by burst; while one works, the others wait.
 
     python -m benchmarks.serving --prompts spec_bench.jsonl --gguf model.gguf
+
+`--contestant foretoken --contestant replicas` compares one server with `--replicas` of it on Ray,
+which share the same threads (`pip install 'foretoken[ray]'`). Ray's own processes run all the time.
 
 Every contestant serves the same GGUF file, in the numbers of the file. llama.cpp's server needs
 `pip install 'llama-cpp-python[server]'`, here or in the environment of `--llama-python`. Exits with
@@ -54,8 +57,9 @@ from foretoken.bench.rounds import order
 
 __all__ = ["main"]
 
-SPECULATION, NONE, LLAMA = "foretoken", "none", "llama.cpp"
-CONTESTANTS = (SPECULATION, NONE, LLAMA)
+SPECULATION, NONE, LLAMA, REPLICAS = "foretoken", "none", "llama.cpp", "replicas"
+DEFAULTS = (SPECULATION, NONE, LLAMA)
+CONTESTANTS = (*DEFAULTS, REPLICAS)
 RATES = (0.5, 1.0, 2.0)
 LEVEL = 0.95
 
@@ -68,7 +72,7 @@ def main(
     gguf: Annotated[Path, typer.Option(help="The model that all serve.", exists=True)],
     contestant: Annotated[
         list[str] | None,
-        typer.Option(help=f"{', '.join(CONTESTANTS)} (repeatable). Default: all installed ones."),
+        typer.Option(help=f"{', '.join(CONTESTANTS)} (repeatable). Default: the first three."),
     ] = None,
     rate: Annotated[
         list[float] | None, typer.Option(help="Requests per second (repeatable).", min=0.01)
@@ -82,6 +86,7 @@ def main(
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Rows of foretoken's batch.")] = 16,
     threads: Annotated[int, typer.Option(min=1, help="Threads of each server.")] = 2,
+    replicas: Annotated[int, typer.Option(min=1, help="Of the contestant replicas.")] = 2,
     max_first: Annotated[float, typer.Option(min=0, help="Limit of goodput, seconds.")] = 2.0,
     max_per_token: Annotated[float, typer.Option(min=0, help="Limit of goodput, seconds.")] = 0.1,
     llama_python: Annotated[
@@ -108,6 +113,12 @@ def main(
                 str(gguf), '{"method": "none"}', quantization=None, max_num_seqs=max_num_seqs
             ),
             LLAMA: llama_command(llama_python, gguf, threads, 2048),
+            REPLICAS: [
+                *foretoken_command(
+                    str(gguf), speculative_config, quantization=None, max_num_seqs=max_num_seqs
+                ),
+                *("--replicas", str(replicas), "--threads", str(max(1, threads // replicas))),
+            ],
         }
         with ExitStack() as stack:
             servers = [
@@ -135,7 +146,7 @@ def main(
 
 
 def _contestants(given: Sequence[str] | None, llama_python: str) -> tuple[str, ...]:
-    chosen = tuple(dict.fromkeys(given or CONTESTANTS))
+    chosen = tuple(dict.fromkeys(given or DEFAULTS))
     if unknown := [name for name in chosen if name not in CONTESTANTS]:
         raise BenchmarkError(f"no contestant {unknown[0]!r}: choose of {', '.join(CONTESTANTS)}.")
     if not {SPECULATION, NONE} & set(chosen):
@@ -213,12 +224,18 @@ def _table(
                 *_times([answer.per_token for answer in answers]),
                 f"{fmean(burst.tokens_per_second for burst in listed):.1f}",
                 f"{fmean(burst.goodput(max_first, max_per_token) for burst in listed):.2f}",
-                *(_ratios(bursts, name, other, rate) for other in (NONE, LLAMA) if other in chosen),
+                *(_ratios(bursts, name, other, rate) for other in _others(chosen)),
             ]
         )
     header = ["server", "first p50", "p95", "per token p50", "p95", "tokens/s", "goodput"]
-    header += [f"speed over {other}" for other in (NONE, LLAMA) if other in chosen]
+    header += [f"speed over {other}" for other in _others(chosen)]
     return markdown_table(header, rows)
+
+
+def _others(chosen: Sequence[str]) -> list[str]:
+    """Whom the others are compared with."""
+    with_replicas = (SPECULATION,) if REPLICAS in chosen else ()
+    return [name for name in (*with_replicas, NONE, LLAMA) if name in chosen]
 
 
 def _times(seconds: Sequence[float]) -> tuple[str, str]:

@@ -134,7 +134,7 @@ def test_nothing_stays_behind(requests: int, monkeypatch: pytest.MonkeyPatch) ->
     assert not llm.engine.target._keys
     assert not llm.engine._scheduler.busy
     assert not llm.engine._speculation._assigned
-    assert not llm.engine._speculation._failed
+    assert not llm.engine._speculation._guard.failed
     drafters: list[Drafter] = [
         llm.engine._speculation.default.drafter,
         *(each.drafter for each in llm.engine.strategies.kept()),

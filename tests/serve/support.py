@@ -78,7 +78,7 @@ def served(llm: LLM | None = None, **settings: Any) -> Iterator[Served]:
     chosen = Settings(**{"served_model_names": (MODEL,), **settings})
     app = create_app(asynchronous, chosen)
     started = threading.Event()
-    server = ForetokenServer(app, chosen, started.set)
+    server = ForetokenServer(app, app.state.server, chosen, started.set)
     with bound_socket("127.0.0.1", 0) as at:
         found = Served(llm, at.getsockname()[1], server, app.state.server)
 

@@ -31,6 +31,8 @@ _FIELDS = (
         "prefix_cache_memory",
         "tensor_parallel_size",
         "max_body_size",
+        "replicas",
+        "ray_address",
     ),
 )
 

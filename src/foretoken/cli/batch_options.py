@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from foretoken.cli.flat import in_panel
 from foretoken.cli.line_results import LineResults
 from foretoken.cli.prompt import read_lines
-from foretoken.cli.prompts_file import Line, read_prompts_file
+from foretoken.cli.prompts_file import read_prompts_file
 from foretoken.cli.references import ReferenceOptions
 from foretoken.cli.root import UsageError
+from foretoken.lines import Line
 
 if TYPE_CHECKING:
     from foretoken.core.params import SamplingParams

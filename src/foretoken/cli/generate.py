@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from foretoken.cli.batch_options import BatchOptions
 from foretoken.cli.console import display, plain, working
 from foretoken.cli.files import check_writable, write_whole
 from foretoken.cli.flat import flat, in_panel
+from foretoken.cli.line_results import LineResults
 from foretoken.cli.lines import generate_lines
 from foretoken.cli.options import (
     CachingOptions,
@@ -25,18 +26,21 @@ from foretoken.cli.options import (
 )
 from foretoken.cli.processes import check_together, mute_others
 from foretoken.cli.prompt import read_prompt
+from foretoken.cli.ray_options import RayOptions, arguments_for_replicas
 from foretoken.cli.references import ReferenceOptions
 from foretoken.cli.report import as_json, show_summary, show_what_ran, what_ran
 from foretoken.cli.root import UsageError, examples
 from foretoken.cli.sampling_options import SamplingOptions
-from foretoken.cli.session import open_llm, shaped
+from foretoken.cli.session import open_llm
 from foretoken.cli.writer import TokenWriter
+from foretoken.lines import Line, Shape, jobs_of, records, settings_of
 
 if TYPE_CHECKING:
-    from foretoken.cli.prompts_file import Line
+    from foretoken.config import SpeculativeConfig
     from foretoken.core.params import SamplingParams
     from foretoken.llm import LLM, Prompt
     from foretoken.outputs import CompletionOutput, RequestOutput
+    from foretoken.ray.plan import Replicas
 
 __all__ = ["EXAMPLES", "generate"]
 
@@ -50,6 +54,7 @@ EXAMPLES = examples(
     "foretoken generate --model DIR --file sentences.txt --jsonl",
     "foretoken generate --prompts-file in.jsonl --output out.jsonl",
     "torchrun --nproc-per-node 2 -m foretoken generate Hi -m DIR --tensor-parallel-size 2",
+    "foretoken generate --prompts-file in.jsonl --output out.jsonl --replicas 4",
     'foretoken generate "What does the manual say?" --reference manual.txt',
     'foretoken generate "Rename f to g. $(cat a.py)" --prediction-file a.py',
     'foretoken generate "Translate to French: good morning." --beam-width 4',
@@ -66,11 +71,6 @@ class LanguageOptions:
     target_language: Annotated[
         str | None, in_panel("Translation", "Language to translate into.", metavar="CODE")
     ] = None
-
-    def prompt(self, given: Prompt) -> Prompt:
-        """A prompt with the languages that were given."""
-        languages = {name: code for name, code in asdict(self).items() if code is not None}
-        return {"encoder_prompt": given, **languages} if languages else given
 
 
 @dataclass(frozen=True)
@@ -164,6 +164,7 @@ def generate(
         in_panel("Output", "Print one JSON object; with --n, `outputs` has all answers.", "--json"),
     ] = False,
     batch: BatchOptions,
+    ray: RayOptions,
     trace: Annotated[
         Path | None,
         in_panel("Output", "Write what every step drafted, accepted and added.", metavar="FILE"),
@@ -181,6 +182,9 @@ def generate(
     batch.check(prompt, file)
     has_file = file is not None or batch.prompts_file is not None
     check_together(engine.tensor_parallel_size, prompt, has_file=has_file)
+    replicas = ray.wanted()
+    if replicas is not None and not batch.wanted:
+        raise UsageError("--replicas is for several prompts: add --prompts-file, or --jsonl")
     scores = {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
     _check(n, scores, json_output, trace, lines=batch.wanted, beams=beam_width > 1)
     muted = mute_others(engine.tensor_parallel_size)
@@ -195,17 +199,21 @@ def generate(
         beams = {"beam_width": beam_width, "length_penalty": length_penalty}
         params = sampling.params(n=n, **scores, **beams)
     lines = batch.lines(prompt, file, params, references) if batch.wanted else []
-    results = batch.results({"model": target.model, "chat": chat, **asdict(languages)})
+    shape = Shape(chat, **asdict(languages))
+    results = batch.results({"model": target.model, **asdict(shape)})
+    if replicas is not None:
+        _on_replicas(replicas, ray, target, config, engine, lines, shape, results, quiet=quiet)
+        return
     llm = open_llm(target, config, quiet=quiet, **engine.arguments())
     if batch.wanted:
 
-        def as_prompt(line: Line) -> Prompt:
-            given = shaped(llm, line.prompt, chat) if line.form == "prompt" else line.prompt
-            return languages.prompt(given)
+        def made(chosen: Sequence[Line]) -> Generator[dict[str, Any], None, None]:
+            return records(llm, chosen, jobs_of(llm, chosen, shape))
 
-        generate_lines(llm, lines, as_prompt, results, quiet=quiet)
+        peers = llm.engine.target.peers
+        generate_lines(lines, settings_of(llm), made, results, quiet=quiet, peers=peers)
         return
-    conversation = languages.prompt(shaped(llm, text, chat))
+    conversation = shape.of_text(llm, text)
     beside = Beside(None if quoted is None else quoted[0], expected)
     if json_output:
         with working("Generating", quiet=quiet):
@@ -258,6 +266,33 @@ def _check(
         if beams:
             raise UsageError("--trace: a beam search has none: leave out --beam-width")
         check_writable(trace)
+
+
+def _on_replicas(
+    replicas: Replicas,
+    ray: RayOptions,
+    target: ModelOptions,
+    config: SpeculativeConfig | None,
+    engine: GenerateEngine,
+    lines: Sequence[Line],
+    shape: Shape,
+    results: LineResults | None,
+    *,
+    quiet: bool,
+) -> None:
+    """Generate for all lines on a Ray cluster."""
+    with working("Starting Ray", quiet=quiet):
+        from foretoken.ray.cluster import check_installed, cluster
+
+        check_installed()
+    model = arguments_for_replicas(target, config, **engine.arguments())
+    with cluster(ray.ray_address):
+        from foretoken.ray.offline import Offline
+
+        offline = Offline(model, shape, replicas, threads=target.threads)
+        with working(f"Checking {len(lines)} lines", quiet=quiet):
+            settings = offline.checked(lines)
+        generate_lines(lines, settings, offline.records, results, quiet=quiet)
 
 
 def _stream(

@@ -7,15 +7,12 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from foretoken.cli.files import check_writable, write_whole
 from foretoken.cli.root import UsageError
 from foretoken.errors import ForetokenError
-
-if TYPE_CHECKING:
-    from foretoken.cli.prompts_file import Line
-    from foretoken.llm import LLM
+from foretoken.lines import Line, has_failed
 
 __all__ = ["LineResults"]
 
@@ -33,7 +30,7 @@ class LineResults:
     Args:
         path: the file.
         asked: options that all results depend on, such as the model's name; those that the `LLM`
-            has resolved are added.
+            has resolved are added by `begin`.
         resume: whether the file has the results of an earlier run.
 
     Raises:
@@ -53,8 +50,12 @@ class LineResults:
         self._digests: list[str] = []  # of all lines
         self.count = 0
 
-    def begin(self, llm: LLM, lines: Sequence[Line]) -> list[int]:
+    def begin(self, settings: Mapping[str, Any], lines: Sequence[Line]) -> list[int]:
         """Compare what the file has with these lines.
+
+        Args:
+            settings: what all results depend on, as the model runs.
+            lines: all lines.
 
         Returns:
             The places of the lines, from 0, whose results are to be made and added in this order:
@@ -64,8 +65,8 @@ class LineResults:
             ForetokenError: a result is damaged, or of another prompt or other options.
             OSError: the file cannot be read or written.
         """
-        settings = {**self._asked, **_settings(llm)}
-        self._digests = [_digest(settings, line) for line in lines]
+        depends = {**self._asked, **settings}
+        self._digests = [_digest(depends, line) for line in lines]
         records = self._read() if self.path.exists() else []
         for number, record in enumerate(records, 1):
             if number > len(lines) or record.get("digest") != self._digests[number - 1]:
@@ -73,7 +74,7 @@ class LineResults:
                     f"{self.path}: line {number} is the result of another prompt, or of other "
                     "options: choose another --output"
                 )
-        self._again = {place: None for place, each in enumerate(records) if _has_failed(each)}
+        self._again = {place: None for place, each in enumerate(records) if has_failed(each)}
         self.count = len(records)
         self.path.touch()
         return [*self._again, *range(self.count, len(lines))]
@@ -114,26 +115,6 @@ class LineResults:
         if whole != content:
             os.truncate(self.path, len(whole))
         return records
-
-
-def _has_failed(record: Mapping[str, Any]) -> bool:
-    """Whether an output of a result ended with an error."""
-    outputs = [record, *record.get("outputs", ())]
-    return any(output.get("error") is not None for output in outputs)
-
-
-def _settings(llm: LLM) -> dict[str, Any]:
-    """What all results depend on, as the model runs."""
-    shards = llm.tensor_parallel_size
-    return {
-        **({"tensor_parallel_size": shards} if shards > 1 else {}),
-        "max_model_len": llm.max_model_len,
-        "dtype": str(llm.dtype),
-        "device": str(llm.device),
-        "runtime": llm.runtime,
-        "quantization": llm.engine.options.quantization,
-        "speculative_config": llm.speculative_config.as_dict(),
-    }
 
 
 def _digest(settings: dict[str, Any], line: Line) -> str:

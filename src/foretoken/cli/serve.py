@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,7 @@ from foretoken.cli.options import (
     SpeculationOptions,
     amount,
 )
+from foretoken.cli.ray_options import RayOptions, arguments_for_replicas
 from foretoken.cli.root import UsageError, examples
 from foretoken.cli.session import open_llm
 from foretoken.core.memory import num_bytes
@@ -33,6 +35,8 @@ EXAMPLES = examples(
     "foretoken serve DIR --quantization int4 --max-num-seqs 32 --port 8080",
     'foretoken serve smollm2-135m --speculative-config \'{"method": "suffix"}\'',
     "foretoken serve smollm2-135m --host 0.0.0.0 --api-key SECRET",
+    "foretoken serve smollm2-135m --replicas 2",
+    "foretoken serve smollm2-135m --replicas 1:8 --ray-address 10.0.0.1:6379",
 )
 
 
@@ -139,6 +143,7 @@ def serve(
     options: ServerOptions,
     speculation: SpeculationOptions,
     engine: ServingEngine,
+    ray: RayOptions,
     quiet: Annotated[
         bool, in_panel("Server", "No spinner and no address on stderr.", "--quiet", "-q")
     ] = False,
@@ -150,13 +155,15 @@ def serve(
     """
     from foretoken.serve.address import bound_socket
 
+    replicas = ray.wanted()
     settings, config = options.settings(target.model), speculation.config_for(target.model)
     with bound_socket(options.host, options.port) as at:  # before the model is loaded
         with working("Starting", quiet=quiet):
             _check_libraries()
-            from foretoken.async_llm import AsyncLLM
-            from foretoken.serve.run import serve as run
-        llm = open_llm(target, config, quiet=quiet, **engine.arguments())
+            if replicas is not None:
+                from foretoken.ray.cluster import check_installed
+
+                check_installed()
         _show_requests()
         port = at.getsockname()[1]
         shown = f"[{options.host}]" if ":" in options.host else options.host
@@ -166,7 +173,24 @@ def serve(
                 line = f"{settings.model} at http://{shown}:{port}/v1; Ctrl-C ends it"
                 errors().print(plain(line, "note"), soft_wrap=True)
 
-        run(AsyncLLM(llm), settings, at, ready)
+        if replicas is None:
+            from foretoken.async_llm import AsyncLLM
+            from foretoken.serve.run import serve as run
+
+            llm = open_llm(target, config, quiet=quiet, **engine.arguments())
+            run(AsyncLLM(llm), settings, at, ready)
+            return
+        from foretoken.ray.cluster import cluster
+        from foretoken.ray.serving import deployed, serve_replicas
+
+        model = arguments_for_replicas(target, config, **engine.arguments())
+        with ExitStack() as stack:
+            with working("Starting Ray", quiet=quiet):
+                ours = stack.enter_context(cluster(ray.ray_address))
+            with working(f"Loading {target.model} on {replicas}", quiet=quiet):
+                running = deployed(model, settings, replicas, threads=target.threads, ours=ours)
+                handle = stack.enter_context(running)
+            serve_replicas(handle, settings, at, ready)
 
 
 def _check_libraries() -> None:

@@ -8,50 +8,64 @@ from typing import TYPE_CHECKING, Any
 from foretoken.cli.console import errors, plain, working
 from foretoken.cli.options import ModelOptions
 from foretoken.cli.root import UsageError
+from foretoken.lines import shaped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from foretoken.config import SpeculativeConfig
-    from foretoken.llm import LLM, Prompt
+    from foretoken.llm import LLM
 
-__all__ = ["open_llm", "open_tokenizer", "resolve", "shaped"]
+__all__ = ["llm_arguments", "open_llm", "open_tokenizer", "resolve", "shaped"]
 
 
 def open_llm(
     options: ModelOptions, config: SpeculativeConfig | None, *, quiet: bool = False, **engine: Any
 ) -> LLM:
-    """Load the target, and the draft model if the configuration names one.
+    """Load the target, and the draft model if the configuration names one; see `llm_arguments`."""
+    arguments = llm_arguments(options, config, **engine)
+    with working(f"Loading {options.model}", quiet=quiet):
+        from foretoken.llm import LLM
+
+        options.set_threads()
+        llm = LLM(**arguments)
+    overlap = llm.vocabulary_overlap
+    if overlap is not None and overlap.way != "same" and not quiet:
+        errors().print(plain(str(overlap), "note"), soft_wrap=True)
+    return llm
+
+
+def llm_arguments(
+    options: ModelOptions, config: SpeculativeConfig | None, **engine: Any
+) -> dict[str, Any]:
+    """Arguments of `LLM`, for models that are there.
+
+    Models that have to be fetched or converted are, with a progress bar.
 
     Args:
         options: the target.
         config: how to draft; None takes `LLM`'s default.
-        quiet: show no progress.
         engine: further arguments of `LLM`.
+
+    Raises:
+        UsageError: no model has this name.
+        ModelError: it cannot be fetched, read or converted.
     """
     from foretoken.models.resolver import gguf_file
 
     for name in (options.model, None if config is None else config.model):
         if name is not None and gguf_file(name) is None:  # `LLM` converts those in its own way
             resolve(name)
-    with working(f"Loading {options.model}", quiet=quiet):
-        from foretoken.llm import LLM
-
-        options.set_threads()
-        llm = LLM(
-            options.model,
-            speculative_config=config,
-            dtype=options.dtype,
-            device=options.device,
-            max_model_len=options.max_model_len,
-            quantization=options.quantization,
-            runtime=options.runtime,
-            **engine,
-        )
-    overlap = llm.vocabulary_overlap
-    if overlap is not None and overlap.way != "same" and not quiet:
-        errors().print(plain(str(overlap), "note"), soft_wrap=True)
-    return llm
+    return {
+        "model": options.model,
+        "speculative_config": config,
+        "dtype": options.dtype,
+        "device": options.device,
+        "max_model_len": options.max_model_len,
+        "quantization": options.quantization,
+        "runtime": options.runtime,
+        **engine,
+    }
 
 
 def open_tokenizer(model: str) -> PreTrainedTokenizerBase:
@@ -95,16 +109,3 @@ def _exists(name: str) -> bool:
         return bool(name) and Path(name).expanduser().exists()
     except (OSError, RuntimeError):  # no valid file name, or no such user in `~user`
         return False
-
-
-def shaped(llm: LLM, text: str, chat: bool | None = None) -> Prompt:
-    """A prompt as the first message of a conversation, or as plain text.
-
-    Args:
-        llm: the model.
-        text: the prompt.
-        chat: whether it is a message; None means if the model has a chat template.
-    """
-    if chat is None:
-        chat = llm.tokenizer is not None and bool(llm.tokenizer.chat_template)
-    return [{"role": "user", "content": text}] if chat else text

@@ -1,4 +1,4 @@
-"""`create_app`: the ASGI app of a server."""
+"""`create_app`: the ASGI app of a server. It is the endpoints, and the guards around them."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from foretoken import __version__
 from foretoken.async_llm import AsyncLLM
 from foretoken.serve import chat, completions, info, page, responses, stopping
 from foretoken.serve.errors import APIError
-from foretoken.serve.events import as_json
+from foretoken.serve.events import answer_of
 from foretoken.serve.middleware import Authentication, Faults, RequestLog
 from foretoken.serve.origins import Origins
 from foretoken.serve.schema import describe
 from foretoken.serve.settings import Settings
 from foretoken.serve.state import ServerState
 
-__all__ = ["create_app"]
+__all__ = ["create_app", "endpoints", "guarded"]
 
 
 def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
@@ -31,41 +33,65 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
         llm: the engine.
         settings: limits and names.
     """
+    app = endpoints(llm, settings)
+    for kind, arguments, options in reversed(_guards(settings)):  # what is added last is outermost
+        app.add_middleware(kind, *arguments, **options)
+    return app
+
+
+def endpoints(llm: AsyncLLM, settings: Settings, engine: str = "0") -> FastAPI:
+    """The app without its guards: whoever runs it alone puts them in front (`guarded`).
+
+    Args:
+        llm: the engine.
+        settings: limits and names.
+        engine: the engine's name, a label of all metrics.
+    """
     app = FastAPI(
         title="Foretoken",
         version=__version__,
         docs_url=None,  # these pages would load their scripts from another host
         redoc_url=None,
     )
-    app.state.server = ServerState(llm, settings)
+    app.state.server = ServerState(llm, settings, engine)
     for each in (chat, completions, responses, stopping, info, page):
         app.include_router(each.router)
     app.add_exception_handler(APIError, _answered)
     app.add_exception_handler(HTTPException, _of_routing)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
-    # What is added last is outermost.
     app.add_middleware(Faults)
-    if settings.api_keys:
-        app.add_middleware(Authentication, keys=settings.api_keys)
-    app.add_middleware(Origins, host=settings.host, allowed=settings.allowed_origins)
+    return app
+
+
+def guarded(app: ASGIApp, settings: Settings) -> ASGIApp:
+    """An app behind the same guards as `create_app`: log, origins and keys."""
+    for kind, arguments, options in reversed(_guards(settings)):
+        app = kind(app, *arguments, **options)
+    return app
+
+
+def _guards(settings: Settings) -> list[Middleware]:
+    """What is around the endpoints, outermost first."""
+    found = [Middleware(RequestLog)] if settings.log_requests else []
     if settings.allowed_origins:
-        app.add_middleware(
+        cors = Middleware(
             CORSMiddleware,
             allow_origins=settings.allowed_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],  # clients send their own, such as X-Stainless-Lang
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    if settings.log_requests:
-        app.add_middleware(RequestLog)
-    return app
+        found.append(cors)
+    found.append(Middleware(Origins, host=settings.host, allowed=settings.allowed_origins))
+    if settings.api_keys:
+        found.append(Middleware(Authentication, keys=settings.api_keys))
+    return found
 
 
 async def _answered(request: Request, error: Any) -> Response:
     assert isinstance(error, APIError)
     request.state.log = {"error": error.code, "param": error.param}  # the message may quote prompts
-    content = as_json(error.as_dict())  # may quote text that has no encoding
-    return Response(content, error.status, error.headers, "application/json")
+    return answer_of(error)
 
 
 async def _of_routing(request: Request, error: Any) -> Response:

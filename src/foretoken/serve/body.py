@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from foretoken.serve.errors import APIError, invalid, of_validation
 from foretoken.serve.settings import Settings
 
-__all__ = ["Body", "by_kind", "by_type", "parsed", "read"]
+__all__ = ["Body", "by_kind", "by_type", "content_of", "parsed", "read"]
 
 _AT_ONCE = 65536
 """Bytes of JSON that are read in the event loop (about a millisecond); more in a thread."""
@@ -113,13 +113,18 @@ async def read(request: Request, kind: type[AnyBody], settings: Settings) -> Any
     Raises:
         APIError: it is too large (413), too slow (408), not JSON, or a field is wrong (400).
     """
-    content = await _content(request, settings)
+    content = await content_of(request, settings)
     if len(content) <= _AT_ONCE:
         return parsed(kind, _loads(content))
     return await asyncio.to_thread(lambda: parsed(kind, _loads(content)))
 
 
-async def _content(request: Request, settings: Settings) -> bytes:
+async def content_of(request: Request, settings: Settings) -> bytes:
+    """The body of a request as it came.
+
+    Raises:
+        APIError: it is too large (413) or too slow (408).
+    """
     try:
         async with asyncio.timeout(settings.body_timeout):
             return await _read(request, settings.max_body_bytes)

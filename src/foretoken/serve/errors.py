@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from foretoken.core.config import nearest
 from foretoken.errors import ForetokenError, PromptError, RequestError, told
 
-__all__ = ["APIError", "invalid", "of_engine", "of_validation"]
+__all__ = ["APIError", "invalid", "of_engine", "of_validation", "unknown_response"]
 
 _KINDS = {
     401: "authentication_error",
@@ -67,6 +67,11 @@ class APIError(Exception):
 def invalid(param: str | None, message: str, code: str | None = None) -> APIError:
     """A field of a request that has to change."""
     return APIError(400, message, param=param, code=code)
+
+
+def unknown_response(response_id: str) -> APIError:
+    """A response that is to be stopped, and is not being generated."""
+    return APIError(404, f"no response '{response_id[:100]}' is being generated.")
 
 
 def of_validation(error: ValidationError, known: Collection[str]) -> APIError:

@@ -8,14 +8,14 @@ import logging
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from foretoken.errors import ForetokenError
 from foretoken.serve.errors import APIError
 from foretoken.serve.running import Run
 
-__all__ = ["DONE", "EventStream", "as_json", "data", "event"]
+__all__ = ["DONE", "EventStream", "answer_of", "as_json", "data", "event"]
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +38,12 @@ def data(value: Mapping[str, Any]) -> bytes:
 def event(value: Mapping[str, Any]) -> bytes:
     """An event whose name is its type."""
     return b"event: " + str(value["type"]).encode() + b"\n" + data(value)
+
+
+def answer_of(error: APIError) -> Response:
+    """An error as a response."""
+    content = as_json(error.as_dict())  # may quote text that has no encoding
+    return Response(content, error.status, error.headers, "application/json")
 
 
 class EventStream(StreamingResponse):

@@ -28,7 +28,7 @@ router = APIRouter()
 async def health(request: Request) -> Response:
     """200 while the server takes requests, else 503."""
     state = state_of(request)
-    return Response(status_code=200 if state.llm.worker.alive and not state.stopping else 503)
+    return Response(status_code=200 if state.alive and not state.stopping else 503)
 
 
 @router.get("/version")

@@ -33,12 +33,13 @@ class ServerMetrics:
     Args:
         engine: the engine.
         model: the served model's name, a label of all metrics.
+        name: the engine's name, which is one, too.
     """
 
-    def __init__(self, engine: LLMEngine, model: str) -> None:
+    def __init__(self, engine: LLMEngine, model: str, name: str = "0") -> None:
         self._engine = engine
         self._registry = CollectorRegistry()
-        self._labels = {"model_name": model, "engine": "0"}
+        self._labels = {"model_name": model, "engine": name}
         self._recent: deque[tuple[float, int, float]] = deque()  # steps: when, tokens, seconds
         self._positions: list[Counter] = []
         self._gauges()

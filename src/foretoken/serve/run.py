@@ -12,19 +12,18 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from foretoken.async_llm import AsyncLLM
 from foretoken.errors import ForetokenError
 from foretoken.serve.app import create_app
 from foretoken.serve.protocol import timed_protocol
 from foretoken.serve.settings import Settings
-from foretoken.serve.state import ServerState
 
-__all__ = ["ForetokenServer", "serve"]
+__all__ = ["ForetokenServer", "Serves", "serve", "until_signalled"]
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +32,25 @@ TELLING = 2.0
 """Seconds after the time to end in which clients are told that their requests were cut off."""
 LAST_STEP = 5.0
 """Seconds that a step of the engine has left after that; then the process ends in its middle."""
+
+
+class Serves(Protocol):
+    """What is behind an app.
+
+    Attributes:
+        stopping: whether no more requests are taken.
+    """
+
+    stopping: bool
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests can be answered; the server ends if not."""
+        ...
+
+    def cut_off(self) -> None:
+        """Tell the clients of all requests that the server shuts down before their end."""
+        ...
 
 
 class ForetokenServer(uvicorn.Server):
@@ -44,12 +62,17 @@ class ForetokenServer(uvicorn.Server):
 
     Args:
         app: the app.
+        behind: what answers its requests.
         settings: the app's.
         ready: called when the server listens.
     """
 
     def __init__(
-        self, app: FastAPI, settings: Settings, ready: Callable[[], object] = lambda: None
+        self,
+        app: ASGIApp,
+        behind: Serves,
+        settings: Settings,
+        ready: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -63,9 +86,7 @@ class ForetokenServer(uvicorn.Server):
                 timeout_graceful_shutdown=math.ceil(settings.shutdown_timeout + TELLING),
             )
         )
-        state = app.state.server
-        assert isinstance(state, ServerState)
-        self._state = state
+        self._behind, self._settings = behind, settings
         self._ready = ready
         self.interrupted = False
 
@@ -78,7 +99,7 @@ class ForetokenServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let the requests end, and cut off those that do not in time."""
         loop = asyncio.get_running_loop()
-        cut = loop.call_later(self._state.settings.shutdown_timeout, self._state.cut_off)
+        cut = loop.call_later(self._settings.shutdown_timeout, self._behind.cut_off)
         try:
             await super().shutdown(sockets)
         finally:
@@ -86,11 +107,11 @@ class ForetokenServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to stop; also called when there is nothing to do."""
-        return await super().on_tick(counter) or not self._state.llm.worker.alive
+        return await super().on_tick(counter) or not self._behind.alive
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """Begin to stop; called by a signal."""
-        self._state.stopping = True
+        self._behind.stopping = True
         self.interrupted = self.interrupted or sig == signal.SIGINT
         super().handle_exit(sig, frame)
 
@@ -130,16 +151,26 @@ def serve(
         KeyboardInterrupt: the signal was SIGINT.
         ForetokenError: the engine failed.
     """
-    server = ForetokenServer(create_app(llm, settings), settings, ready)
+    app = create_app(llm, settings)
+    server = ForetokenServer(app, app.state.server, settings, ready)
     try:
         # Any request may speculate. The first one that does must not hold up the others.
         llm.worker.call(llm.llm.engine.measure_costs).result()
-        server.run(sockets=[at])
+        until_signalled(server, at)
         if not llm.worker.alive:
             raise ForetokenError("the engine failed; its log says why: start the server again.")
     finally:
         if not llm.close(LAST_STEP):
             _leave(130 if server.interrupted else 0 if server.should_exit else 1)
+
+
+def until_signalled(server: ForetokenServer, at: socket.socket) -> None:
+    """Run a server until a signal ends it.
+
+    Raises:
+        KeyboardInterrupt: the signal was SIGINT.
+    """
+    server.run(sockets=[at])
     if server.interrupted:
         raise KeyboardInterrupt
 

@@ -12,11 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 from foretoken.async_llm import AsyncLLM
 from foretoken.engine.text_limit import TextLimit
-from foretoken.serve.errors import APIError, invalid
+from foretoken.serve.errors import APIError, invalid, unknown_response
 from foretoken.serve.metrics import ServerMetrics
 from foretoken.serve.settings import Settings
 
-__all__ = ["Pieces", "ServerState", "state_of"]
+__all__ = ["Pieces", "ServerState", "shut_down", "state_of"]
 
 MAX_STRATEGIES = 8
 """Most strategies of requests that are kept. Clients choose them, and each has its own memory."""
@@ -51,6 +51,7 @@ class ServerState:
     Args:
         llm: the engine.
         settings: limits and names.
+        engine: the engine's name, a label of all metrics.
 
     Attributes:
         metrics: what Prometheus reads.
@@ -60,15 +61,20 @@ class ServerState:
         runs: what holds places for these outputs.
     """
 
-    def __init__(self, llm: AsyncLLM, settings: Settings) -> None:
+    def __init__(self, llm: AsyncLLM, settings: Settings, engine: str = "0") -> None:
         self.llm, self.settings = llm, settings
         self.created = int(time.time())
         self.open_sequences = 0
         self.stopping = False
         self.runs: set[OpenRun] = set()
-        self.metrics = ServerMetrics(llm.llm.engine, settings.model)
+        self.metrics = ServerMetrics(llm.llm.engine, settings.model, engine)
         llm.llm.engine.strategies.most_kept = MAX_STRATEGIES
         llm.worker.observe = self.metrics.observe_step
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine runs."""
+        return self.llm.worker.alive
 
     @property
     def capacity(self) -> int:
@@ -102,8 +108,8 @@ class ServerState:
         Raises:
             APIError: 503.
         """
-        if not self.llm.worker.alive:
-            raise _shut_down()
+        if not self.alive:
+            raise shut_down()
 
     def enter(self, sequences: int) -> None:
         """Count outputs that are to begin; the caller counts them off with `leave`.
@@ -113,7 +119,7 @@ class ServerState:
                 (503).
         """
         if self.stopping:
-            raise _shut_down()
+            raise shut_down()
         self.check_open()
         if sequences > self.capacity:
             raise invalid("n", f"at most {self.capacity} outputs fit into one request here.")
@@ -135,7 +141,7 @@ class ServerState:
     def cut_off(self) -> None:
         """Tell the clients of all requests that the server shuts down before their end."""
         for run in list(self.runs):
-            run.cut_off(_shut_down())
+            run.cut_off(shut_down())
 
     def stop(self, response_id: str) -> None:
         """End the outputs of a response that is being generated.
@@ -145,7 +151,7 @@ class ServerState:
         """
         run = next((run for run in self.runs if run.response_id == response_id), None)
         if run is None:
-            raise APIError(404, f"no response '{response_id[:100]}' is being generated.")
+            raise unknown_response(response_id)
         run.stop()
 
     def leave(self, sequences: int) -> None:
@@ -153,7 +159,8 @@ class ServerState:
         self.open_sequences -= sequences
 
 
-def _shut_down() -> APIError:
+def shut_down() -> APIError:
+    """The answer of a server that takes no more requests."""
     return APIError(503, "the server is shutting down.", headers={"Retry-After": "5"})
 
 

@@ -1,0 +1,287 @@
+"""Many prompts on a Ray cluster: a stage of Ray Data, and what the command line makes of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator as Iterates
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from foretoken.core.params import SamplingParams
+from foretoken.errors import ConfigError, ForetokenError, PromptError, in_one_line
+from foretoken.lines import Line, Shape, has_failed, jobs_of, line_of, records, settings_of
+from foretoken.ray.cluster import check_installed, cluster, share
+from foretoken.ray.plan import Replicas, Share
+
+if TYPE_CHECKING:
+    from foretoken.engine.jobs import Job
+    from foretoken.llm import LLM
+
+__all__ = ["BLOCK", "Generator", "Offline", "generate"]
+
+BLOCK = 64
+"""Most prompts of a block: what is made again if its process is lost."""
+
+
+def generate(
+    dataset: Any,
+    model: str,
+    sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+    *,
+    replicas: int | str = 1,
+    batch_size: int = BLOCK,
+    chat: bool | None = None,
+    threads: int | None = None,
+    **engine: Any,
+) -> Any:
+    """A stage of Ray Data that generates text for each row.
+
+    A row has a `prompt` (text), `messages` or `prompt_token_ids`; also `references`, `prediction`
+    and sampling parameters of its own, as a line of `foretoken generate --prompts-file`. Other
+    columns have to be left out before. The order of the rows is kept. If a process is lost, its
+    block is made again. Nothing runs before the dataset is read or written.
+
+    Args:
+        dataset: a `ray.data.Dataset`.
+        model: a name that the machines of the cluster can load; see `LLM`.
+        sampling_params: for what a row does not say.
+        replicas: processes with a copy of the model each; "MIN:MAX" adds some while rows wait.
+        batch_size: rows of a block.
+        chat: whether prompts are messages; None means if the model has a chat template.
+        threads: threads of each process; None shares the cores of the cluster.
+        **engine: other arguments of `LLM`.
+
+    Returns:
+        The dataset with further columns: `text`, `token_ids` and `finish_reason` of the first
+        output, `error` (None if all went well), and `result`, the JSON object that
+        `foretoken generate --prompts-file` writes.
+
+    Raises:
+        ForetokenError: Ray is not installed, or there are more replicas than cores.
+        ConfigError: an argument is wrong.
+    """
+    check_installed()
+    if batch_size < 1:
+        raise ConfigError(f"batch_size: must be at least 1, got {batch_size}")
+    if isinstance(sampling_params, SamplingParams):
+        params = sampling_params
+    else:
+        params = SamplingParams(**(sampling_params or {}))
+    wanted = Replicas.parse(replicas)
+    with cluster(None, stays=True):
+        of_each = share(wanted, device=str(engine.get("device", "auto")), threads=threads)
+    read = partial(_row, params)
+    stage = _stage(
+        dataset, {"model": model, **engine}, Shape(chat), wanted, of_each, read, batch_size
+    )
+    stage.context.execution_options.preserve_order = True
+    return stage
+
+
+class Generator:
+    """What runs in a process of the stage: an engine, and the results of blocks of rows.
+
+    Args:
+        model: arguments of `LLM`.
+        shape: what becomes of prompts.
+        threads: threads of a pass.
+        read: the line in a row.
+    """
+
+    def __init__(
+        self,
+        model: Mapping[str, Any],
+        shape: Shape,
+        threads: int,
+        read: Callable[[int, dict[str, Any]], Line],
+    ) -> None:
+        self._llm = _loaded(model, threads)
+        self._shape, self._read = shape, read
+
+    def __call__(self, block: Any) -> Any:
+        """The block (a `pyarrow.Table`) with the columns of the results."""
+        import pyarrow
+
+        found = self._records(block.to_pylist())
+        columns: dict[str, tuple[Any, list[Any]]] = {
+            "text": (pyarrow.string(), [each.get("text") for each in found]),
+            "token_ids": (
+                pyarrow.list_(pyarrow.int64()),
+                [each.get("token_ids") for each in found],
+            ),
+            "finish_reason": (pyarrow.string(), [each.get("finish_reason") for each in found]),
+            "error": (pyarrow.string(), [_error(each) for each in found]),
+            "result": (
+                pyarrow.string(),
+                [json.dumps(each, ensure_ascii=False) for each in found],
+            ),
+        }
+        for name, (kind, values) in columns.items():
+            if name in block.column_names:
+                block = block.drop_columns([name])
+            block = block.append_column(name, pyarrow.array(values, kind))
+        return block
+
+    def _records(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """A result for each row; a row that is no prompt has an error."""
+        lines: list[Line] = []
+        jobs: list[Job] = []
+        refused: dict[int, str] = {}
+        for place, row in enumerate(rows):
+            try:
+                line = self._read(place + 1, row)
+                jobs += jobs_of(self._llm, [line], self._shape)
+            except (ConfigError, PromptError) as error:
+                refused[place] = str(error)
+            else:
+                lines.append(line)
+        made = records(self._llm, lines, jobs)
+        return [
+            {"error": refused[place]} if place in refused else next(made)
+            for place in range(len(rows))
+        ]
+
+
+class Offline:
+    """The lines of `foretoken generate` on the cluster that this process is connected to.
+
+    Args:
+        model: arguments of `LLM`.
+        shape: what becomes of prompts.
+        replicas: how many processes.
+        threads: threads of each; None shares the cores.
+
+    Raises:
+        ConfigError: there are more replicas than cores.
+    """
+
+    def __init__(
+        self,
+        model: Mapping[str, Any],
+        shape: Shape,
+        replicas: Replicas,
+        *,
+        threads: int | None = None,
+    ) -> None:
+        self._model, self._shape, self._replicas = model, shape, replicas
+        self._share = share(replicas, device=str(model.get("device", "auto")), threads=threads)
+
+    def checked(self, lines: Sequence[Line]) -> dict[str, Any]:
+        """Load the model in a process of the cluster, and look at all lines there.
+
+        Returns:
+            What all results depend on (`settings_of`).
+
+        Raises:
+            ForetokenError: the model cannot be loaded, or a line is no prompt.
+        """
+        import ray
+
+        check = ray.remote(num_cpus=self._share.cores, num_gpus=self._share.gpus, max_calls=1)(
+            _checked
+        )
+        given = dict(self._model), self._shape, self._share.cores, list(lines)
+        found = ray.get(check.remote(*given))
+        if isinstance(found, ForetokenError):
+            raise found
+        assert isinstance(found, dict)
+        return found
+
+    def records(self, lines: Sequence[Line]) -> Iterates[dict[str, Any], None, None]:
+        """The results of the lines, in their order, block by block.
+
+        Raises:
+            ForetokenError: the run was given up.
+        """
+        if not lines:
+            return
+        import ray
+
+        context = ray.data.DataContext.get_current()
+        context.enable_progress_bars = False
+        context.print_on_execution_start = False
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        size = min(BLOCK, -(-len(lines) // (4 * self._replicas.most)))
+        blocks = -(-len(lines) // size)
+        rows = [{"line": pickle.dumps(line)} for line in lines]
+        dataset = ray.data.from_items(rows, override_num_blocks=blocks)
+        given = self._model, self._shape, self._replicas, self._share, _unpickled, None
+        stage = _stage(dataset, *given)
+        stage.context.execution_options.preserve_order = True
+        try:
+            for row in stage.iter_rows():
+                yield json.loads(row["result"])
+        except ray.exceptions.RayError as error:
+            reason = in_one_line(getattr(error, "cause", None) or error)
+            raise ForetokenError(f"the run was given up: {reason}") from None
+
+
+def _stage(
+    dataset: Any,
+    model: Mapping[str, Any],
+    shape: Shape,
+    replicas: Replicas,
+    of_each: Share,
+    read: Callable[[int, dict[str, Any]], Line],
+    batch_size: int | None,
+) -> Any:
+    import ray
+
+    return dataset.map_batches(
+        Generator,
+        fn_constructor_args=(dict(model), shape, of_each.cores, read),
+        batch_format="pyarrow",
+        batch_size=batch_size,
+        compute=ray.data.ActorPoolStrategy(min_size=replicas.least, max_size=replicas.most),
+        num_cpus=of_each.cores,
+        num_gpus=of_each.gpus,
+        udf_modifying_row_count=False,
+    )
+
+
+def _loaded(model: Mapping[str, Any], threads: int) -> LLM:
+    from foretoken.llm import LLM
+    from foretoken.runtime.native.threads import set_num_threads
+
+    set_num_threads(threads)
+    return LLM(**model)
+
+
+def _checked(
+    model: Mapping[str, Any], shape: Shape, threads: int, lines: Sequence[Line]
+) -> dict[str, Any] | ForetokenError:
+    """Runs in another process, from which Ray would wrap what is raised."""
+    try:
+        llm = _loaded(model, threads)
+        jobs_of(llm, lines, shape)
+    except ForetokenError as error:
+        return error
+    return settings_of(llm)
+
+
+def _row(params: SamplingParams, number: int, row: dict[str, Any]) -> Line:
+    """The line in a row; a table has nulls for what a row does not say."""
+    return line_of(number, _without_nulls(row), params)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _unpickled(number: int, row: dict[str, Any]) -> Line:
+    del number
+    line = pickle.loads(row["line"])
+    assert isinstance(line, Line)
+    return line
+
+
+def _error(record: Mapping[str, Any]) -> str | None:
+    if not has_failed(record):
+        return None
+    outputs = [record, *record.get("outputs", ())]
+    return next(str(each["error"]) for each in outputs if each.get("error") is not None)

@@ -1,0 +1,138 @@
+"""`Replica`: a process of a Ray cluster with an engine, behind the endpoints of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from ray import serve
+
+from foretoken.async_llm import AsyncLLM
+from foretoken.errors import ForetokenError
+from foretoken.ray.wire import LOG, Call, Message
+from foretoken.runtime.native.threads import set_num_threads
+from foretoken.serve.app import endpoints
+from foretoken.serve.errors import APIError
+from foretoken.serve.settings import Settings
+
+__all__ = ["Replica"]
+
+_log = logging.getLogger("ray.serve")
+
+
+class Replica:
+    """An engine, and the app of its endpoints.
+
+    Ray makes it, and would make it again and again if that failed. So the error is kept for whoever
+    asks (`problem`).
+
+    Args:
+        model: arguments of `LLM`.
+        settings: limits and names.
+        threads: threads of a pass; None leaves PyTorch's number.
+    """
+
+    def __init__(self, model: dict[str, Any], settings: Settings, threads: int | None) -> None:
+        self._llm: AsyncLLM | None = None
+        self._problem: ForetokenError | None = None
+        try:
+            if threads is not None:
+                set_num_threads(threads)
+            self._llm = AsyncLLM(**model)
+        except ForetokenError as error:
+            self._problem = error
+            return
+        name = str(serve.get_replica_context().rank.rank)
+        self._app = endpoints(self._llm, settings, name)
+
+    async def problem(self) -> ForetokenError | None:
+        """Why the model could not be loaded."""
+        return self._problem
+
+    async def check_health(self) -> None:
+        """Called by Ray, which replaces a replica for which this raises.
+
+        One that could not load its model is well until its first request: Ray would try again to
+        load it before anybody could ask for its problem.
+        """
+        if self._llm is not None and not self._llm.worker.alive:
+            raise RuntimeError("the engine has ended")
+
+    async def metrics(self) -> str:
+        """What Prometheus reads of this replica."""
+        return self._app.state.server.metrics.exposition()[0].decode() if self._llm else ""
+
+    async def cut_off(self) -> None:
+        """Tell the clients of all requests that the server shuts down before their end."""
+        if self._llm is not None:
+            self._app.state.server.cut_off()
+
+    async def stop(self, response_id: str) -> bool:
+        """End the outputs of a response where they are; False if it is not generated here."""
+        try:
+            self._app.state.server.stop(response_id)
+        except APIError:
+            return False
+        return True
+
+    async def respond(self, call: Call, keys: list[int]) -> AsyncIterator[list[Message]]:
+        """The app's messages (ASGI) to the client, as they come.
+
+        The last one waits for the end of the request, and what the log says comes before it: then
+        nobody reads on. Ending the iteration early ends the request.
+
+        Args:
+            call: the request.
+            keys: for the router.
+        """
+        self._end_if_dead()
+        last: list[Message] = []
+        sent: asyncio.Queue[Any] = asyncio.Queue()  # messages, and None at the end
+        scope = call.as_scope()
+
+        async def run() -> None:
+            try:
+                await self._app(scope, call.receiver(), send)
+            finally:
+                sent.put_nowait(None)
+
+        async def send(message: Message) -> None:
+            whole = message["type"] == "http.response.body" and not message.get("more_body", False)
+            last.append(message) if whole else sent.put_nowait(message)
+
+        task = asyncio.ensure_future(run())
+        try:
+            while None not in (messages := [await sent.get(), *_waiting(sent)]):
+                self._end_if_dead()
+                yield messages
+            await task
+            log = {"type": LOG, "log": scope["state"].get("log", {})}
+            yield [*messages[:-1], log, *last]
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            self._end_if_dead()
+
+    def _end_if_dead(self) -> None:
+        """End this process if its engine has ended: whoever waits learns of it at once.
+
+        Ray's health checks would find it after half a minute, in which every request failed.
+        """
+        if self._llm is None or not self._llm.worker.alive:
+            _log.error("the replica is replaced: %s", self._problem or "the engine has ended")
+            logging.shutdown()
+            os._exit(1)
+
+    def __del__(self) -> None:
+        """Called by Ray when the replica is stopped."""
+        if self._llm is not None:
+            self._llm.close()
+
+
+def _waiting(queue: asyncio.Queue[Any]) -> Iterator[Any]:
+    """What can be taken of a queue at once."""
+    while not queue.empty():
+        yield queue.get_nowait()

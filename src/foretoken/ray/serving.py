@@ -1,0 +1,142 @@
+"""The server's app on replicas of Ray Serve, behind one address."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from foretoken.errors import ForetokenError
+from foretoken.ray.cluster import share
+from foretoken.ray.plan import Replicas, Share
+from foretoken.serve.app import guarded
+from foretoken.serve.middleware import Faults
+from foretoken.serve.run import ForetokenServer, until_signalled
+from foretoken.serve.settings import Settings
+
+__all__ = ["deployed", "serve_replicas"]
+
+ROWS = 16
+"""`max_num_seqs` of an `LLM` that was given none."""
+SPARE = 64
+"""Calls beyond those for outputs that a replica takes: health, metrics, tokens of texts."""
+
+
+def serve_replicas(
+    handle: Any, settings: Settings, at: socket.socket, ready: Callable[[], object] = lambda: None
+) -> None:
+    """Answer requests with these replicas until a signal ends it.
+
+    Args:
+        handle: of `deployed`.
+        settings: limits and names.
+        at: a bound socket.
+        ready: called when the server listens.
+
+    Raises:
+        KeyboardInterrupt: the signal was SIGINT.
+    """
+    from foretoken.ray.front import Front
+
+    front = Front(handle, settings)
+    app = guarded(Faults(front), settings)
+    until_signalled(ForetokenServer(app, front, settings, ready), at)
+
+
+@contextlib.contextmanager
+def deployed(
+    model: Mapping[str, Any],
+    settings: Settings,
+    replicas: Replicas,
+    *,
+    threads: int | None = None,
+    ours: bool = False,
+) -> Iterator[Any]:
+    """Replicas on the cluster that this process is connected to; they end with the block.
+
+    Args:
+        model: arguments of `LLM`.
+        settings: limits and names. Each replica has these limits.
+        replicas: how many.
+        threads: threads of a replica's passes; None shares the cores.
+        ours: whether the cluster ends behind the block, and all in it.
+
+    Yields:
+        Ray Serve's handle, when the first replicas are loaded.
+
+    Raises:
+        ForetokenError: the model cannot be loaded, the cluster has no room, or has an application
+            of this name.
+    """
+    of_each = share(replicas, device=str(model.get("device", "auto")), threads=threads)
+    from ray import serve as ray_serve
+    from ray.serve.schema import LoggingConfig
+
+    quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    ray_serve.start(proxy_location="Disabled", logging_config=quiet)
+    name = f"foretoken {settings.model}"
+    if name in ray_serve.status().applications:
+        raise ForetokenError(
+            f"the cluster serves {settings.model} already: end that with `serve shutdown`, or "
+            "choose another --served-model-name"
+        )
+    try:
+        application = _deployment(model, settings, replicas, of_each, quiet)
+        try:
+            handle = ray_serve.run(application, name=name, route_prefix=None)
+        except RuntimeError as error:
+            line = str(error).strip().splitlines()[0]
+            raise ForetokenError(f"the replicas do not start: {line}") from None
+        problem = handle.problem.remote().result()
+        if problem is not None:
+            raise problem
+        yield handle
+    finally:
+        if not ours:
+            ray_serve.delete(name)
+            if not ray_serve.status().applications:
+                ray_serve.shutdown()
+
+
+def _deployment(
+    model: Mapping[str, Any],
+    settings: Settings,
+    replicas: Replicas,
+    of_each: Share,
+    logs: Any,
+) -> Any:
+    """What Ray Serve is to run."""
+    from ray import serve as ray_serve
+    from ray.serve.config import RequestRouterConfig
+
+    from foretoken.ray.replica import Replica
+
+    rows = int(model.get("max_num_seqs") or ROWS)
+    scaling: dict[str, Any] = {"num_replicas": replicas.least}
+    if replicas.scales:
+        scaling = {
+            "autoscaling_config": {
+                "min_replicas": replicas.least,
+                "max_replicas": replicas.most,
+                "target_ongoing_requests": rows,  # more would have to wait for a row
+            }
+        }
+    made = ray_serve.deployment(
+        Replica,
+        name="Replica",
+        max_ongoing_requests=rows + settings.max_waiting + SPARE,
+        graceful_shutdown_timeout_s=settings.shutdown_timeout,
+        graceful_shutdown_wait_loop_s=0.5,
+        ray_actor_options={"num_cpus": of_each.cores, "num_gpus": of_each.gpus},
+        request_router_config=RequestRouterConfig(
+            request_router_class="foretoken.ray.router:PrefixRouter"
+        ),
+        logging_config=logs,
+        **scaling,
+    )
+    # The front has the guards and the log.
+    own = settings.model_copy(update={"log_requests": False, "api_keys": ()})
+    return made.bind(dict(model), own, of_each.cores)

@@ -1,0 +1,299 @@
+"""The front and its replicas in one process, with a stand-in for Ray that loses replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import httpx2
+import pytest
+
+from foretoken import LLM, SamplingParams
+from foretoken.serve.app import guarded
+from foretoken.serve.settings import Settings
+from tests.serve.support import tiny_llm
+
+SETTINGS = Settings(served_model_names=("tiny",), api_keys=("k",), max_body_bytes=500)
+BODY = {"model": "tiny", "prompt": "hello", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+OWN = ("front", "replica")
+
+
+class RayError(Exception):
+    pass
+
+
+class RayTaskError(RayError):
+    pass
+
+
+class Stream:
+    """What Ray's handle returns for a stream."""
+
+    def __init__(self, pieces: AsyncIterator[Any], lost_after: int | None) -> None:
+        self._pieces, self._lost_after = pieces, lost_after
+        self.cancelled = False
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        taken = 0
+        try:
+            async for piece in self._pieces:
+                if taken == self._lost_after:
+                    raise RayError("the actor died")
+                taken += 1
+                yield piece
+        finally:
+            await self._pieces.aclose()  # type: ignore[attr-defined]
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Handle:
+    """Ray Serve's handle of one replica.
+
+    Attributes:
+        losses: after how many pieces each next call loses its replica; none of the calls after.
+        streams: all calls so far.
+    """
+
+    def __init__(self, replica: Any) -> None:
+        self._replica = replica
+        self.losses: list[int | None] = []
+        self.streams: list[Stream] = []
+        self.check_health = SimpleNamespace(remote=replica.check_health)
+
+    def options(self, *, stream: bool, method_name: str) -> Any:
+        assert stream
+        method = getattr(self._replica, method_name)
+
+        def remote(**arguments: Any) -> Stream:
+            lost_after = self.losses.pop(0) if self.losses else None
+            self.streams.append(Stream(method(**arguments), lost_after))
+            return self.streams[-1]
+
+        return SimpleNamespace(remote=remote)
+
+    def broadcast(self, method: str, *arguments: str) -> Any:
+        asked = asyncio.ensure_future(getattr(self._replica, method)(*arguments))
+
+        async def results_async(*, return_exceptions: bool) -> list[Any]:
+            assert return_exceptions
+            return [RayError("one has just died"), await asked]
+
+        return SimpleNamespace(results_async=results_async)
+
+
+def stand_in() -> dict[str, Any]:
+    """The names of Ray that the two modules use."""
+    modules = {
+        "ray": {},
+        "ray.exceptions": {"RayError": RayError, "RayTaskError": RayTaskError},
+        "ray.serve": {"get_replica_context": lambda: SimpleNamespace(rank=SimpleNamespace(rank=3))},
+        "ray.serve.exceptions": {"RayServeException": type("RayServeException", (Exception,), {})},
+    }
+    made: dict[str, Any] = {name: ModuleType(name) for name in modules}
+    for name, names in modules.items():
+        vars(made[name]).update(names)
+    made["ray"].serve = made["ray.serve"]
+    return made
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return tiny_llm()
+
+
+@pytest.fixture(scope="module")
+def handle(llm: LLM) -> Iterator[Handle]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in stand_in().items():
+            patch.setitem(sys.modules, name, module)
+        for name in OWN:
+            patch.delitem(sys.modules, f"foretoken.ray.{name}", raising=False)
+        replica = importlib.import_module("foretoken.ray.replica")
+        importlib.import_module("foretoken.ray.front")
+        made = replica.Replica({"model": llm}, SETTINGS.model_copy(update={"api_keys": ()}), None)
+        yield Handle(made)
+        made.__del__()
+        for name in OWN:  # made with the stand-in
+            del sys.modules[f"foretoken.ray.{name}"]
+
+
+def asked(handle: Handle, act: Callable[[httpx2.AsyncClient, Any], Any]) -> Any:
+    """What a client does, with the front."""
+    front = sys.modules["foretoken.ray.front"].Front(handle, SETTINGS)
+
+    async def run() -> Any:
+        transport = httpx2.ASGITransport(guarded(front, SETTINGS))
+        headers = {"Authorization": "Bearer k"}
+        async with httpx2.AsyncClient(
+            transport=transport, base_url="http://localhost", headers=headers
+        ) as client:
+            return await act(client, front)
+
+    return asyncio.run(run())
+
+
+def completed(handle: Handle, **fields: Any) -> httpx2.Response:
+    handle.streams.clear()
+    found = asked(handle, lambda client, _: client.post("/v1/completions", json=BODY | fields))
+    assert isinstance(found, httpx2.Response)
+    return found
+
+
+def expected(llm: LLM) -> str:
+    (result,) = llm.generate(
+        ["hello"], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    )
+    return result.text
+
+
+def text_of(stream: str) -> str:
+    events = [line.removeprefix("data: ") for line in stream.split("\n\n")[:-1]]
+    return "".join(
+        choice["text"]
+        for event in events
+        if event != "[DONE]"
+        for choice in json.loads(event).get("choices", ())
+    )
+
+
+def test_whole_answers_and_streams(
+    handle: Handle, llm: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="foretoken.serve.requests")
+    assert completed(handle).json()["choices"][0]["text"] == expected(llm)
+    found = completed(handle, stream=True)
+    assert text_of(found.text) == expected(llm)
+    assert found.text.endswith("data: [DONE]\n\n")
+    lines = [json.loads(record.message) for record in caplog.records]
+    assert [line["completion_tokens"] for line in lines] == [8, 8]
+    assert lines[1]["request_id"] == found.headers["X-Request-Id"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_lost_request_is_made_again(handle: Handle, llm: LLM, stream: bool) -> None:
+    handle.losses = [0, 0]
+    found = completed(handle, stream=stream)
+    assert len(handle.streams) == 3
+    text = text_of(found.text) if stream else found.json()["choices"][0]["text"]
+    assert text == expected(llm)
+
+
+def test_what_may_end_replicas_is_given_up(handle: Handle) -> None:
+    handle.losses = [0, 0, 0]
+    found = completed(handle)
+    assert len(handle.streams) == 3
+    assert found.status_code == 503
+    assert found.json()["error"]["code"] == "replica_lost"
+
+
+def test_a_stream_that_had_begun_ends_with_an_error(handle: Handle, llm: LLM) -> None:
+    handle.losses = [2]
+    found = completed(handle, stream=True)
+    assert len(handle.streams) == 1
+    assert found.status_code == 200
+    last = json.loads(found.text.split("\n\n")[-2].removeprefix("data: "))
+    assert last["error"]["code"] == "replica_lost"
+    assert expected(llm).startswith(text_of(found.text))
+
+
+def test_guards_and_limits(handle: Handle) -> None:
+    handle.streams.clear()
+
+    async def act(client: httpx2.AsyncClient, front: Any) -> list[int]:
+        large = await client.post("/v1/completions", json=BODY | {"prompt": "x" * 600})
+        keyless = await client.post("/v1/completions", json=BODY, headers={"Authorization": ""})
+        healthy = await client.get("/health")
+        front.stopping = True
+        closed = await client.post("/v1/completions", json=BODY)
+        ill = await client.get("/health")
+        return [each.status_code for each in (large, keyless, healthy, closed, ill)]
+
+    assert asked(handle, act) == [413, 401, 200, 503, 503]
+    assert not handle.streams  # no replica was asked
+
+
+def test_metrics_have_the_replica(handle: Handle) -> None:
+    found = asked(handle, lambda client, _: client.get("/metrics"))
+    assert found.status_code == 200
+    assert 'vllm:num_requests_running{engine="3",model_name="tiny"} 0.0' in found.text
+
+
+def ended(handle: Handle, end: Callable[[httpx2.AsyncClient, Any, str], Any]) -> tuple[Any, str]:
+    """What `end` returns while an answer without an end is on its way; and that answer."""
+    server = handle._replica._app.state.server
+
+    async def act(client: httpx2.AsyncClient, front: Any) -> tuple[Any, str]:
+        endless = BODY | {"stream": True, "max_tokens": 900}
+        answer = asyncio.ensure_future(client.post("/v1/completions", json=endless))
+        while not (names := [run.response_id for run in server.runs if run.response_id]):
+            await asyncio.sleep(0.001)
+        found = await end(client, front, names[0])
+        return found, (await answer).text
+
+    found = asked(handle, act)
+    assert isinstance(found, tuple)
+    return found
+
+
+def test_an_answer_is_stopped_where_it_is_generated(handle: Handle) -> None:
+    async def end(client: httpx2.AsyncClient, _: Any, name: str) -> list[int]:
+        paths = [f"/v1/completions/{each}/cancel" for each in ("nothing", name)]
+        return [(await client.post(path)).status_code for path in paths]
+
+    codes, text = ended(handle, end)
+    assert codes == [404, 204]
+    assert '"finish_reason":"abort"' in text
+
+
+def test_answers_are_cut_off_when_the_time_to_end_is_over(handle: Handle) -> None:
+    async def end(_: httpx2.AsyncClient, front: Any, name: str) -> None:
+        front.cut_off()
+
+    _, text = ended(handle, end)
+    assert "shutting down" in text
+
+
+def test_a_client_that_goes_away_ends_its_request(handle: Handle) -> None:
+    """`receive` tells that it has gone, while the answer is on its way."""
+    handle.streams.clear()
+    front = sys.modules["foretoken.ray.front"].Front(handle, SETTINGS)
+    endless = BODY | {"stream": True, "max_tokens": 900}
+    replica = handle._replica
+
+    async def run() -> None:
+        begun = asyncio.Event()
+        bodies = [{"type": "http.request", "body": json.dumps(endless).encode()}]
+
+        async def receive() -> Any:
+            if bodies:
+                return bodies.pop()
+            await begun.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                begun.set()
+
+        scope: dict[str, Any] = {"type": "http", "method": "POST", "headers": []}
+        scope["path"] = "/v1/completions"
+        scope |= {"query_string": b"", "client": None, "asgi": {}, "http_version": "1.1"}
+        await front(scope, receive, send)
+        (stream,) = handle.streams
+        assert stream.cancelled
+        while replica._app.state.server.open_sequences:
+            await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_model_that_cannot_be_loaded_is_told(handle: Handle) -> None:
+    del handle
+    made = sys.modules["foretoken.ray.replica"].Replica({"model": "no/such"}, SETTINGS, None)
+    assert "no/such" in str(asyncio.run(made.problem()))
