@@ -42,7 +42,7 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
         app.include_router(each.router)
     app.add_exception_handler(APIError, _answered)
     app.add_exception_handler(HTTPException, _of_routing)
-    app.openapi = lambda: describe(app)  # type: ignore[method-assign]
+    app.openapi = lambda: describe(app, settings)  # type: ignore[method-assign]
     # What is added last is outermost.
     app.add_middleware(Faults)
     if settings.api_keys:
