@@ -177,7 +177,7 @@ def tool(name: str = "f", **parameters: Any) -> Any:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": "a", "audio": {"id": "1"}}]}, "messages"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": 2}, "logprobs"),
         ({"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens"),
         ({"store": True}, "store"),

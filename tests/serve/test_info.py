@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from foretoken import __version__
-from tests.serve.support import Served, samples, served
+from tests.serve.support import MODEL, Served, samples, served
 
 
 def test_metrics() -> None:
@@ -103,3 +103,32 @@ def test_health_and_version(server: Served, monkeypatch: pytest.MonkeyPatch) -> 
     assert server.http.get("/health").status_code == 503
     error = server.refused("/v1/completions", 503, prompt="a")
     assert "shutting down" in error["message"]
+
+
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "CompletionBody": ("/v1/completions", {"prompt": "a"}),
+    "ChatBody": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    "ResponseBody": ("/v1/responses", {"input": "a"}),
+}
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_the_bounds_in_the_description_are_those_of_the_server(server: Served, kind: str) -> None:
+    schemas = server.http.get("/openapi.json").json()["components"]["schemas"]
+    path, fields = BODIES[kind]
+    with_bounds, found = schemas[kind]["properties"], 0
+    for name, schema in with_bounds.items():
+        for each in schema.get("anyOf", [schema]):
+            step = 1 if each.get("type") == "integer" else 1e-3
+            outside = [each[key] - step for key in ("minimum",) if key in each]
+            outside += [each[key] for key in ("exclusiveMinimum",) if key in each]
+            outside += [each[key] * 1.01 + 1 for key in ("maximum",) if key in each]
+            more = {"logprobs": True} if kind == "ChatBody" and name == "top_logprobs" else {}
+            for value in outside:
+                sent = int(value) if each["type"] == "integer" else value
+                error = server.refused(path, **fields, **more, **{name: sent})
+                assert error["param"] == name, (name, sent, error)
+                found += 1
+    assert found >= 6
+    assert with_bounds["model"]["enum"] == [MODEL]
+    assert {"minimum": 0, "maximum": 2**63 - 1, "type": "integer"} in with_bounds["seed"]["anyOf"]

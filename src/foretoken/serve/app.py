@@ -58,7 +58,7 @@ def endpoints(llm: AsyncLLM, settings: Settings, engine: str = "0") -> FastAPI:
         app.include_router(each.router)
     app.add_exception_handler(APIError, _answered)
     app.add_exception_handler(HTTPException, _of_routing)
-    app.openapi = lambda: describe(app)  # type: ignore[method-assign]
+    app.openapi = lambda: describe(app, settings)  # type: ignore[method-assign]
     app.add_middleware(Faults)
     return app
 

@@ -66,7 +66,8 @@ def params_of(
     fields = {name: getattr(body, name) for name in _SAME if getattr(body, name) is not None}
     if (body.n or 1) > settings.max_n:
         raise invalid("n", f"n: at most {settings.max_n} on this server, got {body.n}.")
-    for name, count in (("logprobs", logprobs), ("prompt_logprobs", body.prompt_logprobs)):
+    own = "top_logprobs" if "top_logprobs" in type(body).model_fields else "logprobs"
+    for name, count in ((own, logprobs), ("prompt_logprobs", body.prompt_logprobs)):
         if count is not None and not 0 <= count <= settings.max_logprobs:
             most = settings.max_logprobs
             raise invalid(name, f"{name}: 0 to {most} on this server, got {count}.")
