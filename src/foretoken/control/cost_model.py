@@ -395,8 +395,8 @@ class CostModel(Controller):
     def _probe_soon(self, history: History, rows: int) -> float:
         """In how many plain steps a request tries again whose drafts may only have had bad luck.
 
-        Its earlier drafts have saved time, or those of other requests do. Then it need not wait
-        for `probe_every` steps if its probes cost at most one percent of the time before that.
+        It need not wait for `probe_every` steps if that costs at most one percent of the time
+        since its last draft.
         """
         nodes, plain = self._sizes.of_levels[0], self.costs(rows, rows)
         rates = history.acceptance_rates(self._overall.acceptance_rates())
