@@ -111,7 +111,7 @@ def test_different_passes_are_out_of_step(monkeypatch: pytest.MonkeyPatch) -> No
         raise RuntimeError("Connection closed by peer")
 
     monkeypatch.setattr(dist, "all_gather_single", fail)
-    with pytest.raises(OutOfStepError, match="has ended, or has made no pass for 10 minutes"):
+    with pytest.raises(OutOfStepError, match="has ended, or has computed nothing for 10 minutes"):
         group.check(7)
 
 

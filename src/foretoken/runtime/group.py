@@ -7,7 +7,8 @@ gloo, so that no pass waits for a GPU because of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -45,7 +46,8 @@ class Group(Peers):
     def agreed(self, number: float) -> float:
         """See `Peers.agreed`."""
         box = torch.tensor([number], dtype=torch.float64)
-        dist.broadcast(box, group_src=0, group=self._host)
+        with _answers(self.size):
+            dist.broadcast(box, group_src=0, group=self._host)
         return box.item()
 
     def from_first(self, make: Callable[[], T]) -> T:
@@ -60,7 +62,8 @@ class Group(Peers):
                 box[0] = make()
             except (ForetokenError, OSError) as error:
                 box[1] = error
-        dist.broadcast_object_list(box, group_src=0, group=self._host)
+        with _answers(self.size):
+            dist.broadcast_object_list(box, group_src=0, group=self._host)
         made, failure = box
         if failure is not None:
             raise failure
@@ -76,13 +79,8 @@ class Group(Peers):
             OutOfStepError: it is not the same in all processes, or one of them does not answer.
         """
         digests = torch.empty(self.size, dtype=torch.int64)
-        try:
+        with _answers(self.size):
             dist.all_gather_single(digests, torch.tensor([digest]), group=self._host)
-        except RuntimeError as error:
-            raise OutOfStepError(
-                f"one of the {self.size} processes of this model has ended, or has made no pass "
-                f"for {WAIT.seconds // 60} minutes: its own messages say why."
-            ) from error
         if bool((digests != digest).any()):
             raise OutOfStepError(
                 f"the {self.size} processes of this model are out of step: they were about to "
@@ -112,6 +110,22 @@ class Group(Peers):
         parts = part.new_empty((self.size * first, *others))
         dist.all_gather_single(parts, part.contiguous(), group=self._devices)
         return parts.view(self.size, *part.shape)
+
+
+@contextmanager
+def _answers(size: int) -> Iterator[None]:
+    """Turn what gloo says of a process that does not answer into a line that helps.
+
+    Raises:
+        OutOfStepError: one of the `size` processes does not answer.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise OutOfStepError(
+            f"one of the {size} processes of this model has ended, or has computed nothing for "
+            f"{WAIT.seconds // 60} minutes: its own messages say why."
+        ) from error
 
 
 def peers_of(model: Any) -> Peers:
