@@ -72,6 +72,8 @@ def cluster(address: str | None, *, stays: bool = False) -> Iterator[bool]:
     except (ConnectionError, RuntimeError, ValueError) as error:
         line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         where = "no Ray cluster could be started" if address is None else _nothing_at(address)
+        if address is not None and "RAY_AUTH_MODE" not in os.environ:
+            where += "; if it has a token, set RAY_AUTH_MODE=token"
         raise ForetokenError(f"{where} ({line})") from None
     try:
         yield address is None
