@@ -17,6 +17,7 @@ from foretoken.core.params import Sampling
 from foretoken.engine.arguments import check_at_least_1, refuse_unknown, refuse_unknown_engine
 from foretoken.engine.assembly import EngineOptions
 from foretoken.engine.job_spec import specs_of
+from foretoken.engine.loaded_llm import LoadedLLM
 from foretoken.engine.progress import UseTqdm, progress_of
 from foretoken.engine.prompts import (
     Message,
@@ -27,7 +28,6 @@ from foretoken.engine.prompts import (
 from foretoken.engine.references import GivenPrediction, GivenReferences
 from foretoken.engine.strategies import Speculative
 from foretoken.errors import PromptError
-from foretoken.loaded_llm import LoadedLLM
 from foretoken.models.loaded import LoadedModel
 from foretoken.outputs import RequestOutput, StreamChunk
 from foretoken.runtime.choose import check_sharding

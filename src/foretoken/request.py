@@ -18,13 +18,13 @@ from foretoken.core.params import SamplingParams
 from foretoken.core.references import NO_REFERENCES, References
 from foretoken.core.rules import DecodingRules
 from foretoken.core.sampler import Sampler, TreeDistributions
+from foretoken.core.sequence import SequenceState, new_key
 from foretoken.core.source import Source
 from foretoken.core.tree import Draft, chain
 from foretoken.errors import told
 from foretoken.metrics import Metrics
 from foretoken.outputs import BeamOutput, CompletionOutput, StreamedToken
 from foretoken.runtime.costs import CostCurve
-from foretoken.sequence import SequenceState, new_key
 from foretoken.trace import PASS_SIZES, StepTrace
 from foretoken.written import Written
 

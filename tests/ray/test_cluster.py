@@ -275,7 +275,7 @@ from pathlib import Path
 import ray
 import foretoken.ray
 from foretoken.core.params import SamplingParams
-from foretoken.lines import Shape
+from foretoken.engine.lines import Shape
 from foretoken.ray import offline
 from foretoken.ray.cluster import cluster, share
 from foretoken.ray.plan import Replicas

@@ -13,7 +13,7 @@ from foretoken.cli.prompt import read_lines
 from foretoken.cli.prompts_file import read_prompts_file
 from foretoken.cli.references import ReferenceOptions
 from foretoken.cli.root import UsageError
-from foretoken.lines import Line
+from foretoken.engine.lines import Line
 
 if TYPE_CHECKING:
     from foretoken.core.params import SamplingParams

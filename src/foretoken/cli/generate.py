@@ -33,7 +33,7 @@ from foretoken.cli.root import UsageError, examples
 from foretoken.cli.sampling_options import SamplingOptions
 from foretoken.cli.session import open_llm
 from foretoken.cli.writer import TokenWriter
-from foretoken.lines import Line, Shape, jobs_of, records, settings_of
+from foretoken.engine.lines import Line, Shape, jobs_of, records, settings_of
 
 if TYPE_CHECKING:
     from foretoken.config import SpeculativeConfig
@@ -185,6 +185,8 @@ def generate(
     replicas = ray.wanted()
     if replicas is not None and not batch.wanted:
         raise UsageError("--replicas is for several prompts: add --prompts-file, or --jsonl")
+    if replicas is not None and (engine.tensor_parallel_size or 1) > 1:
+        raise UsageError("--replicas: a replica runs in one process: leave out --tensor-parallel-size")
     scores = {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
     _check(n, scores, json_output, trace, lines=batch.wanted, beams=beam_width > 1)
     muted = mute_others(engine.tensor_parallel_size)

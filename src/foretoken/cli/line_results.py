@@ -11,8 +11,8 @@ from typing import Any
 
 from foretoken.cli.files import check_writable, write_whole
 from foretoken.cli.root import UsageError
+from foretoken.engine.lines import Line, has_failed
 from foretoken.errors import ForetokenError
-from foretoken.lines import Line, has_failed
 
 __all__ = ["LineResults"]
 

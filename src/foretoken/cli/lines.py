@@ -12,8 +12,8 @@ from foretoken.cli.console import counting, errors, plain, say
 from foretoken.cli.line_results import LineResults
 from foretoken.cli.report import as_json_line
 from foretoken.core.peers import ALONE, Peers
+from foretoken.engine.lines import Line, has_failed
 from foretoken.errors import ForetokenError
-from foretoken.lines import Line, has_failed
 
 __all__ = ["generate_lines"]
 

@@ -1,4 +1,4 @@
-"""`foretoken generate --prompts-file`: a JSON object per line (`foretoken.lines` says which)."""
+"""`foretoken generate --prompts-file`: a JSON object a line (`foretoken.engine.lines` says which)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.cli.prompt import STDIN, decoded, read_stdin
 from foretoken.cli.root import UsageError
+from foretoken.engine.lines import Line, line_of
 from foretoken.errors import ConfigError, PromptError
-from foretoken.lines import Line, line_of
 
 if TYPE_CHECKING:
     from foretoken.core.params import SamplingParams

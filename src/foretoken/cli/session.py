@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from foretoken.cli.console import errors, plain, working
 from foretoken.cli.options import ModelOptions
 from foretoken.cli.root import UsageError
-from foretoken.lines import shaped
+from foretoken.engine.lines import shaped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

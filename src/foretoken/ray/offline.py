@@ -11,8 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.params import SamplingParams
+from foretoken.engine.lines import Line, Shape, has_failed, jobs_of, line_of, records, settings_of
 from foretoken.errors import ConfigError, ForetokenError, PromptError, in_one_line
-from foretoken.lines import Line, Shape, has_failed, jobs_of, line_of, records, settings_of
 from foretoken.ray.cluster import check_installed, cluster, share
 from foretoken.ray.plan import Replicas, Share
 

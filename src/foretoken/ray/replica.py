@@ -42,6 +42,8 @@ class Replica:
             if threads is not None:
                 set_num_threads(threads)
             self._llm = AsyncLLM(**model)
+            # Any request may speculate. The first one that does must not hold up the others.
+            self._llm.worker.call(self._llm.llm.engine.measure_costs).result()
         except ForetokenError as error:
             self._problem = error
             return

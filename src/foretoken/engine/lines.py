@@ -22,7 +22,8 @@ from foretoken.errors import PromptError
 if TYPE_CHECKING:
     from foretoken.core.params import SamplingParams
     from foretoken.engine.jobs import Job
-    from foretoken.llm import LLM, Prompt
+    from foretoken.engine.loaded_llm import LoadedLLM
+    from foretoken.engine.prompts import Prompt
 
 __all__ = [
     "Line",
@@ -84,11 +85,11 @@ class Shape:
     source_language: str | None = None
     target_language: str | None = None
 
-    def of_text(self, llm: LLM, text: str) -> Prompt:
+    def of_text(self, llm: LoadedLLM, text: str) -> Prompt:
         """The prompt with this text."""
         return self._translated(shaped(llm, text, self.chat))
 
-    def of_line(self, llm: LLM, line: Line) -> Prompt:
+    def of_line(self, llm: LoadedLLM, line: Line) -> Prompt:
         """The prompt of a line; messages and token ids are taken as they are."""
         if line.form == "prompt":
             return self.of_text(llm, line.prompt)
@@ -101,7 +102,7 @@ class Shape:
         return {"encoder_prompt": given, **codes} if codes else given
 
 
-def shaped(llm: LLM, text: str, chat: bool | None = None) -> Prompt:
+def shaped(llm: LoadedLLM, text: str, chat: bool | None = None) -> Prompt:
     """A prompt as the first message of a conversation, or as plain text.
 
     Args:
@@ -152,7 +153,7 @@ def line_of(number: int, fields: Mapping[str, Any], params: SamplingParams) -> L
     return Line(number, form, prompt, own, references, name, prediction)
 
 
-def jobs_of(llm: LLM, lines: Sequence[Line], shape: Shape) -> list[Job]:
+def jobs_of(llm: LoadedLLM, lines: Sequence[Line], shape: Shape) -> list[Job]:
     """The engine's jobs; nothing is generated yet.
 
     Raises:
@@ -174,7 +175,7 @@ def jobs_of(llm: LLM, lines: Sequence[Line], shape: Shape) -> list[Job]:
 
 
 def records(
-    llm: LLM, lines: Sequence[Line], jobs: Sequence[Job]
+    llm: LoadedLLM, lines: Sequence[Line], jobs: Sequence[Job]
 ) -> Generator[dict[str, Any], None, None]:
     """Generate for all lines together; yield each result as soon as those before it are done.
 
@@ -202,7 +203,7 @@ def has_failed(record: Mapping[str, Any]) -> bool:
     return any(output.get("error") is not None for output in outputs)
 
 
-def settings_of(llm: LLM) -> dict[str, Any]:
+def settings_of(llm: LoadedLLM) -> dict[str, Any]:
     """What all results depend on, as the model runs."""
     shards = llm.tensor_parallel_size
     return {
