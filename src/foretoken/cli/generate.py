@@ -186,7 +186,7 @@ def generate(
     if replicas is not None and not batch.wanted:
         raise UsageError("--replicas is for several prompts: add --prompts-file, or --jsonl")
     if replicas is not None and (engine.tensor_parallel_size or 1) > 1:
-        raise UsageError("--replicas: a replica runs in one process: leave out --tensor-parallel-size")
+        raise UsageError("--replicas: a replica is one process: leave out --tensor-parallel-size")
     scores = {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
     _check(n, scores, json_output, trace, lines=batch.wanted, beams=beam_width > 1)
     muted = mute_others(engine.tensor_parallel_size)
