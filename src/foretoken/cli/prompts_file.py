@@ -1,4 +1,4 @@
-"""`foretoken generate --prompts-file`: a JSON object a line (`foretoken.engine.lines` says which)."""
+"""`foretoken generate --prompts-file`: a JSON object per line (see `foretoken.engine.lines`)."""
 
 from __future__ import annotations
 
