@@ -29,9 +29,8 @@ Estimates go stale while nothing is drafted. So a request that has drafted nothi
 steps drafts one level; this notices a text that has become predictable. With a drafter whose chains
 end early, it does so as soon as that costs one percent of the time since its last draft. With any
 other one, requests that have never drafted pay for trials together: one of them tries once its
-first draft costs at most one percent of
-the steps since the last trial. About one percent of the time goes into plain steps, which keep the
-cost of a plain pass up to date.
+first draft costs at most one percent of the steps since the last trial. About one percent of the
+time goes into plain steps, which keep the cost of a plain pass up to date.
 """
 
 from __future__ import annotations
