@@ -408,7 +408,7 @@ def test_a_prompt_is_scored(run: Run, tiny: Path, llm: LLM, tmp_path: Path) -> N
     file.write_text(json.dumps({"prompt": "hello", "max_tokens": 0, "prompt_logprobs": 1}))
     assert parsed(run(*given, "--prompts-file", file))["prompt_logprobs"] == scores
     refused = run(*given, "hello", "--max-tokens", 0)
-    assert "--max-tokens: input should be at least 1" in error_of(refused)
+    assert "--max-tokens: must be at least 1, got 0" in error_of(refused)
 
 
 def test_bad_words(run: Run, tiny: Path, llm: LLM) -> None:

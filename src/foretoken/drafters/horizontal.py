@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from math import isnan
 
 from torch import Tensor
@@ -59,12 +58,17 @@ class _Chain:
 
 def _token_probs(draft: Draft) -> list[float]:
     """The probability of each token of a chain, by which its drafter decides where to stop."""
-    own = [q.prob(token) for q, token in zip(draft.q, draft.tree.tokens[1:], strict=True)]
+    drafted = list(zip(draft.q, draft.tree.tokens[1:], strict=True))
     if not draft.path_probs:
-        return own
-    probs = zip(own, pairwise((1.0, *draft.path_probs)), strict=True)
-    # NaN: of appended tokens, only q is known.
-    return [q if isnan(below) else below / above if above else 0.0 for q, (above, below) in probs]
+        return [q.prob(token) for q, token in drafted]
+    above, probs = 1.0, []
+    for (q, token), below in zip(drafted, draft.path_probs, strict=True):
+        if isnan(below):  # of an appended token, only q is known
+            probs.append(q.prob(token))
+        else:
+            probs.append(below / above if above else 0.0)
+        above = below
+    return probs
 
 
 class HorizontalCascade(Drafter):
