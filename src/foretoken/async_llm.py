@@ -74,10 +74,10 @@ class AsyncRequest:
             RequestError: the engine was closed, or failed by a mistake of its own.
         """
         while not self._chunks:
-            if self._failure is not None:
-                raise RequestError(str(self._failure) or repr(self._failure)) from self._failure
             if not self._open:
                 raise StopAsyncIteration
+            if self._failure is not None:
+                raise RequestError(str(self._failure) or repr(self._failure)) from self._failure
             self._news.clear()
             await self._news.wait()
         chunk = self._chunks.popleft()

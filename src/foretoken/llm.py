@@ -79,7 +79,7 @@ class LLM(LoadedLLM):
             which `foretoken models` lists. An alias stands for dequantized weights.
         runtime: "native" computes in C++ that is compiled on this machine at its first use (Llama
             and its relatives on a CPU, in float32 or bfloat16). "torch" computes with PyTorch's
-            operations: those of "lean", which knows the same models, or of "module", the
+            operations: those of "lean", for Llama, Mistral and Qwen, or of "module", the
             Transformers module. On a GPU, "cuda" replays CUDA graphs, and "compiled" replays CUDA
             graphs of passes that TorchInductor has compiled. "auto" takes "native" or "cuda" where
             they are available.

@@ -27,10 +27,10 @@ step after a first draft drafts for the same requests again and for no others.
 
 Estimates go stale while nothing is drafted. So a request that has drafted nothing for `probe_every`
 steps drafts one level; this notices a text that has become predictable. With a drafter whose chains
-end early, it does so as soon as that costs one percent of the time since its last draft. With any
-other one, requests that have never drafted pay for trials together: one of them tries once its
-first draft costs at most one percent of the steps since the last trial. About one percent of the
-time goes into plain steps, which keep the cost of a plain pass up to date.
+end early, it does so as soon as that costs one percent of the time since its last draft. Requests
+that have never drafted pay for trials together: one of them tries once its first draft, reading
+included, costs at most one percent of the steps since the last trial. About one percent of the time
+goes into plain steps, which keep the cost of a plain pass up to date.
 """
 
 from __future__ import annotations
@@ -381,10 +381,9 @@ class CostModel(Controller):
         thus pay for one trial together.
         """
         history = self._history(request)
-        if self._stopping:
-            return self._probe_soon(history, rows) - history.plain_steps
         if history.tried or not self._drafting_costs.known:
-            return self._probe_every - history.plain_steps
+            soon = self._probe_soon(history, rows) if self._stopping else self._probe_every
+            return soon - history.plain_steps
         nodes, plain = num_requests * self._sizes.of_levels[0], self.costs(rows, rows)
         drafting = self._level_seconds + (self._reading_seconds(request) or 0.0)
         price = (drafting + self.costs(rows + nodes, rows)) / plain - 1

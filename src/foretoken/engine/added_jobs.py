@@ -57,14 +57,27 @@ class AddedJobs:
         return name
 
     def take(self) -> list[StreamChunk]:
-        """A chunk for each output that has new tokens or has ended since the last call."""
+        """A chunk for each output that has new tokens or has ended since the last call.
+
+        Raises:
+            Exception: an output's text or trace could not be made. Its job is forgotten, and the
+                next call has the chunks of the others.
+        """
+        failed: Exception | None = None
         with Uninterrupted(), self._reporting:  # a SIGINT must not lose chunks
             for job in self._outbox.take():
                 request_id = job.request_id or ""
                 if self.jobs.get(request_id) is job:  # else it was aborted
-                    self._collected += job.take()
+                    try:
+                        self._collected += job.take()
+                    except Exception as error:
+                        failed = failed or error
+                        del self.jobs[request_id]
+                        continue
                     if job.all_taken:
                         del self.jobs[request_id]
+        if failed is not None:
+            raise failed
         with self._reporting:
             chunks, self._collected = self._collected, []
         return chunks

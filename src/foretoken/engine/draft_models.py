@@ -156,6 +156,11 @@ def _check_device(model: Target, target: Target) -> None:
             f"draft_model: it is on {model.device} and the target is on {target.device}: load both "
             "on one device."
         )
+    if 1 < model.peers.size != target.peers.size:
+        raise CompatibilityError(
+            f"draft_model: it is spread over {model.peers.size} processes and the target is not: "
+            "load it in one."
+        )
 
 
 def _check_sources(name: str, model: Target, target: Target) -> None:

@@ -23,7 +23,7 @@ class Job:
         requests: one request per output (`SamplingParams.n`).
         strategy: how these requests speculate; None is the `LLM`'s default.
         request_id: the id of a prompt that came through `LLMEngine.add_request`, else None.
-        prompt_index: place of a prompt among those of `LLM.stream`, else 0.
+        prompt_index: place of a prompt among those of its call.
     """
 
     prompt: Prompt

@@ -17,7 +17,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from foretoken.errors import PromptError
+from foretoken.errors import ForetokenError, PromptError
 
 if TYPE_CHECKING:
     from foretoken.core.params import SamplingParams
@@ -134,6 +134,8 @@ def line_of(number: int, fields: Mapping[str, Any], params: SamplingParams) -> L
         json.dumps(fields, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise PromptError("a text has a surrogate code point, which is no character") from None
+    except TypeError as error:
+        raise PromptError(f"a field has no form in JSON: {error}") from None
     if len(forms) != 1:
         given = " and ".join(forms) or "none of them"
         raise PromptError(f"give one of {', '.join(FORMS)}, got {given}")
@@ -157,20 +159,20 @@ def jobs_of(llm: LoadedLLM, lines: Sequence[Line], shape: Shape) -> list[Job]:
     """The engine's jobs; nothing is generated yet.
 
     Raises:
-        PromptError: a line is no prompt; the message has its number.
+        ForetokenError: a line is no prompt, or its fields do not go together; the message has its
+            number.
     """
     from foretoken.engine.job_spec import JobSpec
 
     quoted = llm.engine.references.read_all([line.references for line in lines])
     jobs = []
     for line, texts in zip(lines, quoted, strict=True):
-        prompt = shape.of_line(llm, line)
-        spec = JobSpec(prompt, line.params, references=texts, prediction=line.prediction)
         try:
-            job = llm.engine.job(spec)
-        except PromptError as error:
-            raise PromptError(f"line {line.number}: {error}") from None
-        jobs.append(job)
+            prompt = shape.of_line(llm, line)
+            spec = JobSpec(prompt, line.params, references=texts, prediction=line.prediction)
+            jobs.append(llm.engine.job(spec))
+        except ForetokenError as error:
+            raise type(error)(f"line {line.number}: {error}") from None
     return jobs
 
 

@@ -112,7 +112,8 @@ def _torch_network(
     """
     if runtime == "lean" and not is_llama(model):
         raise ConfigError(
-            "runtime: lean supports only Llama, Mistral, Qwen2 and Qwen3: take 'module' or 'torch'."
+            "runtime: lean supports only Llama, Mistral, Qwen2 and Qwen3, and not all their "
+            "configurations: take 'module' or 'torch'."
         )
     if runtime == "lean" or (runtime != "module" and linear is not None and is_llama(model)):
         return LeanDecoder(LlamaWeights(model), linear or DenseLinear)
@@ -133,7 +134,7 @@ def check_sharding(quantization: str | None, runtime: str, size: int) -> None:
     if size == 1:
         return
     for option, value, takes in (
-        ("runtime", runtime, ("auto", "torch")),
+        ("runtime", runtime, ("auto", "torch", "module")),
         ("quantization", quantization, (None, AUTO, NONE)),
     ):
         if value not in takes:

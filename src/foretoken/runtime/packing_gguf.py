@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from foretoken.errors import ModelError
 from foretoken.models.gguf_weights import GgufWeights
 from foretoken.runtime.families import FAMILIES
 from foretoken.runtime.llama import LinearWeights
@@ -161,7 +162,16 @@ class GgufPacker:
         return joined(parts)
 
     def _rounded(self, name: str, form: Format) -> PackedWeights:
-        """A weight that is dequantized, a piece at a time if that is possible, and packed."""
+        """A weight that is dequantized, a piece at a time if that is possible, and packed.
+
+        Raises:
+            ModelError: it was to keep its own numbers, and one of them is not finite.
+        """
+        if form not in (self._floats, Format.INT8, Format.INT4):
+            raise ModelError(
+                f"{self._source.title}: {name} has numbers that are not finite: the file is "
+                "damaged; get it again."
+            )
         outputs = self._source.shapes[name][0]
         whole = name.startswith("model.layers.")  # rows may be in another order in the file
         size = outputs if whole else HEAD_ROWS

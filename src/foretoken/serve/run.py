@@ -155,7 +155,11 @@ def serve(
     server = ForetokenServer(app, app.state.server, settings, ready)
     try:
         # Any request may speculate. The first one that does must not hold up the others.
-        llm.worker.call(llm.llm.engine.measure_costs).result()
+        try:
+            llm.worker.call(llm.llm.engine.measure_costs).result()
+        except KeyboardInterrupt:
+            server.interrupted = True
+            raise
         until_signalled(server, at)
         if not llm.worker.alive:
             raise ForetokenError("the engine failed; its log says why: start the server again.")

@@ -75,7 +75,7 @@ class Run:
                 self._watch(*item)
                 yield item
         except RequestError as error:
-            raise self._refusal or error from None
+            raise self._refusal or APIError(500, str(error)) from error
 
     async def _joined(self) -> AsyncIterator[tuple[int, StreamChunk]]:
         if len(self.requests) == 1:

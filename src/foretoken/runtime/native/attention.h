@@ -95,7 +95,7 @@ struct Attention {
     static constexpr int PARTS = D / LANES;
     static constexpr int AT_ONCE = PARTS <= 4 ? 6 : 24 / PARTS;  // queries whose sums fit into registers
     static constexpr int STEP = Cache::PER_WORD;
-    static constexpr int BLOCK = D <= 64 ? 64 * STEP : 32 * STEP;  // ranks; their keys take 16 KB at most
+    static constexpr int BLOCK = (D <= 64 ? 64 : D <= 128 ? 32 : 16) * STEP;  // ranks; their keys take 16 KB at most
 
     const Element* keys;    // [slots][D]
     const Element* values;  // [slots][D]

@@ -37,7 +37,7 @@ struct Linear {
     Format format;
     int32_t inputs;
     int32_t outputs;  // multiple of PANEL but for the head's last panel
-    Format rows;      // of its inputs: its own, or Q6K, whose rows serve all formats that read Bytes
+    Format rows;      // of its inputs: its own, or the highest of those beside it that read Bytes
 };
 
 // Sizes

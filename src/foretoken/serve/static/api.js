@@ -72,7 +72,7 @@ export class Stopper {
     try {
       await this.#cancel();
     } catch {
-      this.#controller.abort(); // another replica has it, or none
+      this.#controller.abort(); // it has ended already
     }
   }
 }
