@@ -16,8 +16,9 @@ from tests.control.worlds import learn, outcome
 PASS = 0.01
 
 
-def model_of(*, at_once: bool = False) -> CostModel:
-    return CostModel(8, costs=CostCurve({1: PASS, 9: 1.1 * PASS}), at_once=at_once)
+def model_of(*, at_once: bool = False, stops_early: bool = False) -> CostModel:
+    costs = CostCurve({1: PASS, 9: 1.1 * PASS})
+    return CostModel(8, costs=costs, at_once=at_once, stops_early=stops_early)
 
 
 def serve(
@@ -69,9 +70,10 @@ def test_short_outputs_do_not_pay_for_reading_the_source() -> None:
     assert model._lengths.left(0, 200) < 12
 
 
-def test_many_short_requests_pay_for_one_trial_together() -> None:
+@pytest.mark.parametrize("stops_early", [False, True])
+def test_many_short_requests_pay_for_one_trial_together(stops_early: bool) -> None:
     """A trial costs 3 passes, so it comes once in 300 steps, in whichever request they are."""
-    model = model_of()
+    model = model_of(stops_early=stops_early)
     drafting_requests(model, 4, tokens=20, start=2.0, level=1.0, passed=0.0)
     drafting = drafting_requests(model, 90, tokens=20, start=2.0, level=1.0, passed=0.0)
     assert 4 <= drafting <= 7
