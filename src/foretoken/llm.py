@@ -51,7 +51,7 @@ class LLM(LoadedLLM):
     translation. Greedy outputs in float32 are those of Transformers' `generate()`.
 
     Args:
-        model: a Hugging Face folder (safetensors), a GGUF file, an alias (`foretoken models`), the
+        model: a Hugging Face folder (safetensors), a GGUF file, a name from `foretoken models`, the
             id of a model on the Hugging Face Hub ("ORG/NAME" or "ORG/NAME@REVISION"), or a loaded
             `PreTrainedModel`, which is left unchanged.
         tokenizer: a tokenizer, or the folder of one; None takes that of `model`. Without one,

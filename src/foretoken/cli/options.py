@@ -82,7 +82,7 @@ class ModelOptions:
     model: Annotated[
         str,
         _model(
-            "Hugging Face folder or id (ORG/NAME), .gguf file or alias (`foretoken models`).",
+            "Hugging Face folder or id (ORG/NAME), .gguf file, or a name from `foretoken models`.",
             "--model",
             "-m",
         ),
