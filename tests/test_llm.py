@@ -75,6 +75,7 @@ def test_forms_that_others_take(llm: LLM) -> None:
         ({"assistant_model": "x"}, "assistant_model in `speculative_config`: use 'model'"),
         ({"prompt_lookup_num_tokens": 3}, "in `speculative_config`: use method 'ngram'"),
         ({"use_cache": True}, "takes no argument 'use_cache'"),
+        ({"input_ids": [[1]]}, "argument 'input_ids': give .* as its first argument"),
     ],
 )
 def test_generate_with_arguments_of_other_libraries(
@@ -85,6 +86,15 @@ def test_generate_with_arguments_of_other_libraries(
             call("hello", **arguments)
     with pytest.raises(ConfigError, match=message):
         llm.chat([{"role": "user", "content": "hi"}], **arguments)
+
+
+def test_a_call_without_prompts(llm: LLM) -> None:
+    inputs = {"input_ids": [[1]], "attention_mask": [[1]]}
+    for call in (llm.generate, llm.stream, llm.chat):
+        with pytest.raises(ConfigError, match="no argument 'input_ids': give "):
+            call(**inputs)
+        with pytest.raises(ConfigError, match=r"has no prompt: give .* as its first argument"):
+            call()
 
 
 def test_a_tokenizer_may_be_a_folder(model: PreTrainedModel, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from foretoken.core.params import Sampling
-from foretoken.engine.arguments import refuse_unknown
+from foretoken.engine.arguments import REQUIRED, refuse_unknown
 from foretoken.engine.job_spec import JobSpec, ReadSpec
 from foretoken.engine.jobs import Job
 from foretoken.engine.pool import Pool
@@ -150,7 +150,7 @@ class AsyncLLM:
 
     async def generate(
         self,
-        prompt: Prompt,
+        prompt: Prompt = REQUIRED,
         sampling_params: Sampling = None,
         *,
         speculative_config: Speculative = None,
@@ -166,7 +166,7 @@ class AsyncLLM:
         Closing the generator, or cancelling the task that reads it, ends the request and frees its
         memory at once.
         """
-        refuse_unknown("generate", unknown)
+        refuse_unknown("generate", unknown, prompt)
         spec = JobSpec(prompt, sampling_params, speculative_config, references, prediction, trace)
         (request,) = await self.submit([spec])
         try:

@@ -14,7 +14,12 @@ from foretoken.beam_search import BeamSearchOutput, BeamSearchParams, sequences_
 from foretoken.config import SpeculativeConfig
 from foretoken.core.memory import num_bytes
 from foretoken.core.params import Sampling
-from foretoken.engine.arguments import check_at_least_1, refuse_unknown, refuse_unknown_engine
+from foretoken.engine.arguments import (
+    REQUIRED,
+    check_at_least_1,
+    refuse_unknown,
+    refuse_unknown_engine,
+)
 from foretoken.engine.assembly import EngineOptions
 from foretoken.engine.job_spec import specs_of
 from foretoken.engine.loaded_llm import LoadedLLM
@@ -29,6 +34,7 @@ from foretoken.engine.references import GivenPrediction, GivenReferences
 from foretoken.engine.strategies import Speculative
 from foretoken.errors import PromptError
 from foretoken.models.loaded import LoadedModel
+from foretoken.models.packed_names import as_packed
 from foretoken.outputs import RequestOutput, StreamChunk
 from foretoken.runtime.choose import check_sharding
 from foretoken.runtime.packed import open_packed
@@ -45,7 +51,7 @@ class LLM(LoadedLLM):
     translation. Greedy outputs in float32 are those of Transformers' `generate()`.
 
     Args:
-        model: a Hugging Face folder (safetensors), a GGUF file, an alias (`foretoken models`), the
+        model: a Hugging Face folder (safetensors), a GGUF file, a name from `foretoken models`, the
             id of a model on the Hugging Face Hub ("ORG/NAME" or "ORG/NAME@REVISION"), or a loaded
             `PreTrainedModel`, which is left unchanged.
         tokenizer: a tokenizer, or the folder of one; None takes that of `model`. Without one,
@@ -128,6 +134,7 @@ class LLM(LoadedLLM):
         )
         prefix_bytes = num_bytes("prefix_cache_memory", prefix_cache_memory)
         given = None if speculative_config is None else SpeculativeConfig.parse(speculative_config)
+        model, quantization, dtype = as_packed(model, quantization, dtype)
         packed = partial(open_packed, quantization=quantization, runtime=runtime)
         check_sharding(quantization, runtime, tensor_parallel_size)
         loaded = LoadedModel.of(model, tokenizer, dtype, device, packed, tensor_parallel_size)
@@ -146,7 +153,7 @@ class LLM(LoadedLLM):
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] = REQUIRED,
         sampling_params: Sampling | Sequence[Sampling] = None,
         *,
         speculative_config: Speculative | Sequence[Speculative] = None,
@@ -191,7 +198,7 @@ class LLM(LoadedLLM):
                 references.
             RequestError: a request ended with an error while it ran; `outputs` has all results.
         """
-        refuse_unknown("generate", unknown)
+        refuse_unknown("generate", unknown, prompts)
         specs = specs_of(
             prompts,
             sampling_params,
@@ -208,7 +215,7 @@ class LLM(LoadedLLM):
 
     def stream(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] = REQUIRED,
         sampling_params: Sampling | Sequence[Sampling] = None,
         *,
         speculative_config: Speculative | Sequence[Speculative] = None,
@@ -232,7 +239,7 @@ class LLM(LoadedLLM):
             RequestError: a request ended with an error while it ran. The others go on to their
                 ends first; `outputs` has all results.
         """
-        refuse_unknown("stream", unknown)
+        refuse_unknown("stream", unknown, prompts)
         specs = specs_of(
             prompts,
             sampling_params,
@@ -246,7 +253,7 @@ class LLM(LoadedLLM):
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Sequence[Message] | Sequence[Sequence[Message]] = REQUIRED,
         sampling_params: Sampling | Sequence[Sampling] = None,
         *,
         speculative_config: Speculative | Sequence[Speculative] = None,
@@ -257,7 +264,7 @@ class LLM(LoadedLLM):
         **unknown: Any,
     ) -> list[RequestOutput]:
         """Generate the next turn of one conversation or of many; arguments as in `generate`."""
-        refuse_unknown("chat", unknown)
+        refuse_unknown("chat", unknown, messages)
         for conversation in as_list(messages):
             if not is_conversation(conversation):
                 raise PromptError(
@@ -287,7 +294,7 @@ class LLM(LoadedLLM):
         It is `generate` with `SamplingParams(beam_width=...)`. Arguments and errors are the same,
         except that all prompts have the same `params`. The sequences begin with the prompt.
         """
-        refuse_unknown("beam_search", unknown)
+        refuse_unknown("beam_search", unknown, prompts)
         if isinstance(params, Mapping):
             params = BeamSearchParams(**params)
         given, config = params.sampling_params, speculative_config

@@ -129,6 +129,15 @@ def test_energy_has_a_table_where_there_is_a_counter() -> None:
     assert "PUE" not in markdown(results(), HEADER)
 
 
+def test_names_of_runtimes_are_explained_where_they_are_shown() -> None:
+    records = complete()
+    records[1] = {**records[1], "facts": {**records[1]["facts"], "runtime": "lean"}}
+    assert "- The runtime lean is PyTorch operations." in markdown(
+        Results(records, CONTESTANTS), HEADER
+    )
+    assert "The runtime" not in markdown(results(), HEADER)
+
+
 def test_the_control_has_a_column_and_a_remark() -> None:
     records = [*complete(), *control()]
     text = markdown(Results(records, CONTESTANTS), HEADER)

@@ -80,6 +80,9 @@ def test_wrong_use(run: Run, tiny: Path, arguments: list[str], message: str) -> 
     [
         ("generate hi --max-new-tokens 4", "--max-new-tokens: use --max-tokens. Try"),
         ("generate hi --num_predict 4", "--num-predict: use --max-tokens. Try"),
+        ("generate hi -ngl 99", "and --device cuda for -ngl. Try"),
+        ("serve -ngl 99", "-n: use --device cuda for -ngl. Try"),
+        ("generate --prompts-file -", "--prompts-file: standard input has no prompts"),
         ("generate hi --temp 1", "--temp: did you mean '--temperature'? Try"),
         ("generate hi --seeed 1", "--seeed: did you mean '--seed'? Try"),
         ("generate hi --stream", "--stream: answers to one prompt are streamed anyway. Try"),

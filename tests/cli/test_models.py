@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from foretoken.cli.options import ModelOptions
 from foretoken.models import store
 from tests.cli.conftest import Run, error_of
 from tests.cli.terminal import Terminal
@@ -67,8 +68,38 @@ def test_list_fits_a_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None
     assert lines[at - 2].startswith("Packed weights, which are used when their model is loaded")
     assert lines[at + 1 : at + 3] == [f"    from {source}", "    rounded to int4"]
     refused = run("generate", "hi", "--model", packed)
-    assert refused.exit_code == 2
-    assert f"name the model, {source}, and quantization int4" in error_of(refused)
+    assert refused.exit_code == 1
+    assert f"was packed from {source}, which is not there any more" in error_of(refused)
+
+
+def test_packed_weights_stand_for_their_model(run: Run, tmp_path: Path) -> None:
+    def fill(_scratch: Path, _product: Path) -> dict[str, str]:
+        return {}
+
+    def packed(form: str, source: Path) -> str:
+        name = f"model.{form}-bfloat16-79e3e75a-01234567"
+        store.build(name, str(source), 0, fill, store.Kind("packed", 3, "x"))
+        return name
+
+    def options(**given: str) -> tuple[str, str, str]:
+        found = ModelOptions(**given)
+        return found.model, found.quantization, found.dtype
+
+    folder = cached("mine")
+    int8, own = packed("int8", tmp_path), packed("gguf", tmp_path)
+    assert options(model=int8) == (str(tmp_path), "int8", "bfloat16")
+    assert options(model=own) == (str(tmp_path), "auto", "bfloat16")
+    assert options(model=packed("int4", folder)) == ("mine", "int4", "bfloat16")
+    assert options(model=f"./{int8}")[0] == f"./{int8}"
+    assert run("models", "path", packed("int4", folder)).stdout == f"{folder}\n"
+    for given, told in [
+        (["--model", int8, "--quantization", "int4"], "--quantization: model.int8-"),
+        (["--model", int8, "--dtype", "float32"], "has int8 weights in bfloat16, not float32"),
+        (["--model", packed("int4-draft", folder)], "take mine with quantization int4"),
+    ]:
+        refused = run("generate", "hi", *given)
+        assert refused.exit_code == 2
+        assert told in error_of(refused)
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,26 @@ def test_a_scale_that_is_not_finite_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("quantization", ["auto", "int4", "none"])
+def test_weights_that_are_not_finite_are_named(
+    written: Any, monkeypatch: pytest.MonkeyPatch, quantization: str
+) -> None:
+    quantize = gguf.quantize
+
+    def damaged(weight: Any, kind: Kind) -> Any:
+        blocks = quantize(weight, kind)
+        blocks[5, :2] = np.array([np.nan], np.float16).view(np.uint8)  # a scale
+        return blocks
+
+    monkeypatch.setattr(gguf, "quantize", damaged)
+    path = written({"blk.1.ffn_up": Kind.Q8_0})
+    told = r"damaged: blk\.1\.ffn_up\.weight has weights that are not finite; get the file again"
+    with pytest.raises(ModelError, match=told):
+        LLM(path, quantization=quantization)
+    assert cached() == []
+
+
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_runs_in_its_own_numbers(written: Any, dtype: str) -> None:
     path = written({"blk": Kind.Q4_1, "token_embd": Kind.Q8_0})

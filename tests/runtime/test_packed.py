@@ -217,7 +217,7 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
         opened(folder)
 
 
-def test_packed_weights_are_no_model(tmp_path: Path) -> None:
+def test_packed_weights_stand_for_the_folder(tmp_path: Path) -> None:
     opened(saved(tmp_path / "model"))
     (entry,) = cached()
     assert entry.kind == "packed"
@@ -225,8 +225,7 @@ def test_packed_weights_are_no_model(tmp_path: Path) -> None:
     assert entry.size_bytes == sum(
         path.stat().st_size for path in entry.folder.glob("*.safetensors")
     )
-    with pytest.raises(ModelError, match=f"no model '{entry.name}'"):
-        resolve(entry.name)
+    assert resolve(entry.name) == tmp_path / "model"
     assert store.find(entry.name) is None  # it is of another kind
 
 
@@ -262,3 +261,21 @@ def test_a_lent_model_keeps_its_quantization(tmp_path: Path) -> None:
     target = saved(tmp_path / "target")
     with pytest.raises(ConfigError, match="draft_quantization: the LLM that drafts keeps its own"):
         opened(target, speculative_config={"model": opened(target), "draft_quantization": "int8"})
+
+
+def test_a_model_by_the_name_of_its_packed_weights(tmp_path: Path) -> None:
+    """It runs as it was packed; a draft model, too."""
+    rounded = LLM(saved(tmp_path), quantization="int8", dtype="float32")
+    (name,) = (entry.name for entry in cached())
+    named = LLM(name)
+    assert output(named) == output(rounded)
+    assert (named.dtype, named.engine.target.quantization) == (torch.float32, "int8")
+    with pytest.raises(ConfigError, match=r"quantization: .* has int8 weights .*, not int4"):
+        LLM(name, quantization="int4")
+    drafting = {"model": name, "num_speculative_tokens": 2}
+    assert output(LLM(tmp_path, dtype="float32", speculative_config=drafting)) == output(
+        LLM(tmp_path, dtype="float32")
+    )
+    assert [entry.name for entry in cached()] == [name]
+    with pytest.raises(ConfigError, match=r"draft_quantization: .* has int8 weights, not int4"):
+        LLM(tmp_path, speculative_config=drafting | {"draft_quantization": "int4"})

@@ -142,12 +142,19 @@ def test_every_start_is_learnt_from(
 
 @pytest.mark.parametrize("start", ["scratch", "target", "other"])
 def test_what_is_written_drafts(
-    start: str, folder: Path, parts: HeadParts, other: Path, tmp_path: Path
+    start: str,
+    folder: Path,
+    parts: HeadParts,
+    other: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     options = {"start": str(other) if start == "other" else start}
     method, out = training_method("distill", options), tmp_path / "draft"
     trainee = made(parts, options)
+    capsys.readouterr()
     method.write(trainee, parts, out, {"seed": 7, "step": 1})
+    assert capsys.readouterr().err == ""  # no progress bar of Transformers
     config = json.loads((out / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
     assert config["foretoken"] == {"target": str(folder), "seed": 7, "step": 1}

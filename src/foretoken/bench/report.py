@@ -11,6 +11,7 @@ from foretoken.bench.ratios import Interval
 from foretoken.bench.rows import ALL, CONTROL, Row
 from foretoken.bench.summary import Results
 from foretoken.bench.tables import markdown_table
+from foretoken.runtime.choices import TORCH_RUNTIMES
 
 __all__ = ["Table", "markdown", "notes", "tables"]
 
@@ -73,6 +74,7 @@ def notes(results: Results) -> list[str]:
         "computed from shapes. The rest of the peak is Python with its libraries, buffers of the "
         "passes, and copies of the weights, such as those that were read to be packed.",
         f"Energy: {results.energy_source}.",
+        *_about_runtimes(results),
     ]
     found += _about_energy(results) + _about_agreement(results)
     found += [
@@ -100,6 +102,13 @@ def notes(results: Results) -> list[str]:
         if row.learning
     ]
     return found
+
+
+def _about_runtimes(results: Results) -> list[str]:
+    """What the names of PyTorch's runtimes mean, where they are shown."""
+    ran = {facts.get("runtime") for facts in results.facts.values()}
+    shown = ((name, what) for name, what in TORCH_RUNTIMES.items() if name in ran)
+    return [f"The runtime {name} is {what}." for name, what in shown]
 
 
 def _about_rounds(results: Results) -> list[str]:

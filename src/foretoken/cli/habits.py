@@ -42,7 +42,11 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     "--ctx-size": ("use --max-model-len",),
     "--num-ctx": ("use --max-model-len",),
     "-c": ("use --max-model-len",),
-    "-n": ("use --max-tokens for a number of tokens, and --n for a number of answers",),
+    "-n": (  # "-ngl" is read as "-n", too
+        "use --max-tokens for a number of tokens, --n for a number of answers, and --device cuda "
+        "for -ngl",
+        "use --device cuda for -ngl",
+    ),
     "-t": ("use --threads",),
     "--n-gpu-layers": ("use --device cuda",),
     "--repeat-penalty": ("use --repetition-penalty",),

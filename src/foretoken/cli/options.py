@@ -82,7 +82,7 @@ class ModelOptions:
     model: Annotated[
         str,
         _model(
-            "Hugging Face folder or id (ORG/NAME), .gguf file or alias (`foretoken models`).",
+            "Hugging Face folder or id (ORG/NAME), .gguf file, or a name from `foretoken models`.",
             "--model",
             "-m",
         ),
@@ -112,6 +112,14 @@ class ModelOptions:
         int | None,
         _model("Threads on a CPU.", min=1, show_default="OMP_NUM_THREADS, else all cores"),
     ] = None
+
+    def __post_init__(self) -> None:
+        """Take the model, quantization and dtype that a name of packed weights stands for."""
+        from foretoken.models.packed_names import as_packed
+
+        known = as_packed(self.model, self.quantization, self.dtype)
+        for name, value in zip(("model", "quantization", "dtype"), known, strict=True):
+            object.__setattr__(self, name, value)
 
     def set_threads(self) -> None:
         """Let this process compute with `threads`, if they were given."""

@@ -29,6 +29,7 @@ def read_prompts_file(file: Path, params: SamplingParams) -> list[Line]:
         ForetokenError: the file is not UTF-8 text.
         OSError: it cannot be read.
     """
+    name = "standard input" if str(file) == STDIN else str(file)
     text = read_stdin() if str(file) == STDIN else decoded(file.read_bytes(), str(file))
     lines = []
     for number, line in enumerate(text.split("\n"), 1):
@@ -37,9 +38,9 @@ def read_prompts_file(file: Path, params: SamplingParams) -> list[Line]:
                 lines.append(line_of(number, _fields(line), params))
             except (ConfigError, PromptError) as error:
                 # Not an error of the library: its fields would be shown as flags.
-                raise UsageError(f"line {number} of {file}: {error}") from None
+                raise UsageError(f"line {number} of {name}: {error}") from None
     if not lines:
-        raise UsageError(f"--prompts-file: {file} has no prompts")
+        raise UsageError(f"--prompts-file: {name} has no prompts")
     return lines
 
 

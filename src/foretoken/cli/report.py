@@ -56,10 +56,7 @@ def summary(metrics: Metrics, finish_reason: str | None) -> str:
         f"{metrics.target_passes} passes",
     ]
     if metrics.num_drafts:
-        parts.append(
-            f"{metrics.mean_acceptance_length:.2f} tokens per pass with a draft "
-            "(mean acceptance length)"
-        )
+        parts.append(f"{metrics.mean_acceptance_length:.2f} tokens per drafting pass")
     return " \u00b7 ".join(parts)
 
 

@@ -10,7 +10,22 @@ from foretoken.core.config import nearest
 from foretoken.core.params import SamplingParams
 from foretoken.errors import ConfigError
 
-__all__ = ["check_at_least_1", "refuse_unknown", "refuse_unknown_engine"]
+__all__ = ["REQUIRED", "check_at_least_1", "refuse_unknown", "refuse_unknown_engine"]
+
+REQUIRED: Any = None
+"""The default of prompts: without them, an error of ours says what to write."""
+
+_INPUTS = (
+    "input_ids",
+    "attention_mask",
+    "token_type_ids",
+    "inputs",
+    "inputs_embeds",
+    "prompt",
+    "prompt_token_ids",
+    "text",
+)
+"""What other libraries call a prompt, or what their tokenizers make of it."""
 
 _ENGINE = {
     "assistant_model": "use speculative_config={'model': ...}.",
@@ -44,12 +59,19 @@ def check_at_least_1(**values: int) -> None:
             raise ConfigError(f"{name}: must be at least 1, got {value}.")
 
 
-def refuse_unknown(method: str, unknown: Mapping[str, Any]) -> None:
+def refuse_unknown(method: str, unknown: Mapping[str, Any], prompts: object) -> None:
     """Say where an argument that `generate` does not take belongs.
 
+    Args:
+        method: what was called.
+        unknown: arguments that it does not take.
+        prompts: its first argument.
+
     Raises:
-        ConfigError: there is one.
+        ConfigError: there is one, or there are no prompts.
     """
+    wanted = "a conversation" if method == "chat" else "text, or a list of token ids,"
+    takes = f"give {wanted} as its first argument."
     for name in unknown:
         if name in SamplingParams.field_names() or name in SamplingParams.foreign_names:
             own = SamplingParams.foreign_names.get(name, f"use SamplingParams({name}=...).")
@@ -57,7 +79,11 @@ def refuse_unknown(method: str, unknown: Mapping[str, Any]) -> None:
         if name in SpeculativeConfig.field_names() or name in SpeculativeConfig.foreign_names:
             own = SpeculativeConfig.foreign_names.get(name, f"write {{'{name}': ...}}.")
             raise ConfigError(f"{method}() takes {name} in `speculative_config`: {own}")
+        if name in _INPUTS:
+            raise ConfigError(f"{method}() takes no argument {name!r}: {takes}")
         raise ConfigError(f"{method}() takes no argument {name!r}.")
+    if prompts is REQUIRED:
+        raise ConfigError(f"{method}() has no prompt: {takes}")
 
 
 def refuse_unknown_engine(unknown: Mapping[str, Any], known: Iterable[str]) -> None:

@@ -13,6 +13,7 @@ from foretoken import models
 from foretoken.drafters.vocabulary import DraftModel
 from foretoken.engine.kv_budget import KVBudget
 from foretoken.errors import CompatibilityError, ConfigError
+from foretoken.models.packed_names import packed_name
 from foretoken.runtime.choices import DRAFTING, OWN
 from foretoken.runtime.cpu import check_quantization
 from foretoken.runtime.packed import PackedModel, open_packed
@@ -96,6 +97,7 @@ class DraftModels:
             wanted: its `draft_quantization`.
         """
         tokenizer = None
+        given, wanted = _by_packed_name(given, wanted)
         quantization = DRAFTING if wanted == "int4" else wanted or self._quantization
         asked = None if wanted == "none" else wanted
         check_quantization(asked, self._target.device, "draft_quantization")
@@ -120,6 +122,23 @@ class DraftModels:
             weights, quantization=quantization, runtime=self._runtime, beside=self._target
         )
         return DraftModel(model, tokenizer, given), type(module).__name__
+
+
+def _by_packed_name(given: Any, wanted: str | None) -> tuple[Any, str | None]:
+    """The model and `draft_quantization` that a name of packed weights stands for.
+
+    Raises:
+        ConfigError: the name contradicts `wanted`.
+    """
+    if (packed := packed_name(given)) is None:
+        return given, wanted
+    held = None if packed.form == OWN else packed.quantization
+    if wanted is not None and wanted != held:
+        raise ConfigError(
+            f"draft_quantization: {given} has {packed.form} weights, not {wanted}: leave it out, "
+            f"or take {packed.source}."
+        )
+    return packed.source, held
 
 
 class LoadedOnce(DraftModels):

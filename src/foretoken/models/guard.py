@@ -12,7 +12,23 @@ from contextlib import contextmanager
 from foretoken.errors import ForetokenError, ModelError
 from foretoken.models.disk import full_disk, tells_of_full_disk
 
-__all__ = ["guarded"]
+__all__ = ["guarded", "silent"]
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Suppress Transformers' messages and progress bars; restore its own settings afterwards."""
+    from transformers.utils import logging as messages
+
+    verbosity, bars = messages.get_verbosity(), messages.is_progress_bar_enabled()
+    messages.set_verbosity(logging.ERROR)
+    messages.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        messages.set_verbosity(verbosity)
+        if bars:
+            messages.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -29,13 +45,9 @@ def guarded(failure: str) -> Iterator[None]:
         ModelError: In place of any exception that is not our own.
         OSError: If the disk is full, whichever library noticed it.
     """
-    from transformers.utils import logging as messages
-
-    verbosity, bars = messages.get_verbosity(), messages.is_progress_bar_enabled()
-    messages.set_verbosity(logging.ERROR)
-    messages.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        yield
+        with silent():
+            yield
     except (ForetokenError, AssertionError):
         raise
     except Exception as error:
@@ -43,7 +55,3 @@ def guarded(failure: str) -> Iterator[None]:
             raise full_disk() from error
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelError(f"{failure}: {lines[0]}") from error
-    finally:
-        messages.set_verbosity(verbosity)
-        if bars:
-            messages.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -12,11 +12,11 @@ from foretoken.models.alias import Alias, aliases
 from foretoken.models.folder import check_folder
 from foretoken.models.hub import hub_folder, is_hub_id
 from foretoken.models.identity import identity_of
+from foretoken.models.packed_names import packed_name
 
 __all__ = ["cache_title", "gguf_file", "gguf_of", "gguf_title", "resolve"]
 
 _PAGE = re.compile(r"(?:https?://)?(?:huggingface\.co|hf\.co)/([^/?#]+/[^/?#]+)")
-_ROUNDED = re.compile(r"rounded to (int8|int4)")
 
 
 def resolve(model: str | Path) -> Path:
@@ -27,8 +27,9 @@ def resolve(model: str | Path) -> Path:
 
     Args:
         model: A Hugging Face folder, a `.gguf` file, an alias (see `aliases`), the name of a
-            converted model (see `cached`), or the id of a model on the Hugging Face Hub
-            (`ORG/NAME`, or `ORG/NAME@REVISION`).
+            converted model or of packed weights (see `cached`), which stands for the model that
+            was packed, or the id of a model on the Hugging Face Hub (`ORG/NAME`, or
+            `ORG/NAME@REVISION`).
 
     Returns:
         The folder as given, or the cached folder of a converted or downloaded model.
@@ -51,6 +52,8 @@ def resolve(model: str | Path) -> Path:
         return path
     if is_file and path.suffix.lower() == ".gguf":
         return _resolve_gguf(path.resolve())
+    if not is_file and (packed := packed_name(model)) is not None:
+        return resolve(packed.source)
     if not is_file and (folder := _cached_folder(str(model))) is not None:
         return folder
     raise ModelError(_not_found(str(model), is_file))
@@ -71,9 +74,16 @@ def gguf_file(model: str | Path) -> Path | None:
     """The GGUF file that a name stands for; None if it is that of another model, or of none.
 
     Aliases stand for converted models, whose weights are not those of a file any more.
+
+    Raises:
+        ModelError: See `packed_name`.
     """
+    if isinstance(model, str) and model in aliases():
+        return None
+    if (packed := packed_name(model)) is not None:
+        return gguf_file(packed.source)
     path = Path(model)
-    if (isinstance(model, str) and model in aliases()) or path.suffix.lower() != ".gguf":
+    if path.suffix.lower() != ".gguf":
         return None
     try:
         path = path.expanduser().resolve()
@@ -93,7 +103,7 @@ def cache_title(name: str) -> str:
 
 
 def _cached_names() -> list[str]:
-    """The names of converted models; packed weights are no models by themselves."""
+    """The names of converted models."""
     return [model.name for model in store.cached() if model.kind == store.MODEL.name]
 
 
@@ -162,11 +172,6 @@ def _not_found(model: str, is_file: bool) -> str:
         return f"{model} is neither a Hugging Face folder nor a .gguf file"
     if (page := _PAGE.match(model)) is not None:
         return f"{model} is a page of the Hugging Face Hub: its model's name is {page[1]}"
-    packed = next((each for each in store.cached() if each.name == model), None)
-    if packed is not None:
-        rounded = _ROUNDED.match(packed.runs or "")
-        how = f", and quantization {rounded[1]}" if rounded else ""
-        return f"{model} is packed weights of a model: name the model, {packed.source}{how}"
     names = list(dict.fromkeys([*aliases(), *_cached_names()]))
     near = difflib.get_close_matches(model.lower(), names, n=3, cutoff=0.5)
     if near:

@@ -25,6 +25,7 @@ from foretoken.models.folder import read_config
 from foretoken.models.gguf_file import GgufFile, gguf_parts
 from foretoken.models.gguf_weights import GgufWeights
 from foretoken.models.identity import identity_of
+from foretoken.models.packed_names import packed_beginning
 from foretoken.models.resolver import cache_title, gguf_file, gguf_title
 from foretoken.models.skeleton import skeleton
 from foretoken.models.weights import FolderWeights, WeightSource
@@ -267,7 +268,7 @@ def _kept(recipe: _Recipe, build: _Build) -> Path:
     """
     origin, before = recipe.origin, recipe.identity()
     dtype_name = str(recipe.dtype).removeprefix("torch.")
-    stem = f"{recipe.title}.{recipe.form}-{dtype_name}-{store.key_of(str(origin.resolve()))}"
+    stem = packed_beginning(recipe.title, recipe.form, dtype_name, origin)
     name = f"{stem}-{store.key_of(f'{before} {LAYOUT_VERSION}')}"
     kind = store.Kind("packed", LAYOUT_VERSION, before)
 

@@ -22,6 +22,7 @@ from transformers import (
 
 from foretoken import models
 from foretoken.errors import CompatibilityError, ConfigError, ModelError, in_one_line
+from foretoken.models.guard import silent
 from foretoken.models.support import check_supported, context_length
 
 __all__ = [
@@ -246,7 +247,8 @@ def _save(lm: PreTrainedModel, target: str, folder: Path, notes: Mapping[str, An
     own = lm.config.get_text_config()
     generation: Any = GenerationConfig  # which has no type hints
     copy.generation_config = generation(**_special_tokens(own))
-    copy.save_pretrained(folder, max_shard_size="1000GB")  # one file, which is whole or not there
+    with silent():  # it would write into the progress of training
+        copy.save_pretrained(folder, max_shard_size="1000GB")  # one file, whole or not there
     if (tokenizer := target_tokenizer(target)) is not None:
         tokenizer.save_pretrained(folder)
     given = _folder(target)
