@@ -24,6 +24,11 @@ __all__ = ["BLOCK", "Generator", "Offline", "generate"]
 
 BLOCK = 64
 """Most prompts of a block: what is made again if its process is lost."""
+ATTEMPTS = 3
+"""Processes that a block may lose before the run is given up: a line of it may be what ends them.
+
+A process has the next block while it makes one, so that is given up as well.
+"""
 
 
 def generate(
@@ -238,6 +243,8 @@ def _stage(
         compute=ray.data.ActorPoolStrategy(min_size=replicas.least, max_size=replicas.most),
         num_cpus=of_each.cores,
         num_gpus=of_each.gpus,
+        max_restarts=-1,  # of a process, which may work for days
+        max_task_retries=ATTEMPTS - 1,  # of a block
         udf_modifying_row_count=False,
     )
 
