@@ -81,6 +81,10 @@ class Cluster:
                     found[sample.labels["engine"]] += sample.value
         return dict(found)
 
+    def running(self) -> float:
+        """Outputs that are generated now."""
+        return sum(self.metric("vllm:num_requests_running").values())
+
 
 @contextmanager
 def serving(tiny: Path, *options: object) -> Iterator[Cluster]:
@@ -120,9 +124,24 @@ def test_a_stream_passes_through_and_a_client_that_goes_away_frees_its_request(
     ):
         first = next(response.iter_lines())
         assert json.loads(first.removeprefix("data: "))["choices"][0]["text"]
-        assert sum(cluster.metric("vllm:num_requests_running").values()) == 1
-    asyncio.run(until(lambda: not sum(cluster.metric("vllm:num_requests_running").values())))
+        asyncio.run(until(lambda: cluster.running() == 1))
+    asyncio.run(until(lambda: not cluster.running()))
     assert sum(cluster.metric("vllm:generation_tokens_total").values()) < 7000
+
+
+def test_a_stream_is_stopped_where_it_is_generated(cluster: Cluster) -> None:
+    with (
+        httpx2.Client(base_url=cluster.url, timeout=PATIENCE) as client,
+        client.stream("POST", "/v1/completions", json=ENDLESS) as response,
+    ):
+        lines = response.iter_lines()
+        name = json.loads(next(lines).removeprefix("data: "))["id"]
+        with httpx2.Client(base_url=cluster.url, timeout=PATIENCE) as other:
+            paths = [f"/v1/completions/{each}/cancel" for each in ("nothing", name)]
+            assert [other.post(path).status_code for path in paths] == [404, 204]
+        *_, last, end = [line for line in lines if line]
+        assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
+        assert end == "data: [DONE]"
 
 
 def test_prompts_with_the_same_beginning_go_to_the_same_replica(cluster: Cluster) -> None:
@@ -220,6 +239,21 @@ def test_sigterm_lets_running_requests_end(tiny: Path) -> None:
         lines = [line for line in running.process.stderr.read().splitlines() if line[0] == "{"]
         assert [json.loads(line)["status"] for line in lines] == [401, 200]
         assert json.loads(lines[1])["completion_tokens"] == 1000
+
+
+def test_sigterm_cuts_off_what_takes_longer(tiny: Path) -> None:
+    options = ("--max-model-len", 8000, "--shutdown-timeout", 0.5, "--no-log-requests")
+    with serving(tiny, *options) as running:
+        with (
+            httpx2.Client(base_url=running.url, timeout=PATIENCE) as client,
+            client.stream("POST", "/v1/completions", json=ENDLESS) as response,
+        ):
+            pieces = response.iter_text()
+            text = next(pieces)
+            running.process.send_signal(signal.SIGTERM)
+            text += "".join(pieces)
+        assert "shutting down" in text
+        assert running.process.wait(PATIENCE) == 0
 
 
 def foretoken(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -328,3 +362,50 @@ def test_a_block_whose_process_is_lost_is_made_again(tiny: Path, llm: LLM, tmp_p
             (result,) = llm.chat([{"role": "user", "content": f"row {number}"}], params)
             assert (text, token_ids) == (result.text, list(result.token_ids))
             assert (reason, error) == (result.outputs[0].finish_reason, None)
+
+
+DEADLY = """
+import os, signal, sys
+from foretoken.core.params import SamplingParams
+from foretoken.engine.lines import Shape, line_of
+from foretoken.errors import ForetokenError
+from foretoken.ray import offline
+from foretoken.ray.cluster import cluster
+from foretoken.ray.plan import Replicas
+
+tiny, marker = sys.argv[1:]
+unpickled = offline._unpickled
+
+def read(number, row):
+    "Line 8 ends its process each time."
+    line = unpickled(number, row)
+    if line.number == 8:
+        with open(marker, "a") as file:
+            file.write("lost ")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return line
+
+offline._unpickled = read
+params = SamplingParams(temperature=0, max_tokens=4)
+lines = [line_of(number, {"prompt": f"row {number}"}, params) for number in range(1, 25)]
+with cluster(None):
+    try:
+        list(offline.Offline({"model": tiny}, Shape(), Replicas.parse(1)).records(lines))
+    except ForetokenError as error:
+        sys.exit(str(error))
+"""
+
+
+def test_a_line_that_ends_its_process_each_time_ends_the_run(tiny: Path, tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    done = subprocess.run(
+        [sys.executable, "-c", DEADLY, str(tiny), str(marker)],
+        capture_output=True,
+        text=True,
+        env=dict(os.environ),
+        timeout=PATIENCE,
+    )
+    assert marker.read_text() == "lost " * 3
+    assert done.returncode == 1
+    assert "the run was given up: 3 processes were lost with the same lines" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -59,12 +59,14 @@ class Handle:
     Attributes:
         losses: after how many pieces each next call loses its replica; none of the calls after.
         streams: all calls so far.
+        silent: methods that a replica does not answer when all are asked.
     """
 
     def __init__(self, replica: Any) -> None:
         self._replica = replica
         self.losses: list[int | None] = []
         self.streams: list[Stream] = []
+        self.silent: set[str] = set()
         self.check_health = SimpleNamespace(remote=replica.check_health)
 
     def options(self, *, stream: bool, method_name: str) -> Any:
@@ -79,11 +81,15 @@ class Handle:
         return SimpleNamespace(remote=remote)
 
     def broadcast(self, method: str, *arguments: str) -> Any:
-        asked = asyncio.ensure_future(getattr(self._replica, method)(*arguments))
+        """As Ray does, it calls nobody before the results are asked for."""
 
-        async def results_async(*, return_exceptions: bool) -> list[Any]:
+        async def results_async(*, timeout_s: float, return_exceptions: bool) -> list[Any]:
             assert return_exceptions
-            return [RayError("one has just died"), await asked]
+            if method in self.silent:
+                raise TimeoutError
+            async with asyncio.timeout(timeout_s):
+                found = await getattr(self._replica, method)(*arguments)
+            return [RayError("one has just died"), found]
 
         return SimpleNamespace(results_async=results_async)
 
@@ -223,6 +229,20 @@ def test_metrics_have_the_replica(handle: Handle) -> None:
     found = asked(handle, lambda client, _: client.get("/metrics"))
     assert found.status_code == 200
     assert 'vllm:num_requests_running{engine="3",model_name="tiny"} 0.0' in found.text
+
+
+def test_replicas_that_do_not_answer_hold_nobody_up(handle: Handle) -> None:
+    async def act(client: httpx2.AsyncClient, front: Any) -> list[httpx2.Response]:
+        stopped = await client.post("/v1/completions/x/cancel")
+        return [await client.get("/metrics"), stopped]
+
+    handle.silent = {"metrics", "stop"}
+    try:
+        for found in asked(handle, act):
+            assert found.status_code == 503
+            assert "do not answer" in found.json()["error"]["message"]
+    finally:
+        handle.silent = set()
 
 
 def ended(handle: Handle, end: Callable[[httpx2.AsyncClient, Any, str], Any]) -> tuple[Any, str]:

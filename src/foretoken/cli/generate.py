@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -283,14 +283,14 @@ def _on_replicas(
     quiet: bool,
 ) -> None:
     """Generate for all lines on a Ray cluster."""
-    with working("Starting Ray", quiet=quiet):
-        from foretoken.ray.cluster import check_installed, cluster
+    from foretoken.ray.cluster import check_there, cluster
+    from foretoken.ray.offline import Offline
 
-        check_installed()
+    check_there()
     model = arguments_for_replicas(target, config, **engine.arguments())
-    with cluster(ray.ray_address):
-        from foretoken.ray.offline import Offline
-
+    with ExitStack() as stack:
+        with working("Starting Ray", quiet=quiet):
+            stack.enter_context(cluster(ray.ray_address))
         offline = Offline(model, shape, replicas, threads=target.threads)
         with working(f"Checking {len(lines)} lines", quiet=quiet):
             settings = offline.checked(lines)

@@ -161,9 +161,9 @@ def serve(
         with working("Starting", quiet=quiet):
             _check_libraries()
             if replicas is not None:
-                from foretoken.ray.cluster import check_installed
+                from foretoken.ray.cluster import check_there
 
-                check_installed()
+                check_there()
         _show_requests()
         port = at.getsockname()[1]
         shown = f"[{options.host}]" if ":" in options.host else options.host

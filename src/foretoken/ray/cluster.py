@@ -4,25 +4,40 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
-from collections.abc import Iterator
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 from foretoken.errors import ForetokenError
+from foretoken.ray.address import answers, nothing_at, prepare
 from foretoken.ray.plan import Replicas, Share, share_of
 from foretoken.runtime.cores import available_cores
 
-__all__ = ["check_installed", "cluster", "share"]
+__all__ = ["check_installed", "check_there", "cluster", "is_there", "share", "watched"]
 
 OBJECT_STORE = 256 * 2**20
 """Bytes for what processes of a cluster of ours give each other: bodies and blocks of text."""
-SECONDS = 5.0
-"""Seconds in which the address of a cluster has to answer."""
+LOST_SECONDS = 15.0
+"""Seconds without an answer after which a cluster has ended. Ray ends the process after 60."""
+_EVERY = 3.0
+"""Seconds between two looks at it."""
+
+
+def check_there() -> None:
+    """Refuse to go on without Ray, and leave its import, which reads the environment, to `cluster`.
+
+    Raises:
+        ForetokenError: it is not installed.
+    """
+    if find_spec("ray") is None:
+        raise _missing("ray")
 
 
 def check_installed() -> None:
-    """Refuse to go on without Ray.
+    """Refuse to go on without Ray and what it needs.
 
     Raises:
         ForetokenError: it is not installed.
@@ -31,7 +46,7 @@ def check_installed() -> None:
         import ray.data
         import ray.serve
     except ImportError as error:
-        raise ForetokenError(f"this needs {error.name}: pip install 'foretoken[ray]'") from None
+        raise _missing(error.name) from None
     del ray
 
 
@@ -49,11 +64,12 @@ def cluster(address: str | None, *, stays: bool = False) -> Iterator[bool]:
 
     Raises:
         ForetokenError: Ray is not installed, or there is no cluster at this address.
+        SystemExit: SIGTERM came, unless the connection stays. So nothing is left on the cluster.
     """
-    check_installed()
     if address is not None and address != "auto":
-        _check_address(address)
+        prepare(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere
+    check_installed()
     import ray
 
     if ray.is_initialized() and address is None:
@@ -67,19 +83,17 @@ def cluster(address: str | None, *, stays: bool = False) -> Iterator[bool]:
             "include_dashboard": False,
             "object_store_memory": OBJECT_STORE,
         }
-    try:
-        ray.init(**settings, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        where = "no Ray cluster could be started" if address is None else _nothing_at(address)
-        if address is not None and "RAY_AUTH_MODE" not in os.environ:
-            where += "; if it has a token, set RAY_AUTH_MODE=token"
-        raise ForetokenError(f"{where} ({line})") from None
-    try:
-        yield address is None
-    finally:
-        if not stays:
-            ray.shutdown()
+    with _ending_at_sigterm(wanted=not stays) as again:
+        try:
+            try:
+                ray.init(**settings, logging_level=logging.ERROR)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise _failed(address, error) from None
+            again()
+            yield address is None
+        finally:
+            if not stays:
+                ray.shutdown()
 
 
 def share(replicas: Replicas, *, device: str, threads: int | None) -> Share:
@@ -96,19 +110,68 @@ def share(replicas: Replicas, *, device: str, threads: int | None) -> Share:
     )
 
 
-def _check_address(address: str) -> None:
-    """Refuse an address at which nobody listens: Ray itself would try for minutes."""
-    host, _, port = address.rpartition(":")
-    if "://" in address or not host or not port.isdigit() or int(port) > 65535:
-        raise ForetokenError(
-            f"ray_address: must be HOST:PORT, such as 10.0.0.1:6379, got {address}"
-        )
+def is_there() -> bool:
+    """Whether the head of the cluster answers that this process is connected to."""
+    import ray
+
+    return answers(ray.get_runtime_context().gcs_address)
+
+
+@contextmanager
+def watched() -> Iterator[Callable[[], bool]]:
+    """Watch the head of the cluster that this process is connected to, in a thread.
+
+    Yields:
+        Whether it has answered in the last `LOST_SECONDS`. Once it has not, it never will have.
+    """
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    lost, done = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        missed = 0
+        while missed * _EVERY < LOST_SECONDS:
+            if done.wait(_EVERY):
+                return
+            missed = 0 if answers(address) else missed + 1
+        lost.set()
+
+    threading.Thread(target=watch, name="foretoken-watch", daemon=True).start()
     try:
-        socket.create_connection((host.strip("[]"), int(port)), SECONDS).close()
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ForetokenError(f"{_nothing_at(address)} ({reason})") from None
+        yield lambda: not lost.is_set()
+    finally:
+        done.set()
 
 
-def _nothing_at(address: str) -> str:
-    return f"there is no Ray cluster at {address}: `ray start --head` starts one"
+def _missing(name: str | None) -> ForetokenError:
+    return ForetokenError(f"this needs {name}: pip install 'foretoken[ray]'")
+
+
+def _failed(address: str | None, error: Exception) -> ForetokenError:
+    """What to say if Ray could not be started or joined."""
+    line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    where = "no Ray cluster could be started" if address is None else nothing_at(address)
+    return ForetokenError(f"{where} ({line})")
+
+
+@contextmanager
+def _ending_at_sigterm(*, wanted: bool) -> Iterator[Callable[[], object]]:
+    """Let SIGTERM raise `SystemExit` in this block, if that is wanted and can be.
+
+    Yields:
+        What sees to it again: Ray puts a handler of its own in the place, which writes a stack.
+    """
+    if not wanted or threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+
+    def end(number: int, frame: object) -> None:
+        del frame
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield lambda: signal.signal(signal.SIGTERM, end)
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
+from collections.abc import Callable
 from typing import Any
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -34,6 +36,10 @@ ATTEMPTS = 3
 """Replicas that a request may lose before it is given up: it may be what ends them."""
 HEALTH_SECONDS = 5.0
 """Seconds in which a replica has to say that it is well."""
+ASKED_SECONDS = 10.0
+"""Seconds in which all replicas have to answer what all are asked."""
+_NO_ANSWER = (TimeoutError, RayError, RayServeException, RuntimeError)
+"""What Ray raises if nobody answers."""
 _AT_ONCE = 65536
 """Bytes of JSON that are read in the event loop; more in a thread."""
 
@@ -47,17 +53,25 @@ class Front:
     Args:
         replicas: Ray Serve's handle of the deployment.
         settings: limits; the replicas have the same ones.
+        alive: whether there is a cluster. Ray replaces replicas, but nobody replaces the cluster.
 
     Attributes:
         stopping: whether no more requests are taken.
-        alive: always; Ray replaces replicas.
     """
 
-    def __init__(self, replicas: Any, settings: Settings) -> None:
+    def __init__(
+        self, replicas: Any, settings: Settings, alive: Callable[[], bool] = lambda: True
+    ) -> None:
         self._replicas = replicas
         self._settings = settings
+        self._alive = alive
+        self._telling: asyncio.Future[Any] | None = None
         self.stopping = False
-        self.alive = True
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests can be answered."""
+        return self._alive()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -88,24 +102,37 @@ class Front:
         path, method = request.scope["path"], request.method
         if path == "/health" and method == "GET":
             return Response(status_code=200 if await self._healthy() else 503)
-        if path == "/metrics" and method == "GET":
-            pages = [page for page in await self._all("metrics") if isinstance(page, str)]
-            return Response(joined(pages), media_type=CONTENT_TYPE_LATEST)
-        if method == "POST" and (stopped := _CANCEL.fullmatch(path)):
-            if True in await self._all("stop", stopped[1]):
-                return Response(status_code=204)
-            return answer_of(unknown_response(stopped[1]))
+        try:
+            if path == "/metrics" and method == "GET":
+                pages = [page for page in await self._all("metrics") if isinstance(page, str)]
+                return Response(joined(pages), media_type=CONTENT_TYPE_LATEST)
+            if method == "POST" and (stopped := _CANCEL.fullmatch(path)):
+                if True in await self._all("stop", stopped[1]):
+                    return Response(status_code=204)
+                return answer_of(unknown_response(stopped[1]))
+        except _NO_ANSWER:
+            return answer_of(APIError(503, "the replicas do not answer: try again later."))
         return None
 
     async def _all(self, method: str, *arguments: str) -> list[Any]:
-        """What this method of each replica returns, or why it has failed."""
+        """What this method of each replica returns, or why it has failed.
+
+        Raises:
+            TimeoutError: one does not answer.
+        """
         asked = self._replicas.broadcast(method, *arguments)
-        found: list[Any] = await asked.results_async(return_exceptions=True)
+        found: list[Any] = await asked.results_async(
+            timeout_s=ASKED_SECONDS, return_exceptions=True
+        )
         return found
 
     def cut_off(self) -> None:
         """Tell the clients of all requests that the server shuts down before their end."""
-        self._replicas.broadcast("cut_off")
+        self._telling = asyncio.ensure_future(self._cut_off())
+
+    async def _cut_off(self) -> None:
+        with contextlib.suppress(*_NO_ANSWER):  # then there is nobody to be cut off
+            await self._all("cut_off")
 
     async def _healthy(self) -> bool:
         """Whether requests are taken, and a replica answers."""
@@ -114,7 +141,7 @@ class Front:
         try:
             async with asyncio.timeout(HEALTH_SECONDS):
                 await self._replicas.check_health.remote()
-        except (TimeoutError, RayError, RayServeException, RuntimeError):
+        except _NO_ANSWER:
             return False
         return True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Generator as Iterates
 from functools import partial
@@ -24,6 +25,11 @@ __all__ = ["BLOCK", "Generator", "Offline", "generate"]
 
 BLOCK = 64
 """Most prompts of a block: what is made again if its process is lost."""
+ATTEMPTS = 3
+"""Processes that a block may lose before the run is given up: a line of it may be what ends them.
+
+A process has the next block while it makes one, so that is given up as well.
+"""
 
 
 def generate(
@@ -176,7 +182,8 @@ class Offline:
             What all results depend on (`settings_of`).
 
         Raises:
-            ForetokenError: the model cannot be loaded, or a line is no prompt.
+            ForetokenError: the model cannot be loaded, a line is no prompt, or the process that
+                looked at them was lost, and so were those that tried again.
         """
         import ray
 
@@ -184,7 +191,10 @@ class Offline:
             _checked
         )
         given = dict(self._model), self._shape, self._share.cores, list(lines)
-        found = ray.get(check.remote(*given))
+        try:
+            found = ray.get(check.remote(*given))
+        except ray.exceptions.RayError as error:
+            raise _given_up(error) from None
         if isinstance(found, ForetokenError):
             raise found
         assert isinstance(found, dict)
@@ -203,7 +213,7 @@ class Offline:
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
         context.print_on_execution_start = False
-        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # its errors are stacks
         size = min(BLOCK, -(-len(lines) // (4 * self._replicas.most)))
         blocks = -(-len(lines) // size)
         rows = [{"line": pickle.dumps(line)} for line in lines]
@@ -211,12 +221,18 @@ class Offline:
         given = self._model, self._shape, self._replicas, self._share, _unpickled, None
         stage = _stage(dataset, *given)
         stage.context.execution_options.preserve_order = True
+        done = 0
         try:
             for row in stage.iter_rows():
                 yield json.loads(row["result"])
+                done += 1
+        except ray.exceptions.RayActorError:
+            raise ForetokenError(
+                f"the run was given up: {ATTEMPTS} processes were lost with the same lines. One of "
+                f"those from line {lines[done].number} on may be what ends them"
+            ) from None
         except ray.exceptions.RayError as error:
-            reason = in_one_line(getattr(error, "cause", None) or error)
-            raise ForetokenError(f"the run was given up: {reason}") from None
+            raise _given_up(error) from None
 
 
 def _stage(
@@ -230,16 +246,21 @@ def _stage(
 ) -> Any:
     import ray
 
-    return dataset.map_batches(
-        Generator,
-        fn_constructor_args=(dict(model), shape, of_each.cores, read),
-        batch_format="pyarrow",
-        batch_size=batch_size,
-        compute=ray.data.ActorPoolStrategy(min_size=replicas.least, max_size=replicas.most),
-        num_cpus=of_each.cores,
-        num_gpus=of_each.gpus,
-        udf_modifying_row_count=False,
-    )
+    with warnings.catch_warnings():
+        # Ray 2.60 deprecates the two `max_`, which have no other name in it.
+        warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated")
+        return dataset.map_batches(
+            Generator,
+            fn_constructor_args=(dict(model), shape, of_each.cores, read),
+            batch_format="pyarrow",
+            batch_size=batch_size,
+            compute=ray.data.ActorPoolStrategy(min_size=replicas.least, max_size=replicas.most),
+            num_cpus=of_each.cores,
+            num_gpus=of_each.gpus,
+            max_restarts=-1,  # of a process, which may work for days
+            max_task_retries=ATTEMPTS - 1,  # of a block
+            udf_modifying_row_count=False,
+        )
 
 
 def _loaded(model: Mapping[str, Any], threads: int) -> LLM:
@@ -278,6 +299,11 @@ def _unpickled(number: int, row: dict[str, Any]) -> Line:
     line = pickle.loads(row["line"])
     assert isinstance(line, Line)
     return line
+
+
+def _given_up(error: Exception) -> ForetokenError:
+    reason = in_one_line(getattr(error, "cause", None) or error)
+    return ForetokenError(f"the run was given up: {reason}")
 
 
 def _error(record: Mapping[str, Any]) -> str | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from foretoken.errors import ForetokenError
-from foretoken.ray.cluster import share
+from foretoken.ray.cluster import is_there, share, watched
 from foretoken.ray.plan import Replicas, Share
 from foretoken.serve.app import guarded
 from foretoken.serve.middleware import Faults
@@ -37,12 +37,16 @@ def serve_replicas(
 
     Raises:
         KeyboardInterrupt: the signal was SIGINT.
+        ForetokenError: the cluster has ended.
     """
     from foretoken.ray.front import Front
 
-    front = Front(handle, settings)
-    app = guarded(Faults(front), settings)
-    until_signalled(ForetokenServer(app, front, settings, ready), at)
+    with watched() as alive:
+        front = Front(handle, settings, alive)
+        app = guarded(Faults(front), settings)
+        until_signalled(ForetokenServer(app, front, settings, ready), at)
+        if not front.alive:
+            raise ForetokenError("the Ray cluster has ended: start it and the server again")
 
 
 @contextlib.contextmanager
@@ -95,7 +99,7 @@ def deployed(
             raise problem
         yield handle
     finally:
-        if not ours:
+        if not ours and is_there():
             ray_serve.delete(name)
             if not ray_serve.status().applications:
                 ray_serve.shutdown()
