@@ -142,7 +142,7 @@ class Speculation:
         """See `decode.Speculates`: the cost curve, drafters and controllers learn."""
         groups = self._groups([outcome.request for outcome in outcomes])
         by_key = {outcome.request.key: outcome for outcome in outcomes}
-        self._observe_costs(groups, outcomes, times.verify)
+        self._observe_costs(groups, outcomes, times.verify + times.accept)
         learning = 0.0
         for group in groups:
             own = [by_key[request.key] for request in group.requests]
@@ -160,7 +160,9 @@ class Speculation:
     ) -> None:
         """Add the pass to every cost curve that a controller of the batch uses.
 
-        If a request failed after the pass, its nodes are unknown. The pass is then left out.
+        Acceptance belongs to it: it takes longer for more nodes, and for a small model this
+        decides whether drafts pay. If a request failed after the pass, its nodes are unknown. The
+        pass is then left out.
         """
         if len(outcomes) != self._rows:
             return
