@@ -91,6 +91,8 @@ def test_wrong_use(run: Run, tiny: Path, arguments: list[str], message: str) -> 
         ("-v", "-v: use --version. Try 'foretoken --help'."),
         ("serve -p 80", "-p: use --port. Try"),
         ("generate -p hi", "-p: write the prompt without an option. Try"),
+        ("serve --stream", "no such option: --stream. Try"),
+        ("models -p hi", "no such option: -p. Try"),
         ("generate hi there", "(there): put a prompt of several words in quotes. Try"),
         ("chat smollm2-135m", "(smollm2-135m): name a model with --model. Try"),
         ("pull x", "no such command 'pull': use 'foretoken models fetch'"),

@@ -317,12 +317,12 @@ from foretoken.ray.plan import Replicas
 tiny, marker, out = sys.argv[1:]
 params = SamplingParams(temperature=0, max_tokens=4)
 
-def read(marker, number, row):
+def read(marker, row):
     "The process is lost at the first row 7."
     if row["id"] == 7 and not Path(marker).exists():
         Path(marker).write_text("lost")
         os.kill(os.getpid(), signal.SIGKILL)
-    return offline._row(params, number, row)
+    return offline._row(params, row)
 
 with cluster(None):
     rows = [{"prompt": f"row {n}", "id": n, "max_tokens": 2 if n == 3 else None} for n in range(24)]
@@ -331,7 +331,8 @@ with cluster(None):
     of_each = share(two, device="auto", threads=None)
     dataset = ray.data.from_items(rows, override_num_blocks=6)
     reads = partial(read, marker)
-    stage = offline._stage(dataset, {"model": tiny}, Shape(), two, of_each, reads, None)
+    made = offline._Stage({"model": tiny}, Shape(), two, of_each, of_each.cores)
+    stage = made.on(dataset, reads, None)
     stage.context.execution_options.preserve_order = True
     lost = stage.take_all()
     done = foretoken.ray.generate(
@@ -376,9 +377,9 @@ from foretoken.ray.plan import Replicas
 tiny, marker = sys.argv[1:]
 unpickled = offline._unpickled
 
-def read(number, row):
+def read(row):
     "Line 8 ends its process each time."
-    line = unpickled(number, row)
+    line = unpickled(row)
     if line.number == 8:
         with open(marker, "a") as file:
             file.write("lost ")

@@ -14,6 +14,8 @@ import httpx2
 import pytest
 
 from foretoken import LLM, SamplingParams
+from foretoken.errors import ForetokenError
+from foretoken.ray.serving import _check_loaded
 from foretoken.serve.app import guarded
 from foretoken.serve.settings import Settings
 from tests.serve.support import tiny_llm
@@ -31,6 +33,19 @@ class RayTaskError(RayError):
     pass
 
 
+class RayServeException(Exception):  # noqa: N818 - the name that Ray has
+    pass
+
+
+class DeploymentUnavailableError(RayServeException):
+    pass
+
+
+NEVER, AT_THE_END, UNAVAILABLE = -1, -2, -3
+"""Instead of a number of messages: no replica takes the call for now, it is lost behind its last
+message, or Ray has no replica any more."""
+
+
 class Stream:
     """What Ray's handle returns for a stream."""
 
@@ -41,11 +56,18 @@ class Stream:
     async def __aiter__(self) -> AsyncIterator[Any]:
         taken = 0
         try:
+            if self._lost_after == NEVER:
+                await asyncio.Event().wait()
+            if self._lost_after == UNAVAILABLE:
+                raise DeploymentUnavailableError
             async for piece in self._pieces:
-                if taken == self._lost_after:
-                    raise RayError("the actor died")
-                taken += 1
-                yield piece
+                for message in piece:  # how many come in one piece depends on load
+                    if taken == self._lost_after:
+                        raise RayError("the actor died")
+                    taken += 1
+                    yield [message]
+            if self._lost_after == AT_THE_END:
+                raise RayError("the actor died")
         finally:
             await self._pieces.aclose()  # type: ignore[attr-defined]
 
@@ -57,7 +79,7 @@ class Handle:
     """Ray Serve's handle of one replica.
 
     Attributes:
-        losses: after how many pieces each next call loses its replica; none of the calls after.
+        losses: after how many messages each next call loses its replica; none of the calls after.
         streams: all calls so far.
         silent: methods that a replica does not answer when all are asked.
     """
@@ -94,13 +116,28 @@ class Handle:
         return SimpleNamespace(results_async=results_async)
 
 
+def status_of(word: str) -> Any:
+    """What Ray Serve says of its applications."""
+    return SimpleNamespace(
+        applications={"app": SimpleNamespace(status=SimpleNamespace(value=word))}
+    )
+
+
 def stand_in() -> dict[str, Any]:
     """The names of Ray that the two modules use."""
     modules = {
         "ray": {},
         "ray.exceptions": {"RayError": RayError, "RayTaskError": RayTaskError},
-        "ray.serve": {"get_replica_context": lambda: SimpleNamespace(rank=SimpleNamespace(rank=3))},
-        "ray.serve.exceptions": {"RayServeException": type("RayServeException", (Exception,), {})},
+        "ray.serve": {
+            "get_replica_context": lambda: SimpleNamespace(
+                rank=SimpleNamespace(rank=3), app_name="app"
+            ),
+            "status": lambda: status_of("DEPLOYING"),
+        },
+        "ray.serve.exceptions": {
+            "RayServeException": RayServeException,
+            "DeploymentUnavailableError": DeploymentUnavailableError,
+        },
     }
     made: dict[str, Any] = {name: ModuleType(name) for name in modules}
     for name, names in modules.items():
@@ -199,6 +236,63 @@ def test_what_may_end_replicas_is_given_up(handle: Handle) -> None:
     assert found.json()["error"]["code"] == "replica_lost"
 
 
+def test_a_loss_behind_the_end_of_an_answer_changes_nothing(handle: Handle, llm: LLM) -> None:
+    for stream in (False, True):
+        handle.losses = [AT_THE_END]
+        found = completed(handle, stream=stream)
+        assert len(handle.streams) == 1
+        text = text_of(found.text) if stream else found.json()["choices"][0]["text"]
+        assert text == expected(llm)
+
+
+def test_no_message_of_a_replica_is_sent_without_a_look_at_its_engine(
+    handle: Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the last one either, so that no answer says what another replica can do better."""
+    replica, looks = handle._replica, list[int]()
+    monkeypatch.setattr(replica, "_end_if_dead", lambda: looks.append(len(sent)))
+    scope: dict[str, Any] = {"type": "http", "method": "GET", "path": "/v1/models", "headers": []}
+    scope |= {"query_string": b"", "client": None, "asgi": {}, "http_version": "1.1"}
+    call = sys.modules["foretoken.ray.wire"].Call(scope, b"")
+    sent: list[Any] = []
+
+    async def run() -> None:
+        async for messages in replica.respond(call=call, keys=[]):
+            sent.append(messages)
+
+    asyncio.run(run())
+    assert looks == [0, *range(len(sent)), len(sent)]
+
+
+def test_without_any_replica(handle: Handle) -> None:
+    handle.losses = [UNAVAILABLE]
+    found = completed(handle)
+    assert len(handle.streams) == 1
+    assert found.status_code == 503
+    assert found.json()["error"]["message"] == "no replica takes requests: try again later."
+    assert found.headers["Retry-After"]
+
+
+def test_requests_that_no_replica_has_are_cut_off(handle: Handle) -> None:
+    handle.losses = [NEVER]
+    handle.streams.clear()
+
+    async def act(client: httpx2.AsyncClient, front: Any) -> httpx2.Response:
+        answer = asyncio.ensure_future(client.post("/v1/completions", json=BODY))
+        while not handle.streams:
+            await asyncio.sleep(0.001)
+        front.cut_off()
+        return await answer
+
+    try:
+        found = asked(handle, act)
+    finally:
+        handle._replica._app.state.server.stopping = False
+    assert found.status_code == 503
+    assert "shutting down" in found.text
+    assert handle.streams[0].cancelled
+
+
 def test_a_stream_that_had_begun_ends_with_an_error(handle: Handle, llm: LLM) -> None:
     handle.losses = [2]
     found = completed(handle, stream=True)
@@ -276,7 +370,12 @@ def test_answers_are_cut_off_when_the_time_to_end_is_over(handle: Handle) -> Non
     async def end(_: httpx2.AsyncClient, front: Any, name: str) -> None:
         front.cut_off()
 
-    _, text = ended(handle, end)
+    server = handle._replica._app.state.server
+    try:
+        _, text = ended(handle, end)
+        assert server.stopping
+    finally:
+        server.stopping = False
     assert "shutting down" in text
 
 
@@ -317,3 +416,26 @@ def test_a_model_that_cannot_be_loaded_is_told(handle: Handle) -> None:
     del handle
     made = sys.modules["foretoken.ray.replica"].Replica({"model": "no/such"}, SETTINGS, None)
     assert "no/such" in str(asyncio.run(made.problem()))
+    asyncio.run(made.check_health())  # Ray would make it again before anybody could ask
+
+
+@pytest.mark.parametrize("word", ["RUNNING", "UNHEALTHY"])
+def test_a_replica_that_starts_later_and_cannot_load_fails(
+    handle: Handle, monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    del handle
+    replica = sys.modules["foretoken.ray.replica"]
+    monkeypatch.setattr(replica.serve, "status", lambda: status_of(word))
+    made = replica.Replica({"model": "no/such"}, SETTINGS, None)
+    with pytest.raises(RuntimeError, match=r"the model cannot be loaded: .*no/such"):
+        asyncio.run(made.check_health())
+
+
+def test_all_replicas_are_asked_for_their_problem() -> None:
+    found: list[ForetokenError | None] = [None, ForetokenError("no room")]
+    response = SimpleNamespace(results=lambda *, timeout_s: found)
+    handle = SimpleNamespace(broadcast=lambda method: {"problem": response}[method])
+    with pytest.raises(ForetokenError, match="no room"):
+        _check_loaded(handle)
+    found.pop()
+    _check_loaded(handle)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import socket
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 import foretoken.ray
+from foretoken.cli import ray_options
+from foretoken.cli.ray_options import arguments_for_replicas, as_given
+from foretoken.config import SpeculativeConfig
 from foretoken.errors import ForetokenError
 from foretoken.ray.cluster import cluster
 from tests.cli.conftest import Run, error_of, run
@@ -78,6 +82,61 @@ def test_an_address_without_a_cluster(
         port = other.getsockname()[1]
     with pytest.raises(ForetokenError, match=message), cluster(address.format(port)):
         pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("AuthenticationError", "refuses the token: AuthenticationError: a wrong token"),
+        ("RaySystemError", "there is no Ray cluster at auto.*a wrong token"),
+    ],
+)
+def test_errors_of_ray_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, kind: str, message: str
+) -> None:
+    errors = ModuleType("ray.exceptions")
+    errors.RayError = type("RayError", (Exception,), {})  # type: ignore[attr-defined]
+    for name in ("AuthenticationError", "RaySystemError"):
+        setattr(errors, name, type(name, (errors.RayError,), {}))
+
+    def init(**_: object) -> None:
+        raise getattr(errors, kind)("a wrong token\nand a stack")
+
+    stand_in: Any = ModuleType("ray")
+    stand_in.exceptions, stand_in.init = errors, init
+    stand_in.is_initialized, stand_in.shutdown = bool, bool
+    monkeypatch.setitem(sys.modules, "ray", stand_in)
+    monkeypatch.setattr("foretoken.ray.cluster.check_installed", lambda: None)
+    with pytest.raises(ForetokenError, match=message) as raised, cluster("auto"):
+        pass
+    assert "\n" not in str(raised.value)
+
+
+def test_paths_are_absolute_for_replicas_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ray_options, "llm_arguments", lambda *_: {})
+    for name in ("target", "draft", "pile", "ngram"):
+        Path(name).mkdir()
+    inner = [
+        {"method": "rest", "datastore": "pile"},
+        {"model": "draft"},
+        {"method": "ngram"},  # is no path
+        {"model": "an/id"},
+    ]
+    fields = {"method": "switch", "drafters": inner, "num_speculative_tokens": 3}
+    config = SpeculativeConfig.parse(fields)
+    options: Any = SimpleNamespace(model="target")
+    found = arguments_for_replicas(options, config)
+    assert found["model"] == str(tmp_path / "target")
+    there = found["speculative_config"].as_dict()
+    rest, draft, ngram, other = there["drafters"]
+    assert rest["datastore"] == str(tmp_path / "pile")
+    assert draft["model"] == str(tmp_path / "draft")
+    assert (ngram["method"], other["model"]) == ("ngram", "an/id")
+    settings = as_given({"speculative_config": there, "dtype": "x"}, config)
+    assert settings == {"speculative_config": config.as_dict(), "dtype": "x"}
 
 
 def test_there_is_only_generate() -> None:

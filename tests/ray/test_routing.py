@@ -9,7 +9,7 @@ import pytest
 
 from foretoken.errors import ConfigError
 from foretoken.ray.expositions import joined
-from foretoken.ray.plan import Replicas, Share, share_of
+from foretoken.ray.plan import Replicas, Share, beside, share_of
 from foretoken.ray.prefixes import BLOCK, MOST_BLOCKS, PrefixMemory, prompt_keys
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -149,6 +149,17 @@ class TestPlan:
         two = Replicas.parse(2)
         assert share_of([8], [2], two, device="auto", threads=None) == Share(4, 1)
         assert share_of([8], [2], two, device="cpu", threads=None) == Share(4, 0)
+
+
+@pytest.mark.parametrize(
+    ("cores", "count", "expected"),
+    [([1], 1, 0), ([2], 1, 1), ([2], 2, 0.5), ([8], 2, 3), ([1, 1], 2, 0), ([2, 1], 3, 0.5)],
+)
+def test_a_core_is_left_for_other_stages(cores: list[float], count: int, expected: float) -> None:
+    wanted = Replicas.parse(count)
+    share = share_of(cores, [0], wanted, device="auto", threads=None)
+    assert beside(share, cores) == expected
+    assert count * expected <= sum(cores) - 1
 
 
 def test_pages_of_metrics_are_joined_metric_by_metric() -> None:

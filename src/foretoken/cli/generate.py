@@ -26,7 +26,7 @@ from foretoken.cli.options import (
 )
 from foretoken.cli.processes import check_together, mute_others
 from foretoken.cli.prompt import read_prompt
-from foretoken.cli.ray_options import RayOptions, arguments_for_replicas
+from foretoken.cli.ray_options import RayOptions, arguments_for_replicas, as_given
 from foretoken.cli.references import ReferenceOptions
 from foretoken.cli.report import as_json, show_summary, show_what_ran, what_ran
 from foretoken.cli.root import UsageError, examples
@@ -293,7 +293,7 @@ def _on_replicas(
             stack.enter_context(cluster(ray.ray_address))
         offline = Offline(model, shape, replicas, threads=target.threads)
         with working(f"Checking {len(lines)} lines", quiet=quiet):
-            settings = offline.checked(lines)
+            settings = as_given(offline.checked(lines), config)
         generate_lines(lines, settings, offline.records, results, quiet=quiet)
 
 

@@ -13,6 +13,7 @@ from foretoken.core.config import nearest
 __all__ = ["instead_of_command", "instead_of_option"]
 
 _ANSWERS_STREAM = "answers to one prompt are streamed anyway"
+_WITHOUT_OPTION = "write the prompt without an option"
 
 _OPTIONS: dict[str, tuple[str, ...]] = {
     # Transformers
@@ -54,8 +55,8 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     "--draft-max": ("use --num-speculative-tokens",),
     "--grammar": ("use --structured-outputs",),
     "--json-schema": ("use --structured-outputs",),
-    "--prompt": ("write the prompt without an option",),
-    "-p": ("use --port", "write the prompt without an option"),
+    "--prompt": (_WITHOUT_OPTION,),
+    "-p": ("use --port", _WITHOUT_OPTION),
     "-f": ("use --file",),
     "-s": ("use --seed",),
     "--system-prompt": ("use --system",),
@@ -64,7 +65,10 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     "-v": ("use --version", "set the environment variable FORETOKEN_LOG=info"),
     "-V": ("use --version",),
 }
-"""Advice by option. The first one counts whose options the command has."""
+"""Advice by option. The first one counts whose options the command has, and what it `_NEEDS`."""
+
+_NEEDS = {_ANSWERS_STREAM: "prompt", _WITHOUT_OPTION: "prompt"}
+"""By advice: the argument that the command must have."""
 
 _COMMANDS = {
     "run": "'foretoken chat', or 'foretoken generate' with a prompt",
@@ -91,10 +95,11 @@ def instead_of_option(name: str, known: Sequence[str]) -> str:
 
     Args:
         name: with its dashes.
-        known: all options of the command.
+        known: all options of the command, and the names of its arguments.
     """
     for advice in _OPTIONS.get(name, ()):
-        if set(re.findall(r"(?<!\S)--[a-z-]+", advice)) <= set(known):
+        needed = {*re.findall(r"(?<!\S)--[a-z-]+", advice)}
+        if needed | ({_NEEDS[advice]} if advice in _NEEDS else set()) <= set(known):
             return advice
     hint = nearest(name, [each for each in known if each.startswith("--")])
     return hint if hint.startswith("did you mean") else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from foretoken.config import SpeculativeConfig
     from foretoken.ray.plan import Replicas
 
-__all__ = ["RayOptions", "arguments_for_replicas"]
+__all__ = ["RayOptions", "arguments_for_replicas", "as_given"]
 
 
 @dataclass(frozen=True)
@@ -63,15 +64,61 @@ def arguments_for_replicas(
 ) -> dict[str, Any]:
     """Arguments of `LLM` in another process; see `llm_arguments`.
 
-    Paths are absolute: that process may be in another folder.
+    Paths of what exists are absolute: that process may be in another folder.
     """
     found = llm_arguments(options, config, **engine)
-    if config is not None and config.model is not None:
-        found["speculative_config"] = config.model_copy(update={"model": _absolute(config.model)})
+    if config is not None:
+        found["speculative_config"] = type(config)(**_changed(_fields(config), _absolute))
     return {**found, "model": _absolute(options.model)}
 
 
-def _absolute(model: Any) -> Any:
-    if isinstance(model, str) and Path(model).expanduser().exists():
-        return str(Path(model).expanduser().absolute())
-    return model
+def as_given(settings: Mapping[str, Any], config: SpeculativeConfig | None) -> dict[str, Any]:
+    """Settings of another process (`settings_of`) with paths as the user wrote them.
+
+    So results are those of one process, which another run can go on with.
+    """
+    if config is None:
+        return dict(settings)
+    given: dict[str, str] = {}
+
+    def note(path: str) -> str:
+        given[_absolute(path)] = path
+        return path
+
+    _changed(_fields(config), note)
+
+    def back(path: str) -> str:
+        for absolute, relative in given.items():
+            if path == absolute:
+                return relative
+            if path.startswith(f"{absolute}/"):  # of a set of drafters
+                return str(Path(relative) / path[len(absolute) + 1 :])
+        return path
+
+    return {**settings, "speculative_config": _changed(settings["speculative_config"], back)}
+
+
+def _fields(config: SpeculativeConfig) -> dict[str, Any]:
+    """What the user wrote of it."""
+    own = type(config).model_fields.keys() & config.model_fields_set
+    return {name: getattr(config, name) for name in own} | (config.model_extra or {})
+
+
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    """A configuration with other paths, also in drafters that it combines."""
+    from foretoken.drafters.registry import file_fields
+
+    if isinstance(value, Mapping):
+        paths = {"model", "drafters", *file_fields()}
+        return {
+            name: change(str(each))
+            if name in paths and isinstance(each, str | Path) and str(each)
+            else _changed(each, change)
+            for name, each in value.items()
+        }
+    return [_changed(each, change) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _absolute(path: str) -> str:
+    there = Path(path).expanduser()
+    return str(there.absolute()) if there.exists() else path

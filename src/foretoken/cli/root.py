@@ -128,7 +128,8 @@ def _what(error: typer.TyperException, context: Any) -> str:
     options = {name for each in context.command.params for name in each.opts if name[0] == "-"}
     unknown = getattr(error, "option_name", None)
     if unknown is not None and unknown not in options:
-        advice = instead_of_option(unknown, sorted(options))
+        arguments = {each.name for each in context.command.params if each.name == each.opts[0]}
+        advice = instead_of_option(unknown, sorted(options | arguments))
         return f"no such option: {unknown}" + (f": {advice}" if advice else "")
     message = error.format_message()
     if message.startswith("Got unexpected extra argument"):

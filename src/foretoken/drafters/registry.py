@@ -8,9 +8,10 @@ add methods through entry points (`core.plugins`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from functools import cache
+from typing import Any, get_args
 
-from foretoken.core.config import nearest
+from foretoken.core.config import PathText, nearest
 from foretoken.core.plugins import plugin, plugin_names
 from foretoken.drafters import build, build_models
 from foretoken.drafters.base import Drafter, DrafterOptions
@@ -47,7 +48,7 @@ from foretoken.drafters.options.models import (
 from foretoken.drafters.spec import DrafterSpec
 from foretoken.errors import ConfigError
 
-__all__ = ["METHODS", "drafter_spec", "spec_of"]
+__all__ = ["METHODS", "drafter_spec", "file_fields", "spec_of"]
 
 
 INSTANCE_TOKENS = 5
@@ -279,3 +280,19 @@ def _default_length(config: Mapping[str, Any]) -> int:
 def spec_of(drafter: Drafter) -> DrafterSpec:
     """A specification for a drafter that the user passes as an instance."""
     return DrafterSpec(NoOptions, lambda _: drafter, INSTANCE_TOKENS)
+
+
+@cache
+def file_fields() -> frozenset[str]:
+    """Options of methods that name files."""
+    (reads_path,) = get_args(PathText)[1:]
+    return frozenset(
+        name
+        for spec in METHODS.values()
+        for name, field in spec.options.model_fields.items()
+        if reads_path in field.metadata or _mentions(field.annotation, reads_path)
+    )
+
+
+def _mentions(annotation: Any, metadata: Any) -> bool:
+    return any(part is metadata or _mentions(part, metadata) for part in get_args(annotation))

@@ -47,7 +47,7 @@ class Line:
     """A prompt of several.
 
     Args:
-        number: of its line in the file, from 1.
+        number: of its line in the file, from 1; None without a file.
         form: one of `FORMS`.
         prompt: text, messages or token ids.
         params: sampling parameters.
@@ -56,7 +56,7 @@ class Line:
         prediction: what its answer is expected to repeat; None for nothing.
     """
 
-    number: int
+    number: int | None
     form: str
     prompt: Any
     params: SamplingParams
@@ -67,8 +67,9 @@ class Line:
     @property
     def shown(self) -> dict[str, Any]:
         """What its result says of it: the line, the id and the prompt."""
-        named = {} if self.id is None else {"id": self.id}
-        return {"line": self.number, **named, self.form: self.prompt}
+        named: dict[str, Any] = {} if self.id is None else {"id": self.id}
+        place = {} if self.number is None else {"line": self.number}
+        return {**place, **named, self.form: self.prompt}
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def shaped(llm: LoadedLLM, text: str, chat: bool | None = None) -> Prompt:
     return [{"role": "user", "content": text}] if chat else text
 
 
-def line_of(number: int, fields: Mapping[str, Any], params: SamplingParams) -> Line:
+def line_of(number: int | None, fields: Mapping[str, Any], params: SamplingParams) -> Line:
     """A line.
 
     Args:
@@ -160,7 +161,7 @@ def jobs_of(llm: LoadedLLM, lines: Sequence[Line], shape: Shape) -> list[Job]:
 
     Raises:
         ForetokenError: a line is no prompt, or its fields do not go together; the message has its
-            number.
+            number, if it has one.
     """
     from foretoken.engine.job_spec import JobSpec
 
@@ -172,6 +173,8 @@ def jobs_of(llm: LoadedLLM, lines: Sequence[Line], shape: Shape) -> list[Job]:
             spec = JobSpec(prompt, line.params, references=texts, prediction=line.prediction)
             jobs.append(llm.engine.job(spec))
         except ForetokenError as error:
+            if line.number is None:
+                raise
             raise type(error)(f"line {line.number}: {error}") from None
     return jobs
 

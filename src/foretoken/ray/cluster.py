@@ -11,12 +11,20 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
-from foretoken.errors import ForetokenError
+from foretoken.errors import ForetokenError, in_one_line
 from foretoken.ray.address import answers, nothing_at, prepare
-from foretoken.ray.plan import Replicas, Share, share_of
+from foretoken.ray.plan import Replicas, Share, beside, share_of
 from foretoken.runtime.cores import available_cores
 
-__all__ = ["check_installed", "check_there", "cluster", "is_there", "share", "watched"]
+__all__ = [
+    "check_installed",
+    "check_there",
+    "cluster",
+    "cores_beside",
+    "is_there",
+    "share",
+    "watched",
+]
 
 OBJECT_STORE = 256 * 2**20
 """Bytes for what processes of a cluster of ours give each other: bodies and blocks of text."""
@@ -87,7 +95,10 @@ def cluster(address: str | None, *, stays: bool = False) -> Iterator[bool]:
         try:
             try:
                 ray.init(**settings, logging_level=logging.ERROR)
-            except (ConnectionError, RuntimeError, ValueError) as error:
+            except ray.exceptions.AuthenticationError as error:
+                where = "a Ray cluster of this machine" if address is None else address
+                raise ForetokenError(f"{where} refuses the token: {in_one_line(error)}") from None
+            except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
                 raise _failed(address, error) from None
             again()
             yield address is None
@@ -98,9 +109,7 @@ def cluster(address: str | None, *, stays: bool = False) -> Iterator[bool]:
 
 def share(replicas: Replicas, *, device: str, threads: int | None) -> Share:
     """See `share_of`, for the machines of the cluster."""
-    import ray
-
-    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    machines = _machines()
     return share_of(
         [each.get("CPU", 0) for each in machines],
         [each.get("GPU", 0) for each in machines],
@@ -108,6 +117,11 @@ def share(replicas: Replicas, *, device: str, threads: int | None) -> Share:
         device=device,
         threads=threads,
     )
+
+
+def cores_beside(of_each: Share) -> float:
+    """See `beside`, for the machines of the cluster."""
+    return beside(of_each, [each.get("CPU", 0) for each in _machines()])
 
 
 def is_there() -> bool:
@@ -142,6 +156,13 @@ def watched() -> Iterator[Callable[[], bool]]:
         yield lambda: not lost.is_set()
     finally:
         done.set()
+
+
+def _machines() -> list[dict[str, float]]:
+    """What each machine of the cluster has."""
+    import ray
+
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def _missing(name: str | None) -> ForetokenError:

@@ -11,7 +11,7 @@ from typing import Any
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from ray.exceptions import RayError, RayTaskError
-from ray.serve.exceptions import RayServeException
+from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from foretoken.ray.expositions import joined
 from foretoken.ray.prefixes import prompt_keys
 from foretoken.ray.wire import LOG, Call, Message
-from foretoken.serve.body import content_of
+from foretoken.serve.body import AT_ONCE, content_of
 from foretoken.serve.errors import APIError, unknown_response
 from foretoken.serve.events import answer_of, data
 from foretoken.serve.running import while_connected
@@ -40,8 +40,6 @@ ASKED_SECONDS = 10.0
 """Seconds in which all replicas have to answer what all are asked."""
 _NO_ANSWER = (TimeoutError, RayError, RayServeException, RuntimeError)
 """What Ray raises if nobody answers."""
-_AT_ONCE = 65536
-"""Bytes of JSON that are read in the event loop; more in a thread."""
 
 
 class Front:
@@ -66,6 +64,7 @@ class Front:
         self._settings = settings
         self._alive = alive
         self._telling: asyncio.Future[Any] | None = None
+        self._open: set[tuple[asyncio.Task[Any], _Answer]] = set()
         self.stopping = False
 
     @property
@@ -127,8 +126,16 @@ class Front:
         return found
 
     def cut_off(self) -> None:
-        """Tell the clients of all requests that the server shuts down before their end."""
+        """Tell the clients of all requests that the server shuts down before their end.
+
+        The replicas end the streams that have begun. All other requests are answered here: perhaps
+        no replica has them yet.
+        """
         self._telling = asyncio.ensure_future(self._cut_off())
+        for task, answer in self._open:
+            if not answer.begun:
+                answer.cut = True
+                task.cancel()
 
     async def _cut_off(self) -> None:
         with contextlib.suppress(*_NO_ANSWER):  # then there is nobody to be cut off
@@ -146,8 +153,24 @@ class Front:
         return True
 
     async def _forward(self, call: Call, answer: _Answer) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._open.add((task, answer))
+        try:
+            await self._answered(call, answer)
+        except APIError as error:
+            await answer.refuse(error)
+        except asyncio.CancelledError:
+            if not answer.cut:
+                raise
+            task.uncancel()
+            await answer.refuse(shut_down())
+        finally:
+            self._open.discard((task, answer))
+
+    async def _answered(self, call: Call, answer: _Answer) -> None:
         path = call.scope["path"]
-        if len(call.body) <= _AT_ONCE:
+        if len(call.body) <= AT_ONCE:
             keys = prompt_keys(path, call.body)
         else:
             keys = await asyncio.to_thread(prompt_keys, path, call.body)
@@ -165,6 +188,9 @@ class Front:
 
         Returns:
             What went wrong if the replica was lost; else None.
+
+        Raises:
+            APIError: Ray has no replica for it.
         """
         method = self._replicas.options(stream=True, method_name="respond")
         stream = method.remote(call=call, keys=keys)
@@ -179,6 +205,12 @@ class Front:
             raise
         except (RayError, RayServeException) as error:
             ended = True
+            if answer.complete:
+                return None
+            if isinstance(error, DeploymentUnavailableError) and not answer.begun:
+                raise APIError(
+                    503, "no replica takes requests: try again later.", headers={"Retry-After": "5"}
+                ) from None
             return str(error) or type(error).__name__
         finally:
             if not (ended or answer.complete):
@@ -192,14 +224,15 @@ class _Answer:
     The head waits for the first piece of the body, so that a lost request can begin again.
 
     Attributes:
-        begun: whether the client has got something.
-        complete: whether it has got everything.
+        begun: whether something was sent to the client.
+        complete: whether everything was.
+        cut: whether it is to be told that the server shuts down.
     """
 
     def __init__(self, scope: Scope, send: Send, write_timeout: float) -> None:
         self._scope, self._send, self._write_timeout = scope, send, write_timeout
         self._head: Message | None = None
-        self.begun = self.complete = False
+        self.begun = self.complete = self.cut = False
 
     async def take(self, message: Message) -> None:
         """Send a message of a replica, or keep it until the next one.
@@ -214,8 +247,8 @@ class _Answer:
         else:
             assert self._head is not None, "a head comes first"
             if not self.begun:
-                await self._pass_on(self._head)
                 self.begun = True
+                await self._pass_on(self._head)
             self.complete = not message.get("more_body", False)
             await self._pass_on(message)
 
@@ -228,15 +261,21 @@ class _Answer:
         error = APIError(
             503, "the replica with this request was lost: send it again.", code="replica_lost"
         )
-        self._scope.setdefault("state", {})["log"] = {"error": error.code}
         if not self.begun:
-            await answer_of(error)(self._scope, _nothing, self._send)
+            await self.refuse(error)
             return
+        self._scope.setdefault("state", {})["log"] = {"error": error.code}
         assert self._head is not None
         if b"text/event-stream" not in dict(self._head["headers"]).get(b"content-type", b""):
             raise ConnectionError("the rest of an answer is lost")
         last = {"type": "http.response.body", "body": data(error.as_dict()), "more_body": False}
         await self._pass_on(last)
+
+    async def refuse(self, error: APIError) -> None:
+        """Answer a client that has got nothing with an error."""
+        self.begun = self.complete = True
+        self._scope.setdefault("state", {})["log"] = {"error": error.code}
+        await answer_of(error)(self._scope, _nothing, self._send)
 
     async def _pass_on(self, message: Message) -> None:
         async with asyncio.timeout(self._write_timeout):

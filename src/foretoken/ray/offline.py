@@ -8,13 +8,14 @@ import pickle
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Generator as Iterates
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.params import SamplingParams
 from foretoken.engine.lines import Line, Shape, has_failed, jobs_of, line_of, records, settings_of
-from foretoken.errors import ConfigError, ForetokenError, PromptError, in_one_line
-from foretoken.ray.cluster import check_installed, cluster, share
+from foretoken.errors import ConfigError, ForetokenError, in_one_line
+from foretoken.ray.cluster import check_installed, cluster, cores_beside, share
 from foretoken.ray.plan import Replicas, Share
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def generate(
     Returns:
         The dataset with further columns: `text`, `token_ids` and `finish_reason` of the first
         output, `error` (None if all went well), and `result`, the JSON object that
-        `foretoken generate --prompts-file` writes.
+        `foretoken generate --prompts-file` writes, without `line`.
 
     Raises:
         ForetokenError: Ray is not installed, or there are more replicas than cores.
@@ -79,10 +80,9 @@ def generate(
     wanted = Replicas.parse(replicas)
     with cluster(None, stays=True):
         of_each = share(wanted, device=str(engine.get("device", "auto")), threads=threads)
-    read = partial(_row, params)
-    stage = _stage(
-        dataset, {"model": model, **engine}, Shape(chat), wanted, of_each, read, batch_size
-    )
+        cores = cores_beside(of_each)
+    made = _Stage({"model": model, **engine}, Shape(chat), wanted, of_each, cores)
+    stage = made.on(dataset, partial(_row, params), batch_size)
     stage.context.execution_options.preserve_order = True
     return stage
 
@@ -102,7 +102,7 @@ class Generator:
         model: Mapping[str, Any],
         shape: Shape,
         threads: int,
-        read: Callable[[int, dict[str, Any]], Line],
+        read: Callable[[dict[str, Any]], Line],
     ) -> None:
         self._llm = _loaded(model, threads)
         self._shape, self._read = shape, read
@@ -138,9 +138,9 @@ class Generator:
         refused: dict[int, str] = {}
         for place, row in enumerate(rows):
             try:
-                line = self._read(place + 1, row)
+                line = self._read(row)
                 jobs += jobs_of(self._llm, [line], self._shape)
-            except (ConfigError, PromptError) as error:
+            except ForetokenError as error:
                 refused[place] = str(error)
             else:
                 lines.append(line)
@@ -218,8 +218,9 @@ class Offline:
         blocks = -(-len(lines) // size)
         rows = [{"line": pickle.dumps(line)} for line in lines]
         dataset = ray.data.from_items(rows, override_num_blocks=blocks)
-        given = self._model, self._shape, self._replicas, self._share, _unpickled, None
-        stage = _stage(dataset, *given)
+        share = self._share
+        made = _Stage(self._model, self._shape, self._replicas, share, share.cores)
+        stage = made.on(dataset, _unpickled, None)
         stage.context.execution_options.preserve_order = True
         done = 0
         try:
@@ -235,32 +236,46 @@ class Offline:
             raise _given_up(error) from None
 
 
-def _stage(
-    dataset: Any,
-    model: Mapping[str, Any],
-    shape: Shape,
-    replicas: Replicas,
-    of_each: Share,
-    read: Callable[[int, dict[str, Any]], Line],
-    batch_size: int | None,
-) -> Any:
-    import ray
+@dataclass(frozen=True)
+class _Stage:
+    """Processes with engines.
 
-    with warnings.catch_warnings():
-        # Ray 2.60 deprecates the two `max_`, which have no other name in it.
-        warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated")
-        return dataset.map_batches(
-            Generator,
-            fn_constructor_args=(dict(model), shape, of_each.cores, read),
-            batch_format="pyarrow",
-            batch_size=batch_size,
-            compute=ray.data.ActorPoolStrategy(min_size=replicas.least, max_size=replicas.most),
-            num_cpus=of_each.cores,
-            num_gpus=of_each.gpus,
-            max_restarts=-1,  # of a process, which may work for days
-            max_task_retries=ATTEMPTS - 1,  # of a block
-            udf_modifying_row_count=False,
-        )
+    Args:
+        model: arguments of `LLM`.
+        shape: what becomes of prompts.
+        replicas: how many.
+        of_each: what each computes with.
+        cores: what Ray sets aside for each.
+    """
+
+    model: Mapping[str, Any]
+    shape: Shape
+    replicas: Replicas
+    of_each: Share
+    cores: float
+
+    def on(
+        self, dataset: Any, read: Callable[[dict[str, Any]], Line], batch_size: int | None
+    ) -> Any:
+        """The dataset with the columns of the results; `read` makes a line of a row."""
+        import ray
+
+        least, most = self.replicas.least, self.replicas.most
+        with warnings.catch_warnings():
+            # Ray 2.60 deprecates the two `max_`, which have no other name in it.
+            warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated")
+            return dataset.map_batches(
+                Generator,
+                fn_constructor_args=(dict(self.model), self.shape, self.of_each.cores, read),
+                batch_format="pyarrow",
+                batch_size=batch_size,
+                compute=ray.data.ActorPoolStrategy(min_size=least, max_size=most),
+                num_cpus=self.cores,
+                num_gpus=self.of_each.gpus,
+                max_restarts=-1,  # of a process, which may work for days
+                max_task_retries=ATTEMPTS - 1,  # of a block
+                udf_modifying_row_count=False,
+            )
 
 
 def _loaded(model: Mapping[str, Any], threads: int) -> LLM:
@@ -283,9 +298,9 @@ def _checked(
     return settings_of(llm)
 
 
-def _row(params: SamplingParams, number: int, row: dict[str, Any]) -> Line:
+def _row(params: SamplingParams, row: dict[str, Any]) -> Line:
     """The line in a row; a table has nulls for what a row does not say."""
-    return line_of(number, _without_nulls(row), params)
+    return line_of(None, _without_nulls(row), params)
 
 
 def _without_nulls(value: Any) -> Any:
@@ -294,8 +309,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
-def _unpickled(number: int, row: dict[str, Any]) -> Line:
-    del number
+def _unpickled(row: dict[str, Any]) -> Line:
     line = pickle.loads(row["line"])
     assert isinstance(line, Line)
     return line

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from foretoken.errors import ConfigError
 
-__all__ = ["Replicas", "Share", "share_of"]
+__all__ = ["Replicas", "Share", "beside", "share_of"]
 
 
 @dataclass(frozen=True)
@@ -101,3 +101,18 @@ def share_of(
         f"replicas: {replicas.most} need {need}, and there are {total}: take fewer"
         + ("" if threads is None else ", or fewer threads")
     )
+
+
+def beside(share: Share, cores: Sequence[float]) -> float:
+    """Cores that Ray sets aside for a replica, so that some machine has one for other work.
+
+    A replica has as many threads as its share has cores all the same. They wait for nobody, but a
+    task that reads a file would wait forever for a core of its own.
+
+    Args:
+        share: of each replica.
+        cores: of each machine.
+    """
+    if share.cores > 1:
+        return share.cores - 1
+    return 0.5 if max(cores, default=0) >= 2 else 0

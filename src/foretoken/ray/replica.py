@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 
 from foretoken.async_llm import AsyncLLM
 from foretoken.errors import ForetokenError
@@ -16,6 +18,7 @@ from foretoken.ray.wire import LOG, Call, Message
 from foretoken.runtime.native.threads import set_num_threads
 from foretoken.serve.app import endpoints
 from foretoken.serve.errors import APIError
+from foretoken.serve.run import LAST_STEP
 from foretoken.serve.settings import Settings
 
 __all__ = ["Replica"]
@@ -26,8 +29,9 @@ _log = logging.getLogger("ray.serve")
 class Replica:
     """An engine, and the app of its endpoints.
 
-    Ray makes it, and would make it again and again if that failed. So the error is kept for whoever
-    asks (`problem`).
+    Ray makes it, and would make it again and again if that failed. So at the start of the server,
+    the error is kept for whoever asks (`problem`). A replica that starts later fails: nobody asks
+    it, and Ray waits longer each time before it tries again.
 
     Args:
         model: arguments of `LLM`.
@@ -46,6 +50,7 @@ class Replica:
             self._llm.worker.call(self._llm.llm.engine.measure_costs).result()
         except ForetokenError as error:
             self._problem = error
+            self._late = _is_open()
             return
         name = str(serve.get_replica_context().rank.rank)
         self._app = endpoints(self._llm, settings, name)
@@ -57,9 +62,11 @@ class Replica:
     async def check_health(self) -> None:
         """Called by Ray, which replaces a replica for which this raises.
 
-        One that could not load its model is well until its first request: Ray would try again to
-        load it before anybody could ask for its problem.
+        One that could not load its model at the start of the server is well until its first
+        request: Ray would try again to load it before anybody could ask for its problem.
         """
+        if self._problem is not None and self._late:
+            raise RuntimeError(f"the model cannot be loaded: {self._problem}")
         if self._llm is not None and not self._llm.worker.alive:
             raise RuntimeError("the engine has ended")
 
@@ -68,8 +75,12 @@ class Replica:
         return self._app.state.server.metrics.exposition()[0].decode() if self._llm else ""
 
     async def cut_off(self) -> None:
-        """Tell the clients of all requests that the server shuts down before their end."""
+        """Tell the clients of all requests that the server shuts down before their end.
+
+        Those that come later are told at once.
+        """
         if self._llm is not None:
+            self._app.state.server.stopping = True
             self._app.state.server.cut_off()
 
     async def stop(self, response_id: str) -> bool:
@@ -111,6 +122,7 @@ class Replica:
                 self._end_if_dead()
                 yield messages
             await task
+            self._end_if_dead()  # then the answer says so, and another replica has a better one
             log = {"type": LOG, "log": scope["state"].get("log", {})}
             yield [*messages[:-1], log, *last]
         finally:
@@ -131,7 +143,16 @@ class Replica:
     def __del__(self) -> None:
         """Called by Ray when the replica is stopped."""
         if self._llm is not None:
-            self._llm.close()
+            self._llm.close(LAST_STEP)
+
+
+def _is_open() -> bool:
+    """Whether the server of this replica has started, with other replicas."""
+    try:
+        name = serve.get_replica_context().app_name
+        return str(serve.status().applications[name].status.value) != "DEPLOYING"
+    except (KeyError, RayError, RayServeException):
+        return False
 
 
 def _waiting(queue: asyncio.Queue[Any]) -> Iterator[Any]:

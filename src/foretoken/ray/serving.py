@@ -6,9 +6,11 @@ import contextlib
 import logging
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from inspect import signature
 from typing import Any
 
-from foretoken.errors import ForetokenError
+from foretoken.errors import ForetokenError, in_one_line
+from foretoken.llm import LLM
 from foretoken.ray.cluster import is_there, share, watched
 from foretoken.ray.plan import Replicas, Share
 from foretoken.serve.app import guarded
@@ -18,8 +20,10 @@ from foretoken.serve.settings import Settings
 
 __all__ = ["deployed", "serve_replicas"]
 
-ROWS = 16
-"""`max_num_seqs` of an `LLM` that was given none."""
+TOLD_SECONDS = 5.0
+"""Seconds in which replicas have to learn that they end."""
+PROBLEM_SECONDS = 60.0
+"""Seconds in which all replicas have to say whether they have loaded the model."""
 SPARE = 64
 """Calls beyond those for outputs that a replica takes: health, metrics, tokens of texts."""
 
@@ -76,12 +80,14 @@ def deployed(
     """
     of_each = share(replicas, device=str(model.get("device", "auto")), threads=threads)
     from ray import serve as ray_serve
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
     from ray.serve.schema import LoggingConfig
 
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     ray_serve.start(proxy_location="Disabled", logging_config=quiet)
-    name = f"foretoken {settings.model}"
+    name = f"foretoken {settings.model}".replace("#", "-")  # which Ray puts between parts of names
     if name in ray_serve.status().applications:
         raise ForetokenError(
             f"the cluster serves {settings.model} already: end that with `serve shutdown`, or "
@@ -91,18 +97,36 @@ def deployed(
         application = _deployment(model, settings, replicas, of_each, quiet)
         try:
             handle = ray_serve.run(application, name=name, route_prefix=None)
-        except RuntimeError as error:
-            line = str(error).strip().splitlines()[0]
-            raise ForetokenError(f"the replicas do not start: {line}") from None
-        problem = handle.problem.remote().result()
-        if problem is not None:
-            raise problem
-        yield handle
+            _check_loaded(handle)
+        except (RuntimeError, RayError, RayServeException, TimeoutError) as error:
+            raise ForetokenError(f"the replicas do not start: {in_one_line(error)}") from None
+        try:
+            yield handle
+        finally:
+            if not ours and is_there():
+                no_answer = RayError, RayServeException, RuntimeError, TimeoutError
+                with contextlib.suppress(*no_answer):
+                    handle.broadcast("cut_off").results(
+                        timeout_s=TOLD_SECONDS, return_exceptions=True
+                    )
     finally:
         if not ours and is_there():
             ray_serve.delete(name)
             if not ray_serve.status().applications:
                 ray_serve.shutdown()
+
+
+def _check_loaded(handle: Any) -> None:
+    """Ask all replicas for what went wrong when they were made.
+
+    Raises:
+        ForetokenError: one could not load the model.
+        RayError: one was lost.
+        TimeoutError: one does not answer.
+    """
+    for problem in handle.broadcast("problem").results(timeout_s=PROBLEM_SECONDS):
+        if problem is not None:
+            raise problem
 
 
 def _deployment(
@@ -118,7 +142,7 @@ def _deployment(
 
     from foretoken.ray.replica import Replica
 
-    rows = int(model.get("max_num_seqs") or ROWS)
+    rows = int(model.get("max_num_seqs") or signature(LLM).parameters["max_num_seqs"].default)
     scaling: dict[str, Any] = {"num_replicas": replicas.least}
     if replicas.scales:
         scaling = {

@@ -14,9 +14,9 @@ from starlette.requests import ClientDisconnect, Request
 from foretoken.serve.errors import APIError, invalid, of_validation
 from foretoken.serve.settings import Settings
 
-__all__ = ["Body", "by_kind", "by_type", "content_of", "parsed", "read"]
+__all__ = ["AT_ONCE", "Body", "by_kind", "by_type", "content_of", "parsed", "read"]
 
-_AT_ONCE = 65536
+AT_ONCE = 65536
 """Bytes of JSON that are read in the event loop (about a millisecond); more in a thread."""
 
 
@@ -114,7 +114,7 @@ async def read(request: Request, kind: type[AnyBody], settings: Settings) -> Any
         APIError: it is too large (413), too slow (408), not JSON, or a field is wrong (400).
     """
     content = await content_of(request, settings)
-    if len(content) <= _AT_ONCE:
+    if len(content) <= AT_ONCE:
         return parsed(kind, _loads(content))
     return await asyncio.to_thread(lambda: parsed(kind, _loads(content)))
 

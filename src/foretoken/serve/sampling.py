@@ -10,9 +10,8 @@ from typing import Any, Literal, get_args, get_origin
 from foretoken.config import SpeculativeConfig
 from foretoken.control import CONTROLLERS
 from foretoken.core.acceptance import RULES
-from foretoken.core.config import PathText
 from foretoken.core.params import SamplingParams
-from foretoken.drafters.registry import METHODS
+from foretoken.drafters.registry import METHODS, file_fields
 from foretoken.serve.errors import APIError, invalid
 from foretoken.serve.fields import SamplingBody
 from foretoken.serve.settings import Settings
@@ -178,7 +177,7 @@ def _check_fields(given: Any, path: str) -> None:
     if isinstance(given, Mapping):
         for name, value in given.items():
             here = f"{path}.{name}"
-            if name in _LOADS | _file_fields():
+            if name in _LOADS | file_fields():
                 raise invalid(
                     "speculative_config",
                     f"{here}: a request cannot name files or models: start the server with it.",
@@ -225,22 +224,6 @@ def _options_in(value: Any) -> Iterator[tuple[str, Any]]:
 def _names() -> frozenset[str]:
     """Methods, rules and controllers of this library."""
     return frozenset({*METHODS, *RULES, *CONTROLLERS})
-
-
-@cache
-def _file_fields() -> frozenset[str]:
-    """Options of methods that name files."""
-    (reads_path,) = get_args(PathText)[1:]
-    return frozenset(
-        name
-        for spec in METHODS.values()
-        for name, field in spec.options.model_fields.items()
-        if reads_path in field.metadata or _mentions(field.annotation, reads_path)
-    )
-
-
-def _mentions(annotation: Any, metadata: Any) -> bool:
-    return any(part is metadata or _mentions(part, metadata) for part in get_args(annotation))
 
 
 @cache
