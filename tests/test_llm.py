@@ -89,7 +89,7 @@ def test_generate_with_arguments_of_other_libraries(
 
 
 def test_a_call_without_prompts(llm: LLM) -> None:
-    inputs = {"input_ids": [[1]], "attention_mask": [[1]]}
+    inputs: dict[str, Any] = {"input_ids": [[1]], "attention_mask": [[1]]}
     for call in (llm.generate, llm.stream, llm.chat):
         with pytest.raises(ConfigError, match="no argument 'input_ids': give "):
             call(**inputs)

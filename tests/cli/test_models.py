@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,7 +82,7 @@ def test_packed_weights_stand_for_their_model(run: Run, tmp_path: Path) -> None:
         store.build(name, str(source), 0, fill, store.Kind("packed", 3, "x"))
         return name
 
-    def options(**given: str) -> tuple[str, str, str]:
+    def options(**given: Any) -> tuple[str, str, str]:
         found = ModelOptions(**given)
         return found.model, found.quantization, found.dtype
 
