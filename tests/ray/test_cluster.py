@@ -122,7 +122,8 @@ def test_a_stream_passes_through_and_a_client_that_goes_away_frees_its_request(
         httpx2.Client(base_url=cluster.url, timeout=PATIENCE) as client,
         client.stream("POST", "/v1/completions", json=ENDLESS) as response,
     ):
-        first = next(response.iter_lines())
+        lines = response.iter_lines()  # kept: without it, the response would be closed
+        first = next(lines)
         assert json.loads(first.removeprefix("data: "))["choices"][0]["text"]
         asyncio.run(until(lambda: cluster.running() == 1))
     asyncio.run(until(lambda: not cluster.running()))
