@@ -366,6 +366,7 @@ def test_two_processes_compile_once(tmp_path: Path) -> None:
     assert len(compiled) == 1
 
 
+@pytest.mark.slow  # it compiles
 def test_a_library_that_others_may_write_is_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,7 @@ Runs.advance = lambda self: advance(self) if next(steps, None) is not None else 
 """The engine's fourth step has no end."""
 
 
+@pytest.mark.slow
 def test_a_step_without_an_end_does_not_hold_up_the_end(tiny_folder: Path) -> None:
     options = ("--shutdown-timeout", 0, "--no-log-requests", "--served-model-name", "mine")
     with process(tiny_folder, *options, code=STUCK + MAIN) as (program, url):
