@@ -107,14 +107,15 @@ class Group(Peers):
     def _gathered(self, part: Tensor) -> Tensor:
         """[size, ...]."""
         first, *others = part.shape
-        parts = part.new_empty((self.size * first, *others))
-        dist.all_gather_single(parts, part.contiguous(), group=self._devices)
+        parts, own = part.new_empty((self.size * first, *others)), part.contiguous()
+        with _answers(self.size):
+            dist.all_gather_single(parts, own, group=self._devices)
         return parts.view(self.size, *part.shape)
 
 
 @contextmanager
 def _answers(size: int) -> Iterator[None]:
-    """Turn what gloo says of a process that does not answer into a line that helps.
+    """Turn what gloo or nccl says of a process that does not answer into a line that helps.
 
     Raises:
         OutOfStepError: one of the `size` processes does not answer.
