@@ -203,6 +203,13 @@ class AsyncLLM:
             jobs = await self.prepare(partial(engine.made_jobs, read, strategies))
         return [AsyncRequest(job, self.worker) for job in jobs]
 
+    def measure_costs(self) -> None:
+        """Measure what passes cost, if that was put off; returns when it is done.
+
+        Any request may speculate. The first one that does would hold up the others.
+        """
+        self.worker.call(self.llm.engine.measure_costs).result()
+
     async def encode(self, prompt: Prompt) -> list[int]:
         """See `LLM.encode`."""
         return await self.prepare(partial(self.llm.encode, prompt))

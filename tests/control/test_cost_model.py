@@ -155,7 +155,7 @@ def test_a_new_request_is_tried_soon_where_that_is_cheap(start_cost: float, afte
             drafting = start_cost if budget.chain and not before else 0.0
             times, before = (drafting, model.costs(1 + budget.chain)), budget.chain
             learn(model, [outcome(request, [1] * budget.chain, 0)], *times)
-    model._steps_without_trial = 0.0
+    model._probing._since_trial = 0.0
     another, depths = request_of(), []
     for _ in range(130):
         depths.append(model.budgets([another], 1)[0].depth)

@@ -48,10 +48,10 @@ def test_it_is_near_the_best_rate_of_all_lengths_of_two_requests() -> None:
     for accepted in (4, 3, 4, 4, 2) * 8:
         for request, passed in zip(batch, (accepted, accepted // 2), strict=True):
             learn(model, [outcome(request, [1] * 4, passed)], 0, model.costs(5))
-    model._drafting_costs.add(0.0005, 1, caught_up=True)
+    model._estimates.drafting.add(0.0005, 1, caught_up=True)
     model._drafted_steps = 0
     alphas = [acceptance_rates(model, request)[0] for request in batch]
-    drafts = [model._history(request).draft_rate() for request in batch]
+    drafts = [model._estimates.history(request).draft_rate() for request in batch]
 
     def rate(lengths: tuple[int, ...]) -> float:
         parts = list(zip(alphas, drafts, lengths, strict=True))
@@ -115,7 +115,7 @@ def test_it_knows_that_a_drafter_often_has_no_guess() -> None:
         model.budgets([request], 1)
         sizes, passed = ((), 0) if step % 4 else ([1] * 4, 4)
         learn(model, [outcome(request, sizes, passed)], 0.001, 0.01)
-    assert model._history(request).draft_rate() == pytest.approx(0.25, abs=0.1)
+    assert model._estimates.history(request).draft_rate() == pytest.approx(0.25, abs=0.1)
     assert acceptance_rates(model, request)[0] > 0.8
 
 
@@ -194,5 +194,5 @@ def test_the_first_measurement_is_not_spoilt_by_newcomers() -> None:
         outcomes = [outcome(r, [1] * n, n) for r, n in zip(batch, lengths, strict=True)]
         learn(model, outcomes, seconds, 0.011)
     assert seen == [[4], [4, 0], [4, 4], [4, 4]]
-    assert not model._drafting_costs.bound
-    assert model._level_seconds == pytest.approx(0.001, rel=0.05)
+    assert not model._estimates.drafting.bound
+    assert model._estimates.level_seconds == pytest.approx(0.001, rel=0.05)

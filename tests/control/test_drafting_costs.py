@@ -67,7 +67,7 @@ def test_short_outputs_do_not_pay_for_reading_the_source() -> None:
     assert any(serve(model, 60, start=6.0))
     drafting_requests(model, 40, tokens=8, start=6.0)
     assert drafting_requests(model, 20, tokens=8, start=6.0) <= 1
-    assert model._lengths.left(0, 200) < 12
+    assert model._estimates.lengths.left(0, 200) < 12
 
 
 @pytest.mark.parametrize("stops_early", [False, True])

@@ -290,7 +290,7 @@ def test_grafts_do_not_count_as_trained_levels(right: int, clock: Clock) -> None
             longest = max(longest, cut.tree.num_drafted)
             learn(model, [outcome(request, cut)], 0.0, 0.01)
         assert (longest > 2) == grafted
-        rates.append(model._trained._overall.acceptance_rates()[:2])
+        rates.append(model._trained._estimates.acceptance_rates[:2])
     assert rates[0] == rates[1]
 
 
@@ -363,5 +363,5 @@ def test_a_released_request_is_forgotten(clock: Clock) -> None:
     model.release(request)
     assert not model._found
     assert not model._drafts
-    assert not model._trained._histories
+    assert not model._trained._estimates._histories
     assert not model._lookups._states

@@ -164,5 +164,5 @@ def test_greedy_and_sampled_requests_have_thresholds_of_their_own() -> None:
         learn(model, [replace(made, draft=draft)], 0.002, cpu(3))
     model._price = 0.6
     for request, alike in ((greedy, True), (sampled, False)):
-        budget = model._budget(request, model._history(request), 5, 1.0)
+        budget = model._budget(request, model._estimates.history(request), 5, 1.0)
         assert (budget.min_path_prob == unlearnt) == alike

@@ -100,7 +100,7 @@ def learn(
 
 def acceptance_rates(model: CostModel, request: Request) -> list[float]:
     """For each level, the rate by which the model chooses how deep the request drafts."""
-    return model._history(request).acceptance_rates(model._overall.acceptance_rates())
+    return model._estimates.history(request).acceptance_rates(model._estimates.acceptance_rates)
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,20 @@ def level_by_level(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Passes, "grow", lambda *_, **__: None)
 
 
+def drawn_in_one_call(
+    llm: LLM, params: SamplingParams, budget: Budget, monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    """What is proposed for one request, which is what would be level by level, too."""
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelDrafter, "_expand", None)  # no level is drawn by itself
+        (draft,) = proposed(llm, requests(params), [budget])
+    with monkeypatch.context() as patch:
+        level_by_level(patch)
+        (same,) = proposed(llm, requests(params), [budget])
+    assert draft.tree == same.tree
+    return draft
+
+
 def drafts(output: RequestOutput) -> list[Any]:
     return [(step.drafted, step.parents) for step in output.trace]
 
@@ -338,13 +352,8 @@ def test_min_p_is_only_in_doubt_for_tokens_that_might_be_drawn(
     target = tiny_model(vocab_size=VOCAB_SIZE, head_dim=32, max_position_embeddings=128)
     llm = LLM(target, speculative_config=config, runtime="native")
     params = SamplingParams(seed=1, min_p=min_p, **limits)
-    monkeypatch.setattr(ModelDrafter, "_expand", None)  # no level is drawn by itself
-    (draft,) = proposed(llm, requests(params), [Budget(1, 1)])
+    draft = drawn_in_one_call(llm, params, Budget(1, 1), monkeypatch)
     assert grown == [1]
-    monkeypatch.undo()
-    level_by_level(monkeypatch)
-    (same,) = proposed(llm, requests(params), [Budget(1, 1)])
-    assert draft.tree == same.tree
     assert draft.tree.tokens[1] < 10
 
 
@@ -369,13 +378,8 @@ def test_trees_of_draws_take_the_most_probable_tokens_of_greedy_requests(
 ) -> None:
     """In one call: there is nothing to draw at temperature 0."""
     llm = made("draft_model", **DRAWN[shape])
-    monkeypatch.setattr(ModelDrafter, "_expand", None)  # no level is drawn by itself
-    (draft,) = proposed(llm, requests(GREEDY), [Budget(99, 3)])
+    draft = drawn_in_one_call(llm, GREEDY, Budget(99, 3), monkeypatch)
     assert grown == [1]
-    monkeypatch.undo()
-    level_by_level(monkeypatch)
-    (same,) = proposed(llm, requests(GREEDY), [Budget(99, 3)])
-    assert draft.tree == same.tree
     assert draft.tree.num_drafted == {"drawn chain": 3, "drawn widths": 15}[shape]
 
 

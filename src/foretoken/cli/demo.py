@@ -17,8 +17,9 @@ from foretoken.cli.flat import flat
 from foretoken.cli.options import ModelOptions, SpeculationOptions
 from foretoken.cli.report import legend, summary
 from foretoken.cli.root import UsageError, examples
-from foretoken.cli.session import resolve, shaped
+from foretoken.cli.session import resolve
 from foretoken.cli.writer import TokenWriter
+from foretoken.engine.lines import shaped
 
 if TYPE_CHECKING:
     from foretoken.config import SpeculativeConfig

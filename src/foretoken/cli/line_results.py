@@ -11,7 +11,7 @@ from typing import Any
 
 from foretoken.cli.files import check_writable, write_whole
 from foretoken.cli.root import UsageError
-from foretoken.engine.lines import Line, has_failed
+from foretoken.engine.lines import Line, error_of
 from foretoken.errors import ForetokenError
 
 __all__ = ["LineResults"]
@@ -74,7 +74,9 @@ class LineResults:
                     f"{self.path}: line {number} is the result of another prompt, or of other "
                     "options: choose another --output"
                 )
-        self._again = {place: None for place, each in enumerate(records) if has_failed(each)}
+        self._again = {
+            place: None for place, each in enumerate(records) if error_of(each) is not None
+        }
         self.count = len(records)
         self.path.touch()
         return [*self._again, *range(self.count, len(lines))]

@@ -12,7 +12,7 @@ from foretoken.cli.console import counting, errors, plain, say
 from foretoken.cli.line_results import LineResults
 from foretoken.cli.report import as_json_line
 from foretoken.core.peers import ALONE, Peers
-from foretoken.engine.lines import Line, has_failed
+from foretoken.engine.lines import Line, error_of
 from foretoken.errors import ForetokenError
 
 __all__ = ["generate_lines"]
@@ -58,7 +58,7 @@ def generate_lines(
             for done, place in enumerate(places, len(lines) - len(places)):
                 show("lines", done, len(lines))
                 record = next(records)
-                failed += has_failed(record)
+                failed += error_of(record) is not None
                 _write(place, record, results)
     except KeyboardInterrupt:
         if results is not None:

@@ -13,7 +13,7 @@ from foretoken.cli.console import counting, display, plain
 from foretoken.cli.plan_drafters import DrafterOptions
 from foretoken.cli.plan_trials import open_laboratory
 from foretoken.cli.root import UsageError
-from foretoken.cli.session import shaped
+from foretoken.engine.lines import shaped
 
 if TYPE_CHECKING:
     from foretoken.analysis.lenience import LenienceRow

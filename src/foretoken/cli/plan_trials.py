@@ -16,7 +16,8 @@ from foretoken.bench.prompts_file import read_prompts
 from foretoken.cli.console import counting
 from foretoken.cli.demo_prompts import PROMPTS
 from foretoken.cli.root import UsageError
-from foretoken.cli.session import open_llm, shaped
+from foretoken.cli.session import open_llm
+from foretoken.engine.lines import shaped
 
 if TYPE_CHECKING:
     from foretoken.analysis.compare import Assumptions, StepSample, Trial

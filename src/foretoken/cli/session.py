@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from foretoken.cli.console import errors, plain, working
 from foretoken.cli.options import ModelOptions
 from foretoken.cli.root import UsageError
-from foretoken.engine.lines import shaped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from foretoken.config import SpeculativeConfig
     from foretoken.llm import LLM
 
-__all__ = ["llm_arguments", "open_llm", "open_tokenizer", "resolve", "shaped"]
+__all__ = ["llm_arguments", "open_llm", "open_tokenizer", "resolve"]
 
 
 def open_llm(

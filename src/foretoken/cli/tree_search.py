@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from foretoken.cli.console import working
-from foretoken.cli.session import shaped
 from foretoken.drafters.tree_file import TreeFile
+from foretoken.engine.lines import shaped
 
 if TYPE_CHECKING:
     from foretoken.core.params import SamplingParams

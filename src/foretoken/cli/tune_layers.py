@@ -18,8 +18,9 @@ from foretoken.cli.options import ModelOptions
 from foretoken.cli.plan_trials import read_texts
 from foretoken.cli.report import as_json
 from foretoken.cli.root import examples
-from foretoken.cli.session import open_llm, shaped
+from foretoken.cli.session import open_llm
 from foretoken.cli.tune_layers_report import show_tuning
+from foretoken.engine.lines import shaped
 
 if TYPE_CHECKING:
     from foretoken.core.params import SamplingParams

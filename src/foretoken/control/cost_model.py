@@ -1,8 +1,8 @@
 """`cost_model`: draft as much as maximizes expected tokens per second; the default controller.
 
-Drafters that look tokens up draft first and are cut afterwards: see `lookup_model.py`. What is
-learnt from the steps is in `history.py` (acceptance) and `drafting_costs.py`. `planning.py` finds
-the best step.
+Drafters that look tokens up draft first and are cut afterwards: see `lookup_model.py`. What the
+steps teach is in `estimates.py`. `planning.py` finds the best step, and `probing.py` says when
+requests that do not draft try again.
 
 The model is that of Leviathan et al., theorem 3.8, with refinements. The cost of a pass is a
 measured curve and not a constant. Each request has its own running estimate of the acceptance rate
@@ -25,32 +25,24 @@ encoder-decoder. Drafts begin only if they are expected to save that time in wha
 output; `lengths.py` judges by the outputs that have ended. Until a later draft has been timed, the
 step after a first draft drafts for the same requests again and for no others.
 
-Estimates go stale while nothing is drafted. So a request that has drafted nothing for `probe_every`
-steps drafts one level; this notices a text that has become predictable. With a drafter whose chains
-end early, it does so as soon as that costs one percent of the time since its last draft. Requests
-that have never drafted pay for trials together: one of them tries once its first draft, reading
-included, costs at most one percent of the steps since the last trial. About one percent of the time
-goes into plain steps, which keep the cost of a plain pass up to date.
+Estimates go stale while nothing is drafted, so requests without drafts probe. About one percent of
+the time goes into plain steps, which keep the cost of a plain pass up to date.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from operator import mul
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge
 
 from foretoken.control.base import NO_BUDGET, Budget, Controller, Expected, within
-from foretoken.control.draft_sizes import DraftSizes
-from foretoken.control.drafting_costs import DraftingCosts, levels_of_one, reading
+from foretoken.control.estimates import Estimates
 from foretoken.control.history import History
-from foretoken.control.lengths import OutputLengths
-from foretoken.control.planning import Chances, Plan, best_plan
+from foretoken.control.planning import Plan, best_plan
+from foretoken.control.probing import PRICE, SOONEST, Probing
 from foretoken.control.rest import Rest
-from foretoken.control.stopping import Stopping
 from foretoken.core.config import Config
 
 if TYPE_CHECKING:
@@ -59,26 +51,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CostModel"]
 
-_MEMORY_OF_ONE, _MEMORY_OF_ALL = 0.9, 0.96
-"""Weight of the past after each draft, in the estimates of one request and of all requests."""
-
-_PRIOR_OF_STOPPING = 4.0
-"""Weight of the prior acceptance rates of chains that may end early, in drafts. A request's first
-drafts are often wrong: answers begin with phrases of which there are many."""
-
-_PRICE, _SOONEST = 0.01, 8
-"""Share of the time that plain steps and first drafts may cost; fewest steps between two."""
-
-_SOONEST_AGAIN = 2
-"""Fewest steps until a request tries again, if its chains end early."""
-
 _PLANNED_AGAIN = 8
 """Steps after which a plan is made again although nothing was learnt: costs may have changed. As
 long as nothing pays, the steps in between are not even asked."""
-
-_SERVED = 4.0
-"""A step with a draft from elsewhere counts as at most so many plain ones until the next probe: a
-model that might be better is probed sooner than one that might not pay at all."""
 
 _MARGIN = 1.04
 """If it is patient, drafts have to promise this many times the tokens per second of a step without
@@ -115,19 +90,17 @@ class CostModel(Controller):
     def setup(self) -> None:
         """See `Controller.setup`."""
         assert isinstance(self.options, self.Options)
-        self._probe_every = self.options.probe_every
         self._trees = self.levels is not None
-        # By whether requests are greedy: products of probabilities for these, and with the rule
-        # `coupled`, products of clarity for the others.
-        self._stopping = {True: Stopping(), False: Stopping()} if self.stops_early else {}
         sizes = [1] * self.num_speculative_tokens if self.levels is None else self.levels
-        self._sizes = DraftSizes(sizes)
         self._levels = len(sizes)
-        self._histories: dict[int, History] = {}
-        self._overall = self._new(_MEMORY_OF_ALL)
-        self._drafting_costs = DraftingCosts()
-        self._lengths = OutputLengths()
-        self._steps_without_trial = 0.0  # since a request tried its first draft
+        self._estimates = Estimates(
+            sizes,
+            self.costs,
+            trees=self._trees,
+            at_once=self.at_once,
+            stops_early=self.stops_early,
+        )
+        self._probing = Probing(self.options.probe_every, self._estimates)
         self._gain = 1.0  # tokens per second as last planned, over those without drafts
         self._drafted_steps = 0  # since the last step without drafts
         self._price = 0.0  # of a drafted token in the last plan, in tokens; see `Stopping`
@@ -136,17 +109,6 @@ class CostModel(Controller):
         self.planned = Expected.plain(1)  # the last step of which depths were chosen
         self.idle = False  # whether the last step had no drafts because none pays
         self._rest = Rest()
-
-    def _new(self, memory: float) -> History:
-        if self._stopping:
-            return History(memory, self._levels, alike=False, prior_weight=_PRIOR_OF_STOPPING)
-        return History(memory, self._levels, alike=not self._trees)
-
-    def _history(self, request: Request) -> History:
-        history = self._histories.get(request.key)
-        if history is None:
-            history = self._histories[request.key] = self._new(_MEMORY_OF_ONE)
-        return history
 
     # Before a step
 
@@ -181,66 +143,48 @@ class CostModel(Controller):
             instead: the step if this model drafts nothing. They draft if that is better.
             served: for each of them, whether it has a draft from elsewhere in that step.
         """
-        histories = [self._history(request) for request in batch]
+        histories = [self._estimates.history(request) for request in batch]
         depths = [0] * len(batch)
         self.idle = not batch
         if batch and self._levels and self.costs and not self._plain_step_is_due():
-            measuring = self._drafting_costs.bound and any(h.just_started for h in histories)
+            measuring = self._estimates.drafting.bound and any(h.just_started for h in histories)
             depths = self._best_depths(batch, rows, beside, instead, measuring)
-            depths = self._probing(batch, depths, rows)
+            depths = [
+                depth or int(self._probing.probes(request, rows, len(batch)))
+                for request, depth in zip(batch, depths, strict=True)
+            ]
             self.idle &= not any(depths)
             if measuring:
                 depths = [
                     depth if history.depth else 0
                     for history, depth in zip(histories, depths, strict=True)
                 ]
-        of_served = self._served_steps(rows) if any(served) else 1.0
+        of_served = self._probing.served_steps(rows) if any(served) else 1.0
         counts = [of_served if has else 1.0 for has in served]
-        self._steps_without_trial += max(counts, default=0.0)
+        self._probing.wait(max(counts, default=0.0))
         chosen = zip(batch, histories, depths, counts, strict=True)
         return [self._budget(*each) for each in chosen]
-
-    def _served_steps(self, rows: int) -> float:
-        """As how many plain steps one with drafts from elsewhere counts.
-
-        The probes that follow cost at most one percent of the time.
-        """
-        level = self._level_seconds / self.costs(rows, rows)
-        return min(_SERVED, self._probe_every * _PRICE / level) if level else _SERVED
-
-    @property
-    def _level_seconds(self) -> float:
-        """Seconds of drafting one level of one request."""
-        return self._drafting_costs.level * self.costs(1, 1)
-
-    def _reading_seconds(self, request: Request) -> float | None:
-        """Seconds that the first draft of a request takes longer; None if not known yet."""
-        token = self._drafting_costs.token
-        return None if token is None else token * reading(request) * self.costs(1, 1)
 
     def _plain_step_is_due(self) -> bool:
         """Whether it costs at most one percent of what drafts gained since the last plain step."""
         steps = self._drafted_steps
-        return steps >= _SOONEST and _PRICE * steps >= self._gain - 1
+        return steps >= SOONEST and PRICE * steps >= self._gain - 1
 
     def skip(self, batch: Sequence[Request]) -> None:
         """These requests have drafts from elsewhere in this step, which cannot be beaten."""
         for request in batch:
-            self._history(request).skip()
+            self._estimates.history(request).skip()
 
     def idle_steps(self, batch: Sequence[Request]) -> int:
         """How many steps follow without any draft or probe; only valid after one."""
         if not self.idle:
             return 0
-        left = (self._steps_to_probe(request, len(batch), len(batch)) for request in batch)
-        return max(0, int(min(left, default=float(self._probe_every))) - 1)
+        return self._probing.idle_steps(batch)
 
     def rest(self, batch: Sequence[Request], steps: int) -> None:
         """Record steps in which these requests had no drafts and it was not asked."""
-        self._steps_without_trial += steps
-        for request in batch:
-            if history := self._histories.get(request.key):
-                history.rest(steps)
+        self._probing.wait(steps)
+        self._estimates.rest(batch, steps)
         if self._plan is not None:
             self._plan.steps += steps
 
@@ -249,8 +193,9 @@ class CostModel(Controller):
         history.allow(budget.depth, wanted=depth > 0, counts=counts)
         if self._trees and depth:
             budget = Budget(self.num_speculative_tokens, budget.depth)
-        if self._stopping and budget.depth > 1:
-            least = self._stopping[request.params.greedy].least_path_prob(self._price)
+        stopping = self._estimates.stopping
+        if stopping and budget.depth > 1:
+            least = stopping[request.params.greedy].least_path_prob(self._price)
             budget = replace(budget, min_path_prob=least)
         return budget
 
@@ -297,14 +242,15 @@ class CostModel(Controller):
             saved: seconds that this would save.
             per_token: seconds that drafts save for each token of its output.
         """
-        history, price = self._history(request), self._reading_seconds(request)
+        history = self._estimates.history(request)
+        price = self._estimates.reading_seconds(request)
         if history.tried or price is None:
             return True
         if self.patient:
             history.missed += saved
             return history.missed >= price
         generated = len(request.token_ids) - len(request.prompt_ids)
-        return per_token * self._lengths.left(generated, request.remaining) > price
+        return per_token * self._estimates.lengths.left(generated, request.remaining) > price
 
     def _best_plan(
         self, batch: Sequence[Request], rows: int, beside: Expected, measuring: bool
@@ -318,125 +264,38 @@ class CostModel(Controller):
             measuring: whether to leave out the cost of drafting, because only an upper bound of it
                 is known and this step measures it.
         """
-        costs = self.costs
-        per_level = 0.0 if measuring else self._level_seconds
+        costs, estimates = self.costs, self._estimates
+        per_level = 0.0 if measuring else estimates.level_seconds
         plan = best_plan(
-            self._chances(batch),
+            estimates.chances(batch),
             beside,
             lambda n: costs(n, rows),
             per_level,
             at_once=self.at_once,
         )
         self._gain = plan.rate * costs(rows, rows) / rows
-        if self._stopping:
-            self._price = self._price_of_a_token(plan, rows, per_level)
+        if self.stops_early:
+            self._price = estimates.price_of_a_token(plan, rows, per_level)
         return plan
-
-    def _price_of_a_token(self, plan: Plan, rows: int, per_level: float) -> float:
-        """What drafting and verifying one more token of a draft takes, in tokens of the plan."""
-        deepest, drafting = max(plan.depths), sum(depth > 0 for depth in plan.depths)
-        if deepest < 2:
-            return 0.0
-        fewest, most = rows + drafting, rows + sum(plan.depths)
-        node = (self.costs(most, rows) - self.costs(fewest, rows)) / (most - fewest)
-        shared = levels_of_one(1.0, float(drafting)) / drafting
-        return plan.rate * (node + per_level * shared * (not self.at_once))
-
-    def _chances(self, batch: Sequence[Request]) -> Chances:
-        nodes = self._sizes.of_levels
-        prior, prior_drafts = self._overall.acceptance_rates(), self._overall.draft_rate()
-        histories = [self._history(request) for request in batch]
-        drafts = [history.draft_rate(prior_drafts) for history in histories]
-        passed = [list(accumulate(h.acceptance_rates(prior), mul)) for h in histories]
-        drafted = nodes if self._stopping else [1.0] * len(nodes)
-        return Chances(drafts, passed, nodes, drafted)
 
     def gains(self, batch: Sequence[Request], rows: int, node_cost: float) -> list[float]:
         """For each request the saving of its best draft: see `Chances.gains`."""
-        level_cost = self._level_seconds / self.costs(rows, rows)
-        return self._chances(batch).gains(rows, node_cost, level_cost, at_once=self.at_once)
-
-    def _probing(self, batch: Sequence[Request], depths: Sequence[int], rows: int) -> list[int]:
-        """These depths, plus one level now and then for requests that do not draft."""
-        return [
-            depth or int(self._probes(request, rows, len(batch)))
-            for request, depth in zip(batch, depths, strict=True)
-        ]
-
-    def _probes(self, request: Request, rows: int, num_requests: int) -> bool:
-        """Whether a request without drafts tries one in this step."""
-        if self._steps_to_probe(request, rows, num_requests) > 1:
-            return False
-        if not self._history(request).tried and self._drafting_costs.known:
-            if not within(request, 1).depth:
-                return False  # the trial is left to another request
-            self._steps_without_trial = 0.0
-        return True
-
-    def _steps_to_probe(self, request: Request, rows: int, num_requests: int) -> float:
-        """In how many steps a request without drafts tries one; up to 1, in this one.
-
-        One that has never drafted tries as soon as a first draft costs at most one percent of all
-        steps since the last such trial, in whichever requests they were. Many short requests
-        thus pay for one trial together.
-        """
-        history = self._history(request)
-        if history.tried or not self._drafting_costs.known:
-            soon = self._probe_soon(history, rows) if self._stopping else self._probe_every
-            return soon - history.plain_steps
-        nodes, plain = num_requests * self._sizes.of_levels[0], self.costs(rows, rows)
-        drafting = self._level_seconds + (self._reading_seconds(request) or 0.0)
-        price = (drafting + self.costs(rows + nodes, rows)) / plain - 1
-        unpaid = price / _PRICE - self._steps_without_trial
-        return max(_SOONEST - history.plain_steps, unpaid + 1 if unpaid > 0 else 0.0)
-
-    def _probe_soon(self, history: History, rows: int) -> float:
-        """In how many plain steps a request tries again whose drafts may only have had bad luck.
-
-        It need not wait for `probe_every` steps if that costs at most one percent of the time
-        since its last draft.
-        """
-        nodes, plain = self._sizes.of_levels[0], self.costs(rows, rows)
-        rates = history.acceptance_rates(self._overall.acceptance_rates())
-        seconds = self._level_seconds + self.costs(rows + nodes, rows)
-        lost = seconds / plain - 1 - history.draft_rate() * rates[0] / rows
-        return min(self._probe_every, max(_SOONEST_AGAIN, lost / _PRICE))
+        level_cost = self._estimates.level_seconds / self.costs(rows, rows)
+        chances = self._estimates.chances(batch)
+        return chances.gains(rows, node_cost, level_cost, at_once=self.at_once)
 
     # After a step
 
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
         """Learn acceptance rates, the sizes of drafts, and the cost of drafting."""
-        deepest, drafted, may_draft, caught_up, read = 0, 0, False, True, 0
-        num_drafting = 0
-        for outcome in outcomes:
-            tree, history = outcome.draft.tree, self._history(outcome.request)
-            depth = max(tree.depths) if self._trees else tree.num_drafted
-            allowed = max(depth, history.depth)
-            if allowed:
-                if depth and not history.tried:
-                    read += reading(outcome.request)
-                history.add(outcome, allowed)
-                self._overall.add(outcome, allowed)
-                may_draft, caught_up = True, caught_up and history.caught_up
-            if depth and (self._stopping or self._trees):
-                self._sizes.learn(tree, allowed)
-            if depth and self._stopping:
-                self._stopping[outcome.request.params.greedy].learn(outcome)
-            deepest, drafted = max(deepest, depth), drafted + depth
-            num_drafting += depth > 0
-        self._drafted_steps = self._drafted_steps + 1 if deepest else 0
-        if may_draft:
+        has_drafts = any(outcome.draft.tree.num_drafted for outcome in outcomes)
+        self._drafted_steps = self._drafted_steps + 1 if has_drafts else 0
+        if self._estimates.observe(outcomes, draft_seconds):
             self._plan = None
-            if self.at_once:
-                deepest, drafted = min(deepest, 1), num_drafting
-            levels = levels_of_one(deepest, drafted)
-            cost = self.costs.agreed(draft_seconds) / self.costs(1, 1)
-            self._drafting_costs.add(cost, levels, caught_up=caught_up, read=read)
 
     def release(self, request: Request) -> None:
         """Forget the request; the estimates over all requests stay."""
         if request.key in self._rest.keys:
             rest, self._rest = self._rest, Rest()
             self.rest(rest.waiting, rest.taken)
-        if self._histories.pop(request.key, None) is not None:
-            self._lengths.add(len(request.token_ids) - len(request.prompt_ids))
+        self._estimates.release(request)

@@ -73,12 +73,11 @@ def refuse_unknown(method: str, unknown: Mapping[str, Any], prompts: object) -> 
     wanted = "a conversation" if method == "chat" else "text, or a list of token ids,"
     takes = f"give {wanted} as its first argument."
     for name in unknown:
-        if name in SamplingParams.field_names() or name in SamplingParams.foreign_names:
+        if _is_of(SamplingParams, name):
             own = SamplingParams.foreign_names.get(name, f"use SamplingParams({name}=...).")
             raise ConfigError(f"{method}() takes {name} in `sampling_params`: {own}")
-        if name in SpeculativeConfig.field_names() or name in SpeculativeConfig.foreign_names:
-            own = SpeculativeConfig.foreign_names.get(name, f"write {{'{name}': ...}}.")
-            raise ConfigError(f"{method}() takes {name} in `speculative_config`: {own}")
+        if _is_of(SpeculativeConfig, name):
+            raise ConfigError(f"{method}() takes {name} in `speculative_config`: {_drafting(name)}")
         if name in _INPUTS:
             raise ConfigError(f"{method}() takes no argument {name!r}: {takes}")
         raise ConfigError(f"{method}() takes no argument {name!r}.")
@@ -95,11 +94,20 @@ def refuse_unknown_engine(unknown: Mapping[str, Any], known: Iterable[str]) -> N
     for name in unknown:
         if name in _ENGINE:
             advice = _ENGINE[name]
-        elif name in SpeculativeConfig.field_names() or name in SpeculativeConfig.foreign_names:
-            own = SpeculativeConfig.foreign_names.get(name, f"write {{'{name}': ...}}.")
-            advice = f"it belongs in `speculative_config`: {own}"
-        elif name in SamplingParams.field_names() or name in SamplingParams.foreign_names:
+        elif _is_of(SpeculativeConfig, name):
+            advice = f"it belongs in `speculative_config`: {_drafting(name)}"
+        elif _is_of(SamplingParams, name):
             advice = "give `SamplingParams` to generate()."
         else:
             advice = nearest(name, list(known))
         raise ConfigError(f"LLM() takes no argument {name!r}: {advice}")
+
+
+def _is_of(options: type[SamplingParams] | type[SpeculativeConfig], name: str) -> bool:
+    """Whether this is an option of these, or what another library calls one."""
+    return name in options.field_names() or name in options.foreign_names
+
+
+def _drafting(name: str) -> str:
+    """What to write for an option of `SpeculativeConfig`."""
+    return SpeculativeConfig.foreign_names.get(name, f"write {{'{name}': ...}}.")

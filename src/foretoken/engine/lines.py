@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Line",
     "Shape",
-    "has_failed",
+    "error_of",
     "jobs_of",
     "line_of",
     "records",
@@ -202,10 +202,10 @@ def records(
         llm.engine.end(list(left))
 
 
-def has_failed(record: Mapping[str, Any]) -> bool:
-    """Whether an output of a result ended with an error."""
-    outputs = [record, *record.get("outputs", ())]
-    return any(output.get("error") is not None for output in outputs)
+def error_of(record: Mapping[str, Any]) -> str | None:
+    """Why the first output of a result that failed did; None if none has."""
+    errors = (output.get("error") for output in (record, *record.get("outputs", ())))
+    return next((str(error) for error in errors if error is not None), None)
 
 
 def settings_of(llm: LoadedLLM) -> dict[str, Any]:

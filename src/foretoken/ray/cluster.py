@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -107,14 +107,14 @@ def cluster(address: str | None, *, stays: bool = False) -> Iterator[bool]:
                 ray.shutdown()
 
 
-def share(replicas: Replicas, *, device: str, threads: int | None) -> Share:
-    """See `share_of`, for the machines of the cluster."""
+def share(model: Mapping[str, Any], replicas: Replicas, threads: int | None) -> Share:
+    """See `share_of`, for a model with these arguments of `LLM` on the machines of the cluster."""
     machines = _machines()
     return share_of(
         [each.get("CPU", 0) for each in machines],
         [each.get("GPU", 0) for each in machines],
         replicas,
-        device=device,
+        device=str(model.get("device", "auto")),
         threads=threads,
     )
 

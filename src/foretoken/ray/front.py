@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -26,7 +26,7 @@ from foretoken.serve.running import while_connected
 from foretoken.serve.settings import Settings
 from foretoken.serve.state import shut_down
 
-__all__ = ["Front"]
+__all__ = ["NO_ANSWER", "Front"]
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ HEALTH_SECONDS = 5.0
 """Seconds in which a replica has to say that it is well."""
 ASKED_SECONDS = 10.0
 """Seconds in which all replicas have to answer what all are asked."""
-_NO_ANSWER = (TimeoutError, RayError, RayServeException, RuntimeError)
+NO_ANSWER = (TimeoutError, RayError, RayServeException, RuntimeError)
 """What Ray raises if nobody answers."""
 
 
@@ -109,7 +109,7 @@ class Front:
                 if True in await self._all("stop", stopped[1]):
                     return Response(status_code=204)
                 return answer_of(unknown_response(stopped[1]))
-        except _NO_ANSWER:
+        except NO_ANSWER:
             return answer_of(APIError(503, "the replicas do not answer: try again later."))
         return None
 
@@ -138,7 +138,7 @@ class Front:
                 task.cancel()
 
     async def _cut_off(self) -> None:
-        with contextlib.suppress(*_NO_ANSWER):  # then there is nobody to be cut off
+        with contextlib.suppress(*NO_ANSWER):  # then there is nobody to be cut off
             await self._all("cut_off")
 
     async def _healthy(self) -> bool:
@@ -148,7 +148,7 @@ class Front:
         try:
             async with asyncio.timeout(HEALTH_SECONDS):
                 await self._replicas.check_health.remote()
-        except _NO_ANSWER:
+        except NO_ANSWER:
             return False
         return True
 
@@ -241,7 +241,7 @@ class _Answer:
             TimeoutError: the client takes nothing.
         """
         if message["type"] == LOG:
-            self._scope.setdefault("state", {})["log"] = message["log"]
+            self._note(message["log"])
         elif message["type"] == "http.response.start":
             self._head = message
         else:
@@ -264,7 +264,7 @@ class _Answer:
         if not self.begun:
             await self.refuse(error)
             return
-        self._scope.setdefault("state", {})["log"] = {"error": error.code}
+        self._note({"error": error.code})
         assert self._head is not None
         if b"text/event-stream" not in dict(self._head["headers"]).get(b"content-type", b""):
             raise ConnectionError("the rest of an answer is lost")
@@ -274,8 +274,12 @@ class _Answer:
     async def refuse(self, error: APIError) -> None:
         """Answer a client that has got nothing with an error."""
         self.begun = self.complete = True
-        self._scope.setdefault("state", {})["log"] = {"error": error.code}
+        self._note({"error": error.code})
         await answer_of(error)(self._scope, _nothing, self._send)
+
+    def _note(self, log: Mapping[str, Any]) -> None:
+        """Keep what the log says of the request."""
+        self._scope.setdefault("state", {})["log"] = log
 
     async def _pass_on(self, message: Message) -> None:
         async with asyncio.timeout(self._write_timeout):

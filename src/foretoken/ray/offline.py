@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.params import SamplingParams
-from foretoken.engine.lines import Line, Shape, has_failed, jobs_of, line_of, records, settings_of
+from foretoken.engine.lines import Line, Shape, error_of, jobs_of, line_of, records, settings_of
 from foretoken.errors import ConfigError, ForetokenError, in_one_line
 from foretoken.ray.cluster import check_installed, cluster, cores_beside, share
 from foretoken.ray.plan import Replicas, Share
@@ -73,18 +73,14 @@ def generate(
     check_installed()
     if batch_size < 1:
         raise ConfigError(f"batch_size: must be at least 1, got {batch_size}")
-    if isinstance(sampling_params, SamplingParams):
-        params = sampling_params
-    else:
-        params = SamplingParams(**(sampling_params or {}))
+    params = SamplingParams.parse(sampling_params)
+    arguments = {"model": model, **engine}
     wanted = Replicas.parse(replicas)
     with cluster(None, stays=True):
-        of_each = share(wanted, device=str(engine.get("device", "auto")), threads=threads)
+        of_each = share(arguments, wanted, threads)
         cores = cores_beside(of_each)
-    made = _Stage({"model": model, **engine}, Shape(chat), wanted, of_each, cores)
-    stage = made.on(dataset, partial(_row, params), batch_size)
-    stage.context.execution_options.preserve_order = True
-    return stage
+    stage = _Stage(arguments, Shape(chat), wanted, of_each, cores)
+    return stage.on(dataset, partial(_row, params), batch_size)
 
 
 class Generator:
@@ -119,7 +115,7 @@ class Generator:
                 [each.get("token_ids") for each in found],
             ),
             "finish_reason": (pyarrow.string(), [each.get("finish_reason") for each in found]),
-            "error": (pyarrow.string(), [_error(each) for each in found]),
+            "error": (pyarrow.string(), [error_of(each) for each in found]),
             "result": (
                 pyarrow.string(),
                 [json.dumps(each, ensure_ascii=False) for each in found],
@@ -173,7 +169,7 @@ class Offline:
         threads: int | None = None,
     ) -> None:
         self._model, self._shape, self._replicas = model, shape, replicas
-        self._share = share(replicas, device=str(model.get("device", "auto")), threads=threads)
+        self._share = share(model, replicas, threads)
 
     def checked(self, lines: Sequence[Line]) -> dict[str, Any]:
         """Load the model in a process of the cluster, and look at all lines there.
@@ -219,12 +215,11 @@ class Offline:
         rows = [{"line": pickle.dumps(line)} for line in lines]
         dataset = ray.data.from_items(rows, override_num_blocks=blocks)
         share = self._share
-        made = _Stage(self._model, self._shape, self._replicas, share, share.cores)
-        stage = made.on(dataset, _unpickled, None)
-        stage.context.execution_options.preserve_order = True
+        stage = _Stage(self._model, self._shape, self._replicas, share, share.cores)
+        made = stage.on(dataset, _unpickled, None)
         done = 0
         try:
-            for row in stage.iter_rows():
+            for row in made.iter_rows():
                 yield json.loads(row["result"])
                 done += 1
         except ray.exceptions.RayActorError:
@@ -257,14 +252,20 @@ class _Stage:
     def on(
         self, dataset: Any, read: Callable[[dict[str, Any]], Line], batch_size: int | None
     ) -> Any:
-        """The dataset with the columns of the results; `read` makes a line of a row."""
+        """The dataset with the columns of the results, in its order.
+
+        Args:
+            dataset: the rows.
+            read: makes a line of a row.
+            batch_size: rows of a block; None takes the dataset's blocks.
+        """
         import ray
 
         least, most = self.replicas.least, self.replicas.most
         with warnings.catch_warnings():
             # Ray 2.60 deprecates the two `max_`, which have no other name in it.
             warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated")
-            return dataset.map_batches(
+            made = dataset.map_batches(
                 Generator,
                 fn_constructor_args=(dict(self.model), self.shape, self.of_each.cores, read),
                 batch_format="pyarrow",
@@ -276,6 +277,8 @@ class _Stage:
                 max_task_retries=ATTEMPTS - 1,  # of a block
                 udf_modifying_row_count=False,
             )
+        made.context.execution_options.preserve_order = True
+        return made
 
 
 def _loaded(model: Mapping[str, Any], threads: int) -> LLM:
@@ -318,10 +321,3 @@ def _unpickled(row: dict[str, Any]) -> Line:
 def _given_up(error: Exception) -> ForetokenError:
     reason = in_one_line(getattr(error, "cause", None) or error)
     return ForetokenError(f"the run was given up: {reason}")
-
-
-def _error(record: Mapping[str, Any]) -> str | None:
-    if not has_failed(record):
-        return None
-    outputs = [record, *record.get("outputs", ())]
-    return next(str(each["error"]) for each in outputs if each.get("error") is not None)

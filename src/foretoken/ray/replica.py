@@ -46,8 +46,7 @@ class Replica:
             if threads is not None:
                 set_num_threads(threads)
             self._llm = AsyncLLM(**model)
-            # Any request may speculate. The first one that does must not hold up the others.
-            self._llm.worker.call(self._llm.llm.engine.measure_costs).result()
+            self._llm.measure_costs()
         except ForetokenError as error:
             self._problem = error
             self._late = _is_open()

@@ -78,11 +78,11 @@ def deployed(
         ForetokenError: the model cannot be loaded, the cluster has no room, or has an application
             of this name.
     """
-    of_each = share(replicas, device=str(model.get("device", "auto")), threads=threads)
+    of_each = share(model, replicas, threads)
     from ray import serve as ray_serve
-    from ray.exceptions import RayError
-    from ray.serve.exceptions import RayServeException
     from ray.serve.schema import LoggingConfig
+
+    from foretoken.ray.front import NO_ANSWER
 
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -98,14 +98,13 @@ def deployed(
         try:
             handle = ray_serve.run(application, name=name, route_prefix=None)
             _check_loaded(handle)
-        except (RuntimeError, RayError, RayServeException, TimeoutError) as error:
+        except NO_ANSWER as error:
             raise ForetokenError(f"the replicas do not start: {in_one_line(error)}") from None
         try:
             yield handle
         finally:
             if not ours and is_there():
-                no_answer = RayError, RayServeException, RuntimeError, TimeoutError
-                with contextlib.suppress(*no_answer):
+                with contextlib.suppress(*NO_ANSWER):
                     handle.broadcast("cut_off").results(
                         timeout_s=TOLD_SECONDS, return_exceptions=True
                     )

@@ -154,9 +154,8 @@ def serve(
     app = create_app(llm, settings)
     server = ForetokenServer(app, app.state.server, settings, ready)
     try:
-        # Any request may speculate. The first one that does must not hold up the others.
         try:
-            llm.worker.call(llm.llm.engine.measure_costs).result()
+            llm.measure_costs()
         except KeyboardInterrupt:
             server.interrupted = True
             raise
