@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # whatever is asked for must be on the disk
@@ -24,6 +25,10 @@ from foretoken.runtime.native import build
 from foretoken.runtime.native.support import why_no_library
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+# A shell's background job starts with SIGINT ignored. So would all programs that the tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in every run, and no clock: neither a time for an example nor for making one.
 hypothesis.settings.register_profile(
