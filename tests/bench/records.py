@@ -26,6 +26,7 @@ OWN_FACTS = {
     "draft_bytes": 0,
     "device": "cpu",
     "peak_bytes": 5_000_000,
+    "load_seconds": 3.25,
 }
 PEER_FACTS = {
     "version": "5",
@@ -51,6 +52,7 @@ def own_output(tokens: list[int], **fields: Any) -> dict[str, Any]:
         "cached_prompt_tokens": 0,
         "drafter_failure": None,
         "prefill_seconds": 0.5,
+        "first_token_seconds": 0.75,
         "draft_seconds": [],
         "passes": 4,
         "drafts": 0,

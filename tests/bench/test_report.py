@@ -63,7 +63,7 @@ def test_markdown_has_every_table() -> None:
     titles = [line for line in text.splitlines() if line.startswith("## ")]
     assert titles == [
         *("## Speed", "## Speed by kind of prompt", f"## {ACCEPTANCE}"),
-        *("## Steps", "## What ran", "## Memory", "## Roofline", "## Batches"),
+        *("## Steps", "## What ran", "## Start", "## Memory", "## Roofline", "## Batches"),
         "## Remarks",
     ]
     assert "2.213 [" in text

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from foretoken.bench.contestants import BASELINE, OWN, Contestant
-from foretoken.bench.rows import Footprint
+from foretoken.bench.rows import Footprint, Start
 from foretoken.bench.summary import Results
 from tests.bench.records import (
     CONTESTANTS,
@@ -137,6 +137,16 @@ def test_batches_have_latency_and_throughput() -> None:
     assert set(points) == {("none", 1), ("none", 2), ("ngram", 1), ("ngram", 2)}
     assert points["none", 2].latency == 5
     assert points["none", 2].throughput == pytest.approx(8 / 5)
+
+
+def test_a_start_is_loading_and_the_time_to_the_first_token() -> None:
+    records = complete()
+    slow = next(each for each in records if each.get("contestant") == "none")
+    slow["outputs"][0]["first_token_seconds"] = 9.0  # one of four: the median does not see it
+    none, ngram, peer = Results(records, CONTESTANTS).starts()
+    assert none == Start("none", 3.25, 0.75)
+    assert ngram == Start("ngram", 3.25, 0.75)
+    assert peer == Start("transformers-plain", None, None)
 
 
 def test_memory_by_parts() -> None:

@@ -265,4 +265,9 @@ def _batches(why_not: str | None) -> dict[str, Any]:
 
 def _timed(tokens: list[int], first: float) -> dict[str, Any]:
     """An output whose prefill time includes the first token; Foretoken's does not."""
-    return {"token_ids": tokens, "prefill_seconds": first, "decode_tokens": len(tokens) - 1}
+    return {
+        "token_ids": tokens,
+        "prefill_seconds": first,
+        "first_token_seconds": first,
+        "decode_tokens": len(tokens) - 1,
+    }

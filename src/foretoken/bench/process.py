@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -43,7 +44,8 @@ class Process:
 
     Attributes:
         label: the contestant's label.
-        facts: what it reported once it was loaded.
+        facts: what it reported once it was loaded, and `load_seconds`, how long that took from the
+            start of the process.
     """
 
     def __init__(self, contestant: Contestant, setting: Setting) -> None:
@@ -51,6 +53,7 @@ class Process:
         environment = {**os.environ, **dict.fromkeys(_THREADS, str(setting.threads))}
         unbound_spinning(environment)  # those of Foretoken set it again
         self._complaints = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._began = time.perf_counter()
         self._process = subprocess.Popen(
             COMMAND,
             stdin=subprocess.PIPE,
@@ -72,6 +75,7 @@ class Process:
             ForetokenError: it cannot be loaded.
         """
         self.facts = self._answer()
+        self.facts["load_seconds"] = time.perf_counter() - self._began
 
     def encode(self, texts: list[str], max_model_len: int) -> list[list[int]]:
         """See `Worker.encode`."""

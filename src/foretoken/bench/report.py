@@ -54,6 +54,7 @@ def tables(results: Results) -> list[Table]:
     found.append(("What ran", *contestants_table(results)))
     if results.agreements():
         found.append(("Agreement", *_agreements(results)))
+    found.append(("Start", *_starts(results)))
     found.append(("Memory", *_memory(results)))
     found.append(("Roofline", *_roofline(results)))
     if results.energy():
@@ -70,6 +71,8 @@ def notes(results: Results) -> list[str]:
         "A ratio is the geometric mean over prompts of medians over rounds, with a 95 % bootstrap "
         "interval over prompts. Compare ratios: tokens/s depend on what else the machine did.",
         *_about_rounds(results),
+        "Loading is timed from the start of the contestant's process, so it has the imports of its "
+        "libraries. The first token's time is the median over prompts.",
         "Memory: the peak is that of the contestant's process. Weights, KV and drafter are "
         "computed from shapes. The rest of the peak is Python with its libraries, buffers of the "
         "passes, and copies of the weights, such as those that were read to be packed.",
@@ -176,6 +179,15 @@ def _acceptance(row: Row) -> str:
     if row.mean_acceptance_length is None or row.drafting_share is None:
         return "-"
     return f"{row.mean_acceptance_length:.2f} ({row.drafting_share:.0%})"
+
+
+def _starts(results: Results) -> tuple[Sequence[str], list[list[str]]]:
+    header = ("contestant", "seconds to load", "ms to the first token")
+    found = [
+        [one.label, _or_dash(one.load_seconds, ".1f"), _milliseconds(one.first_token_seconds)]
+        for one in results.starts()
+    ]
+    return header, found
 
 
 def _memory(results: Results) -> tuple[Sequence[str], list[list[str]]]:

@@ -112,6 +112,23 @@ class BatchPoint:
 
 
 @dataclass(frozen=True)
+class Start:
+    """What a user waits for before the first token.
+
+    Args:
+        label: the contestant.
+        load_seconds: from the start of its process until it could generate; None in journals of
+            older versions.
+        first_token_seconds: from the prompt to its first token, the median over calls on single
+            prompts; None if it does not tell.
+    """
+
+    label: str
+    load_seconds: float | None
+    first_token_seconds: float | None
+
+
+@dataclass(frozen=True)
 class Memory:
     """Peak bytes of a process, and what its parts take.
 

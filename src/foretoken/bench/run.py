@@ -169,11 +169,11 @@ def run(plan: Plan, journal: Journal, show: Callable[[str, int, int], object]) -
         return
     with ExitStack() as stack:
         processes: dict[str, Process] = {}
-        for one in plan.contestants:  # all load at the same time
-            processes[one.label] = stack.enter_context(Process(one, plan.setting))
-        for process in processes.values():
-            show(f"loading {process.label}", 0, 1)
+        for one in plan.contestants:  # one after the other, because it is timed
+            show(f"loading {one.label}", 0, 1)
+            process = stack.enter_context(Process(one, plan.setting))
             process.wait_until_loaded()
+            processes[one.label] = process
         _Session(plan, journal, processes, show).run()
 
 

@@ -29,6 +29,7 @@ from foretoken.bench.rows import (
     Footprint,
     Memory,
     Row,
+    Start,
     Steps,
 )
 from foretoken.bench.run import facts_of
@@ -141,6 +142,13 @@ class Results:
                 points += [_batch_point(label, *item) for item in sorted(sizes.items())]
         return points
 
+    def starts(self) -> list[Start]:
+        """How long every contestant took to load, and to the first token of a prompt."""
+        return [
+            Start(label, self.facts[label].get("load_seconds"), self._first_token_seconds(label))
+            for label in self.labels
+        ]
+
     def memory(self) -> list[Memory]:
         """Peak memory of every contestant, and its parts."""
         records = [r for r in self._records if r["type"] == "memory"]
@@ -211,6 +219,7 @@ class Results:
             "accepted_lengths": {label: self.accepted_lengths(label) for label in self.labels},
             "verify_seconds": {label: self.verify_seconds(label) for label in self.labels},
             "batches": [asdict(point) for point in self.batches()],
+            "starts": [asdict(start) for start in self.starts()],
             "memory": [asdict(memory) for memory in self.memory()],
             "roofline": [
                 {"label": label, "stream_seconds": stream, "step_seconds": step}
@@ -235,6 +244,11 @@ class Results:
 
     def _speed(self, label: str, unit: str) -> float:
         return float(median(tokens(call) / call["seconds"] for call in self._calls[label, unit]))
+
+    def _first_token_seconds(self, label: str) -> float | None:
+        found = [output.get("first_token_seconds") for output in self._outputs(label)]
+        known = [seconds for seconds in found if seconds is not None]
+        return float(median(known)) if known else None
 
     def _decode_speed(self, label: str, unit: str) -> float | None:
         speeds = []
