@@ -129,8 +129,10 @@ def at_call(number: int, error: Exception) -> Callable[[], None]:
     return fail
 
 
-def expected_of(llm: LLM) -> tuple[RequestOutput, list[Any]]:
-    """The victim's whole output, and the bits of the others, each alone."""
+@pytest.fixture(scope="module")
+def expected(model: PreTrainedModel) -> tuple[RequestOutput, list[Any]]:
+    """The victim's whole output, and the bits of the others, each alone; however they draft."""
+    llm = LLM(model, tokenizer=tiny_tokenizer())
     (victim,) = llm.generate([PROMPTS[0]], VICTIM)
     assert len(victim.token_ids) == 24
     others = [bits(llm.generate([PROMPTS[i]], p)[0]) for i, p in enumerate(OTHERS, 1)]
@@ -150,9 +152,13 @@ def is_beginning(output: Any, whole: RequestOutput) -> bool:
 @pytest.mark.parametrize("calls", [0, 9])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_fault_ends_its_request_alone(
-    llm: LLM, place: str, calls: int, monkeypatch: pytest.MonkeyPatch
+    llm: LLM,
+    expected: tuple[RequestOutput, list[Any]],
+    place: str,
+    calls: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole, others = expected_of(llm)
+    whole, others = expected
     PLACES[place](monkeypatch, at_call(calls, OSError("no disk\nin two lines")))
     with pytest.raises(RequestError) as caught:
         llm.generate(PROMPTS[:3], [VICTIM, *OTHERS])
@@ -171,9 +177,12 @@ def test_a_fault_ends_its_request_alone(
 
 @pytest.mark.parametrize("place", ["rule", "detokenizer"])
 def test_the_engine_reports_the_error_in_the_last_chunk(
-    llm: LLM, place: str, monkeypatch: pytest.MonkeyPatch
+    llm: LLM,
+    expected: tuple[RequestOutput, list[Any]],
+    place: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole, others = expected_of(llm)
+    whole, others = expected
     PLACES[place](monkeypatch, at_call(9, OSError("no disk")))
     params = [VICTIM, *OTHERS]
     ids = [llm.engine.add_request(*each) for each in zip(PROMPTS, params, strict=False)]
@@ -187,9 +196,12 @@ def test_the_engine_reports_the_error_in_the_last_chunk(
 
 @pytest.mark.parametrize("place", ["rule", "detokenizer"])
 def test_a_stream_raises_after_its_last_token(
-    llm: LLM, place: str, monkeypatch: pytest.MonkeyPatch
+    llm: LLM,
+    expected: tuple[RequestOutput, list[Any]],
+    place: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole, others = expected_of(llm)
+    whole, others = expected
     PLACES[place](monkeypatch, at_call(9, OSError("no disk")))
     ids = [llm.engine.add_request(p, q) for p, q in zip(PROMPTS[1:], OTHERS, strict=False)]
     tokens: list[int] = []
@@ -227,9 +239,11 @@ def test_errors_in_one_line(
     assert str(caught.value) == message
 
 
-def test_an_error_at_the_very_end_is_not_lost(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_at_the_very_end_is_not_lost(
+    llm: LLM, expected: tuple[RequestOutput, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The output is known to have ended when the rest of its text is asked for."""
-    whole, others = expected_of(llm)
+    whole, others = expected
     method(Detokenizer, "finish")(monkeypatch, at_call(0, OSError("no disk")))
     with pytest.raises(RequestError, match="OSError: no disk") as caught:
         llm.generate(PROMPTS[:3], [VICTIM, *OTHERS])
@@ -303,9 +317,9 @@ EXTREMES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fields", EXTREMES, ids=str)
 def test_extreme_parameters_draw_allowed_tokens_or_end_their_request(
-    llm: LLM, fields: dict[str, Any]
+    llm: LLM, expected: tuple[RequestOutput, list[Any]], fields: dict[str, Any]
 ) -> None:
-    _, others = expected_of(llm)
+    _, others = expected
     allowed = [3, 4, 5]
     params = SamplingParams(**{"seed": 2, "max_tokens": 9, "allowed_token_ids": allowed, **fields})
     ids = [llm.engine.add_request(*each) for each in zip(PROMPTS, [params, *OTHERS], strict=False)]
@@ -360,13 +374,14 @@ def spoilt(values: str, logits: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("restricted", [False, True])
 def test_logits_that_are_no_numbers_end_their_request(
     llm: LLM,
+    expected: tuple[RequestOutput, list[Any]],
     values: str,
     fields: dict[str, Any],
     restricted: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And none of them is ever turned into a token that is not allowed."""
-    _, others = expected_of(llm)
+    _, others = expected
     allowed = [3, 4, 5, 7]
     if restricted:
         fields = {**fields, "allowed_token_ids": allowed}
@@ -434,8 +449,10 @@ def test_a_model_that_overflows_ends_the_request_and_spoils_no_other(
 # Before the engine
 
 
-def test_a_request_that_is_refused_does_not_touch_the_others(llm: LLM) -> None:
-    _, others = expected_of(llm)
+def test_a_request_that_is_refused_does_not_touch_the_others(
+    llm: LLM, expected: tuple[RequestOutput, list[Any]]
+) -> None:
+    _, others = expected
     ids = [llm.engine.add_request(p, q) for p, q in zip(PROMPTS[1:], OTHERS, strict=False)]
     llm.engine.step()
     refused: list[tuple[type[ForetokenError], Any, Any]] = [
