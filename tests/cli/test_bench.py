@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -50,7 +51,7 @@ def test_a_run_is_killed_and_resumed(
     peer = tmp_path / "peer"
     peer.mkdir()
     (peer / "llama_cpp.py").write_text(FAKE_LLAMA)
-    monkeypatch.setenv("PYTHONPATH", str(peer))
+    monkeypatch.setenv("PYTHONPATH", str(peer), prepend=os.pathsep)
     monkeypatch.syspath_prepend(peer)
     output = tmp_path / "results"
     arguments = [

@@ -54,13 +54,20 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 class Gate:
-    """Lets the engine's steps through, or holds them back after the first ones."""
+    """Lets the engine's steps through, or holds them back after the first ones.
+
+    Attributes:
+        open: whether all are let through.
+        holds: whether one has been held back.
+    """
 
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch, steps: int = 0) -> None:
-        self.open, advance, left = False, llm.engine.advance, iter(range(steps))
+        self.open = self.holds = False
+        advance, left = llm.engine.advance, iter(range(steps))
 
         def wait() -> Any:
             if next(left, None) is None:
+                self.holds = True
                 until(lambda: self.open)
             return advance()
 
@@ -378,6 +385,7 @@ def test_an_answer_that_its_client_stops(
         lines = (line for line in response.iter_lines() if line.startswith("data: "))
         first = json.loads(next(lines).removeprefix("data: "))
         response_id = first.get("id") or first["response"]["id"]
+        until(lambda: gate.holds)  # the first event may come before the first token
         told = server.http.post(f"{path}/{response_id}/cancel")
         assert told.status_code == 204
         gate.open = True
