@@ -51,7 +51,7 @@ def grown(before: Counter[str], after: Counter[str], least: int) -> dict[str, in
     }
 
 
-def soaked(first: int, second: int) -> int:
+def soaked(first: int, second: int, caplog: pytest.LogCaptureFixture) -> int:
     """Two soaks of so many requests; returns how many objects the second one has left."""
     llm = tiny_llm(max_num_seqs=5, kv_cache_memory=f"{KV_CELLS * cell_bytes()}")
     with served(llm, max_waiting=6, log_requests=False) as server:
@@ -60,9 +60,11 @@ def soaked(first: int, second: int) -> int:
         with faults(server):
             soak.run(first)
             settled(server)
+            caplog.clear()  # pytest keeps what is logged
             kinds, objects, files = live_objects()
             soak.run(second)
             settled(server)
+            caplog.clear()
             found, now, open_files = live_objects()
         assert set(soak.done) >= set(ACTIONS)
         assert soak.done["refused"]
@@ -93,14 +95,14 @@ def test_what_is_refused_is_not_kept(server: Served) -> None:
     assert grown(before, after, HELD - 2) == {}
 
 
-def test_a_hundred_requests() -> None:
-    soaked(60, 40)
+def test_a_hundred_requests(caplog: pytest.LogCaptureFixture) -> None:
+    soaked(60, 40, caplog)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_five_thousand_requests() -> None:
-    assert soaked(1000, 4000) < 4000 * KEPT_PER_REQUEST
+def test_five_thousand_requests(caplog: pytest.LogCaptureFixture) -> None:
+    assert soaked(1000, 4000, caplog) < 4000 * KEPT_PER_REQUEST
 
 
 # A server as a process
