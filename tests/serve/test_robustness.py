@@ -14,6 +14,7 @@ from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
+import httpx2
 import pytest
 
 from foretoken import LLM, AsyncLLM, ForetokenError, Metrics, SamplingParams
@@ -310,6 +311,13 @@ def test_ended_outputs_take_no_place() -> None:
         for run in (slow, running, third):
             run.close()
         assert state.open_sequences == 0
+
+
+def test_idle_connections_are_kept_longer_than_clients_keep_theirs(server: Served) -> None:
+    """Else a request may meet a connection that the server is just closing."""
+    theirs = httpx2.Limits().keepalive_expiry
+    assert theirs is not None
+    assert server.server.config.timeout_keep_alive > theirs
 
 
 def test_a_connection_whose_client_takes_nothing_is_dropped() -> None:

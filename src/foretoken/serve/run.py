@@ -32,6 +32,9 @@ TELLING = 2.0
 """Seconds after the time to end in which clients are told that their requests were cut off."""
 LAST_STEP = 5.0
 """Seconds that a step of the engine has left after that; then the process ends in its middle."""
+KEEP_ALIVE = 75
+"""Seconds after which idle connections are closed: more than clients and proxies keep theirs (httpx
+5 s, nginx 60 s). Otherwise a request may meet a connection that is just being closed."""
 
 
 class Serves(Protocol):
@@ -83,6 +86,7 @@ class ForetokenServer(uvicorn.Server):
                 access_log=False,
                 log_config=None,
                 server_header=False,
+                timeout_keep_alive=KEEP_ALIVE,
                 timeout_graceful_shutdown=math.ceil(settings.shutdown_timeout + TELLING),
             )
         )
