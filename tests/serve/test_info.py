@@ -173,7 +173,7 @@ def holds(schema: Any, value: Any) -> bool:
     return all(known[word](said) for word, said in schema.items())
 
 
-TYPES = {
+TYPES: dict[str, type | tuple[type, ...]] = {
     "null": NoneType,
     "boolean": bool,
     "integer": int,
