@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from functools import cache
 from threading import Event, current_thread
@@ -105,6 +106,32 @@ def test_cancelling_the_task_frees_the_request() -> None:
             await task
 
     run(llm, cancel)
+
+
+def test_a_request_ends_with_its_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody reads it any more; it would run to the end of the context."""
+    llm, closed = llm_of(), Event()
+    asynchronous, advance, steps = AsyncLLM(llm), llm.engine.advance, list[None]()
+
+    def second_waits() -> Any:
+        steps.append(None)
+        assert len(steps) == 1 or closed.wait(60)
+        return advance()
+
+    monkeypatch.setattr(llm.engine, "advance", second_waits)
+
+    async def begun() -> Any:
+        (request,) = await asynchronous.submit([JobSpec("one", ENDLESS)])
+        await anext(request)
+        return request.job
+
+    job = asyncio.run(begun())
+    closed.set()
+    while not job.finished:
+        time.sleep(0.001)
+    assert job.requests[0].finish_reason == "abort"
+    assert asynchronous.close()
+    assert_empty(llm)
 
 
 def test_a_request_that_waits_can_be_aborted() -> None:

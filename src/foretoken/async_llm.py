@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -110,8 +109,10 @@ class AsyncRequest:
         return self.job.result()
 
     def _from_worker(self, chunks: Sequence[StreamChunk], error: Exception | None) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits
+        try:
             self._loop.call_soon_threadsafe(self._take, chunks, error)
+        except RuntimeError:  # the loop is closed: nobody waits
+            self._worker.end(self.job)
 
     def _take(self, chunks: Sequence[StreamChunk], error: Exception | None) -> None:
         if self._open:

@@ -21,6 +21,7 @@ from foretoken.core.acceptance.base import TargetDistributions
 from foretoken.core.noise import StepNoise
 from foretoken.core.tree import Draft
 from foretoken.drafters.base import Drafter
+from foretoken.engine.turns import Turns
 from foretoken.errors import RequestError
 from foretoken.request import Request
 from tests.engine.serving import alone, assert_empty, bits
@@ -213,6 +214,34 @@ def test_an_error_in_one_thread_is_not_raised_in_another(
     results = in_threads([start_together(llm, len(PROMPTS) + 1), bad, *calls])
     assert results[2:] == expected
     assert_empty(llm)
+
+
+def test_a_signal_that_raises_while_a_thread_waits_stops_no_other() -> None:
+    turns, begun, go_on = Turns(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        assert go_on.wait(TIMEOUT)
+
+    def terminate() -> bool:
+        signal.raise_signal(signal.SIGTERM)
+        return False
+
+    def leave(*_: object) -> None:
+        raise SystemExit
+
+    before = signal.signal(signal.SIGTERM, leave)
+    holder = threading.Thread(target=turns.take, args=(hold,))
+    holder.start()
+    try:
+        assert begun.wait(TIMEOUT)
+        with pytest.raises(SystemExit):
+            turns.take(lambda: None, unless=terminate)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        go_on.set()
+        holder.join()
+    in_threads([partial(turns.take, lambda: None)] * 2)
 
 
 # Processes

@@ -419,6 +419,22 @@ def test_a_model_that_cannot_be_loaded_is_told(handle: Handle) -> None:
     asyncio.run(made.check_health())  # Ray would make it again before anybody could ask
 
 
+def test_a_replica_whose_engine_has_ended_ends_at_the_next_look(
+    handle: Handle, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray would wait for three looks that fail."""
+    del handle
+    replica, codes = sys.modules["foretoken.ray.replica"], list[int]()
+    monkeypatch.setattr(replica.os, "_exit", codes.append)
+    monkeypatch.setattr(replica.logging, "shutdown", lambda: None)
+    made = replica.Replica({"model": llm}, SETTINGS, None)
+    asyncio.run(made.check_health())
+    assert not codes
+    made._llm.close()
+    asyncio.run(made.check_health())
+    assert codes == [1]
+
+
 @pytest.mark.parametrize("word", ["RUNNING", "UNHEALTHY"])
 def test_a_replica_that_starts_later_and_cannot_load_fails(
     handle: Handle, monkeypatch: pytest.MonkeyPatch, word: str

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from foretoken import SamplingParams
-from foretoken.engine.lines import Line, Shape
-from foretoken.errors import CompatibilityError
+import pytest
+
+from foretoken import LLM, SamplingParams
+from foretoken.engine.lines import Line, Shape, jobs_of, records
+from foretoken.errors import CompatibilityError, PromptError
 from foretoken.ray import offline
 from tests.serve.support import tiny_llm
+from tests.tiny import tiny_model
 
 
 def test_rows_have_no_number_of_a_line_and_all_refusals_are_theirs() -> None:
@@ -33,3 +36,25 @@ def test_rows_have_no_number_of_a_line_and_all_refusals_are_theirs() -> None:
     assert "1000000" in foreign["error"]
     assert not foreign["error"].startswith("line")
     assert apart == {"error": "these two do not go together"}
+
+
+def test_an_error_about_references_names_its_line() -> None:
+    llm = LLM(tiny_model())  # without a tokenizer
+    params = SamplingParams(max_tokens=1)
+    lines = [
+        Line(1, "prompt_token_ids", [1, 2], params),
+        Line(2, "prompt_token_ids", [1, 2], params, references=["a text"]),
+    ]
+    with pytest.raises(PromptError, match="line 2: this model has no tokenizer"):
+        jobs_of(llm, lines, Shape())
+
+
+def test_lines_take_no_chunks_of_other_requests() -> None:
+    llm = LLM(tiny_model())
+    other = llm.engine.add_request([1, 2], {"temperature": 0, "max_tokens": 3})
+    lines = [Line(1, "prompt_token_ids", [3, 4], SamplingParams(temperature=0, max_tokens=6))]
+    (record,) = records(llm, lines, jobs_of(llm, lines, Shape()))
+    assert len(record["token_ids"]) == 6
+    (chunk,) = llm.engine.step()
+    assert chunk.request_id == other
+    assert len(chunk.tokens) == 3

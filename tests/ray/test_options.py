@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,7 +16,8 @@ from foretoken.cli import ray_options
 from foretoken.cli.ray_options import arguments_for_replicas, as_given
 from foretoken.config import SpeculativeConfig
 from foretoken.errors import ForetokenError
-from foretoken.ray.cluster import cluster
+from foretoken.ray import cluster as cluster_module
+from foretoken.ray.cluster import cluster, watched
 from tests.cli.conftest import Run, error_of, run
 
 __all__ = ["run"]
@@ -89,6 +91,7 @@ def test_an_address_without_a_cluster(
     [
         ("AuthenticationError", "refuses the token: AuthenticationError: a wrong token"),
         ("RaySystemError", "there is no Ray cluster at auto.*a wrong token"),
+        ("Exception", "there is no Ray cluster at auto.*a wrong token"),  # of a slow machine
     ],
 )
 def test_errors_of_ray_are_one_line(
@@ -96,6 +99,7 @@ def test_errors_of_ray_are_one_line(
 ) -> None:
     errors = ModuleType("ray.exceptions")
     errors.RayError = type("RayError", (Exception,), {})  # type: ignore[attr-defined]
+    errors.Exception = Exception  # type: ignore[attr-defined]
     for name in ("AuthenticationError", "RaySystemError"):
         setattr(errors, name, type(name, (errors.RayError,), {}))
 
@@ -110,6 +114,30 @@ def test_errors_of_ray_are_one_line(
     with pytest.raises(ForetokenError, match=message) as raised, cluster("auto"):
         pass
     assert "\n" not in str(raised.value)
+
+
+def test_a_cluster_is_lost_after_its_time_however_long_each_look_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A machine that has gone refuses no connection, so each look takes 5 seconds."""
+    stand_in: Any = ModuleType("ray")
+    stand_in.get_runtime_context = lambda: SimpleNamespace(gcs_address="10.0.0.1:6379")
+    monkeypatch.setitem(sys.modules, "ray", stand_in)
+    now, looks = [0.0], list[str]()
+
+    def answers(address: str) -> bool:
+        looks.append(address)
+        now[0] += 5
+        return len(looks) == 2  # asked after 5 seconds
+
+    monkeypatch.setattr(cluster_module, "answers", answers)
+    monkeypatch.setattr(cluster_module, "_EVERY", 0.001)
+    monkeypatch.setattr(cluster_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with watched() as alive:
+        while alive():
+            time.sleep(0.001)
+    assert now == [5 + cluster_module.LOST_SECONDS]
+    assert len(looks) == 4
 
 
 def test_paths_are_absolute_for_replicas_only(

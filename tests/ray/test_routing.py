@@ -51,6 +51,15 @@ class TestKeys:
     def test_a_body_that_will_be_refused_has_none(self, body: bytes) -> None:
         assert prompt_keys(TEXT, body) == []
 
+    def test_a_body_that_can_be_read_and_not_written_has_none(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def deep(_: object) -> str:
+            raise RecursionError
+
+        monkeypatch.setattr("foretoken.ray.prefixes._text", deep)
+        assert keys(TEXT, prompt=[[1]]) == []
+
 
 class TestMemory:
     def test_the_one_that_has_seen_most_comes_first(self) -> None:

@@ -47,6 +47,31 @@ def test_a_message(server: Served, client: Client) -> None:
     assert found.usage.prompt_tokens == len(expected.prompt_token_ids)
 
 
+def test_token_ids_whole_and_in_pieces(server: Served) -> None:
+    fields = {"messages": HELLO, "max_tokens": 4, "seed": 1, "return_token_ids": True, "n": 2}
+    whole = server.post("/v1/chat/completions", **fields).json()
+    assert whole["prompt_token_ids"] == server.llm.encode(HELLO)
+    stream = server.post("/v1/chat/completions", **fields, stream=True).text
+    chunks = [json.loads(each.removeprefix("data: ")) for each in stream.split("\n\n")[:-2]]
+    assert [each.get("prompt_token_ids") for each in chunks] == [
+        whole["prompt_token_ids"],
+        *[None] * (len(chunks) - 1),
+    ]
+    for choice in whole["choices"]:
+        pieces = [each["choices"][0] for each in chunks]
+        own = [piece.get("token_ids", []) for piece in pieces if piece["index"] == choice["index"]]
+        assert [token for ids in own for token in ids] == choice["token_ids"]
+
+
+@pytest.mark.parametrize("field", ["guided_regex", "structured_outputs"])
+def test_the_form_that_contradicts_tools_is_named(server: Served, field: str) -> None:
+    form = "a" if field == "guided_regex" else {"regex": "a"}
+    fields = {"messages": HELLO, "tools": [weather()], field: form}
+    error = server.refused("/v1/chat/completions", **fields)
+    assert error["param"] == field
+    assert f"{field} and tools contradict each other" in error["message"]
+
+
 def test_parts_names_and_roles(server: Served, client: Client) -> None:
     messages: Any = [
         {"role": "developer", "content": "be kind"},

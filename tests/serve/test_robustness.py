@@ -18,7 +18,6 @@ import httpx2
 import pytest
 
 from foretoken import LLM, AsyncLLM, ForetokenError, Metrics, SamplingParams
-from foretoken.engine.worker import Worker
 from foretoken.serve.address import bound_socket
 from foretoken.serve.errors import APIError
 from foretoken.serve.events import DONE, EventStream
@@ -533,17 +532,6 @@ def test_a_panic_ends_all_requests_and_the_server(monkeypatch: pytest.MonkeyPatc
         server.stopped.wait(60)
         assert server.stopped.is_set()
         monkeypatch.undo()
-
-
-def test_a_panic_in_a_call_is_an_error_of_the_call_too() -> None:
-    def panics() -> Any:
-        raise Panic("as the test wants it")
-
-    worker = Worker(tiny_llm().engine)
-    with pytest.raises(Panic):
-        worker.call(panics).result(60)
-    worker.close()
-    assert not worker.alive
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])

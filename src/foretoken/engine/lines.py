@@ -165,11 +165,10 @@ def jobs_of(llm: LoadedLLM, lines: Sequence[Line], shape: Shape) -> list[Job]:
     """
     from foretoken.engine.job_spec import JobSpec
 
-    quoted = llm.engine.references.read_all([line.references for line in lines])
     jobs = []
-    for line, texts in zip(lines, quoted, strict=True):
+    for line in lines:
         try:
-            prompt = shape.of_line(llm, line)
+            prompt, texts = shape.of_line(llm, line), line.references
             spec = JobSpec(prompt, line.params, references=texts, prediction=line.prediction)
             jobs.append(llm.engine.job(spec))
         except ForetokenError as error:
@@ -196,7 +195,7 @@ def records(
         llm.engine.start(list(left))
         for line in lines:
             while not left[0].finished:
-                llm.engine.step()
+                llm.engine.advance()
             yield {**line.shown, **_fields(left.popleft())}
     finally:
         llm.engine.end(list(left))

@@ -116,12 +116,13 @@ class Turns:
         ticket = object()
         with self._condition:
             self._queue.append(ticket)
-            while not unless() and not uninterrupted.pending:
-                if self._owner is None and self._queue[0] is ticket:
-                    self._queue.popleft()
-                    self._owner = threading.get_ident()
-                    return True
-                self._condition.wait(POLL_SECONDS)
-            self._queue.remove(ticket)
-            self._condition.notify_all()
-            return False
+            try:
+                while not unless() and not uninterrupted.pending:
+                    if self._owner is None and self._queue[0] is ticket:
+                        self._owner = threading.get_ident()
+                        return True
+                    self._condition.wait(POLL_SECONDS)
+                return False
+            finally:  # another signal may raise here: a ticket that stayed would stop all others
+                self._queue.remove(ticket)
+                self._condition.notify_all()

@@ -128,16 +128,25 @@ class Worker:
     def _run(self) -> None:
         while self._running:
             try:
-                self._obey()
-                if self._jobs:
-                    self._advance()
-            except Exception as error:  # our own mistake: it ends the jobs, and not the worker
-                _log.exception("a step failed, and its requests were ended")
-                self._give_up(error)
+                self._go_on()
             except BaseException as error:  # a panic of native code: nothing is certain any more
                 _log.critical("the engine failed and was closed", exc_info=True)
                 self._close()
-                self._give_up(ForetokenError(f"the engine failed: {in_one_line(error)}"))
+                jobs = self._tell_all(ForetokenError(f"the engine failed: {in_one_line(error)}"))
+                for job in jobs:
+                    # It may panic again, and what waits in the inbox must be told, too.
+                    with suppress(BaseException):
+                        self._free(job)
+
+    def _go_on(self) -> None:
+        """Do what came in, and run a step if there are jobs."""
+        try:
+            self._obey()
+            if self._jobs:
+                self._advance()
+        except Exception as error:  # our own mistake: it ends the jobs, and not the worker
+            _log.exception("a step failed, and its requests were ended")
+            self._give_up(error)
 
     def _obey(self) -> None:
         """Do what came in; wait for it if there is nothing else to do."""
@@ -212,11 +221,15 @@ class Worker:
 
     def _give_up(self, error: Exception) -> None:
         """End all jobs because of an error that is not of one of them."""
+        for job in self._tell_all(error):
+            self._free(job)
+
+    def _tell_all(self, error: Exception) -> list[Job]:
+        """Deliver an error to all jobs, and forget them; they are still in the engine."""
         jobs, self._jobs = list(self._jobs.values()), {}
         for _, deliver in jobs:
             deliver((), error)
-        for job, _ in jobs:
-            self._free(job)
+        return [job for job, _ in jobs]
 
     def _stop(self) -> None:
         self._running = False

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -98,7 +99,7 @@ def cluster(address: str | None, *, stays: bool = False) -> Iterator[bool]:
             except ray.exceptions.AuthenticationError as error:
                 where = "a Ray cluster of this machine" if address is None else address
                 raise ForetokenError(f"{where} refuses the token: {in_one_line(error)}") from None
-            except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            except Exception as error:  # Ray raises a plain one if its processes start too slowly
                 raise _failed(address, error) from None
             again()
             yield address is None
@@ -144,11 +145,13 @@ def watched() -> Iterator[Callable[[], bool]]:
     lost, done = threading.Event(), threading.Event()
 
     def watch() -> None:
-        missed = 0
-        while missed * _EVERY < LOST_SECONDS:
+        answered = time.monotonic()
+        while time.monotonic() - answered < LOST_SECONDS:
             if done.wait(_EVERY):
                 return
-            missed = 0 if answers(address) else missed + 1
+            asked = time.monotonic()
+            if answers(address):  # an answer that does not come takes a while, too
+                answered = asked
         lost.set()
 
     threading.Thread(target=watch, name="foretoken-watch", daemon=True).start()

@@ -42,12 +42,12 @@ def prompt_keys(path: str, body: bytes) -> list[int]:
         return []
     try:
         fields = json.loads(body)
-    except (ValueError, RecursionError):
+        if not isinstance(fields, dict):
+            return []
+        text = "".join(_text(fields[part]) for part in parts if fields.get(part))
+    except (ValueError, RecursionError):  # writing may go deeper than reading
         return []
-    if not isinstance(fields, dict):
-        return []
-    given = [fields[part] for part in parts if fields.get(part)]
-    text = "".join(map(_text, given))[: BLOCK * MOST_BLOCKS]
+    text = text[: BLOCK * MOST_BLOCKS]
     keys, before = [], b""
     for start in range(0, len(text), BLOCK):
         piece = text[start : start + BLOCK].encode(errors="replace")

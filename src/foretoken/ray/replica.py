@@ -64,10 +64,10 @@ class Replica:
         One that could not load its model at the start of the server is well until its first
         request: Ray would try again to load it before anybody could ask for its problem.
         """
-        if self._problem is not None and self._late:
+        if self._problem is None:
+            self._end_if_dead()
+        elif self._late:
             raise RuntimeError(f"the model cannot be loaded: {self._problem}")
-        if self._llm is not None and not self._llm.worker.alive:
-            raise RuntimeError("the engine has ended")
 
     async def metrics(self) -> str:
         """What Prometheus reads of this replica."""
@@ -132,7 +132,7 @@ class Replica:
     def _end_if_dead(self) -> None:
         """End this process if its engine has ended: whoever waits learns of it at once.
 
-        Ray's health checks would find it after half a minute, in which every request failed.
+        Ray would replace it only after three checks that fail, and every request until then would.
         """
         if self._llm is None or not self._llm.worker.alive:
             _log.error("the replica is replaced: %s", self._problem or "the engine has ended")

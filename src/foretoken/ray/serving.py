@@ -24,6 +24,8 @@ TOLD_SECONDS = 5.0
 """Seconds in which replicas have to learn that they end."""
 PROBLEM_SECONDS = 60.0
 """Seconds in which all replicas have to say whether they have loaded the model."""
+HEALTH_PERIOD = 2.0
+"""Seconds between two looks at a replica. Ray replaces one that has died when it looks."""
 SPARE = 64
 """Calls beyond those for outputs that a replica takes: health, metrics, tokens of texts."""
 
@@ -157,6 +159,7 @@ def _deployment(
         max_ongoing_requests=rows + settings.max_waiting + SPARE,
         graceful_shutdown_timeout_s=settings.shutdown_timeout,
         graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=HEALTH_PERIOD,
         ray_actor_options={"num_cpus": of_each.cores, "num_gpus": of_each.gpus},
         request_router_config=RequestRouterConfig(
             request_router_class="foretoken.ray.router:PrefixRouter"

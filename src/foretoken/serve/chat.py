@@ -13,7 +13,7 @@ from foretoken.engine.job_spec import JobSpec
 from foretoken.outputs import CompletionOutput, RequestOutput, StreamChunk
 from foretoken.serve.answers import responded
 from foretoken.serve.body import read
-from foretoken.serve.chat_prompt import chat_ids
+from foretoken.serve.chat_prompt import chat_ids, refuse_special_tokens
 from foretoken.serve.errors import invalid
 from foretoken.serve.events import data
 from foretoken.serve.fields import ChatBody
@@ -27,7 +27,7 @@ from foretoken.serve.rendering import (
     usage_of,
 )
 from foretoken.serve.running import Run, started
-from foretoken.serve.sampling import form_of, params_of
+from foretoken.serve.sampling import form_field, form_of, params_of
 from foretoken.serve.schema import takes
 from foretoken.serve.state import ServerState, state_of
 from foretoken.serve.stream_end import chunk_usage, last_events, refuse_stream_options
@@ -66,17 +66,15 @@ def _check(body: ChatBody) -> None:
     refuse_stream_options(body)
     if body.parallel_tool_calls is not None and not body.tools:
         raise invalid("parallel_tool_calls", "parallel_tool_calls needs tools.")
-    if body.add_special_tokens:
-        raise invalid("add_special_tokens", "add_special_tokens: the chat template writes them.")
+    refuse_special_tokens(given=body.add_special_tokens)
 
 
 def _prepared(body: ChatBody, tools: Sequence[Tool], state: ServerState) -> list[JobSpec]:
     tokenizer = state.llm.llm.tokenizer
     form, forced = form_of(body, body.response_format), forced_form(body)
     if form is not None and tools:
-        raise invalid(
-            "response_format", "response_format and tools contradict each other: send one of them."
-        )
+        field = form_field(body)
+        raise invalid(field, f"{field} and tools contradict each other: send one of them.")
     params = params_of(
         body,
         state.settings,
@@ -130,9 +128,11 @@ class _Answer:
         }
         if self._body.prompt_logprobs is not None:
             response["prompt_logprobs"] = prompt_logprobs(results[0].prompt_logprobs)
-        if self._body.return_token_ids:
-            response["prompt_token_ids"] = list(results[0].prompt_token_ids)
-        return response
+        return response | self._prompt_tokens(results[0].prompt_token_ids)
+
+    def _prompt_tokens(self, ids: Sequence[int]) -> dict[str, Any]:
+        """The prompt's tokens, if the request wants them."""
+        return {"prompt_token_ids": list(ids)} if self._body.return_token_ids else {}
 
     def _choice(self, output: CompletionOutput) -> dict[str, Any]:
         writer = self._writer()
@@ -166,10 +166,11 @@ class _Answer:
         body = self._body
         head = {**self._head, "object": "chat.completion.chunk"}
         writers = [self._writer() for _ in range(body.n or 1)]
+        prompt = self._prompt_tokens(self._run.requests[0].job.requests[0].prompt_ids)
         for index in range(len(writers)):
             delta = {"role": "assistant", "content": ""}
             choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-            yield data({**head, "choices": [choice]})
+            yield data({**head, "choices": [choice], **({} if index else prompt)})
         async for _, chunk in self._run.chunks():
             more = chunk_usage(body, self._run)
             make = partial(self._chunk_data, head, writers[chunk.index], chunk, more)

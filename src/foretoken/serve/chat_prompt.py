@@ -15,7 +15,7 @@ from foretoken.engine.text_limit import TextLimit
 from foretoken.serve.errors import invalid
 from foretoken.serve.messages import Message, Tool
 
-__all__ = ["chat_ids", "text_ids"]
+__all__ = ["chat_ids", "refuse_special_tokens", "text_ids"]
 
 _GENERIC = """You may call functions. These are all of them, as JSON schemas:
 <tools>
@@ -102,6 +102,19 @@ def chat_ids(
         )
     except RecursionError:  # a template writes the JSON of calls and tools
         raise invalid("messages", "messages or tools are nested too deeply.") from None
+
+
+def refuse_special_tokens(*, given: bool | None) -> None:
+    """Refuse to add special tokens to a conversation.
+
+    Args:
+        given: the field `add_special_tokens`.
+
+    Raises:
+        APIError: it asks for them.
+    """
+    if given:
+        raise invalid("add_special_tokens", "add_special_tokens: the chat template writes them.")
 
 
 def _check_template_arguments(given: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:

@@ -13,7 +13,7 @@ from foretoken.core.checks import check_token_ids
 from foretoken.engine.prompts import needed
 from foretoken.errors import ForetokenError
 from foretoken.serve.body import read
-from foretoken.serve.chat_prompt import chat_ids, text_ids
+from foretoken.serve.chat_prompt import chat_ids, refuse_special_tokens, text_ids
 from foretoken.serve.errors import APIError, invalid, of_engine
 from foretoken.serve.fields import DetokenizeBody, TokenizeBody
 from foretoken.serve.schema import takes
@@ -80,10 +80,11 @@ async def tokenize(request: Request) -> Response:
     state.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "send either prompt or messages.")
-    if body.prompt is not None:
-        for name in ("add_generation_prompt", "continue_final_message", "tools"):
-            if getattr(body, name) is not None:
-                raise invalid(name, f"{name} is for messages.")
+    for name in TokenizeBody.for_messages:
+        if body.prompt is not None and getattr(body, name) is not None:
+            raise invalid(name, f"{name} is for messages.")
+    if body.messages is not None:
+        refuse_special_tokens(given=body.add_special_tokens)
     return JSONResponse(await _off_loop(state, body, partial(_tokenized, body, state)))
 
 

@@ -17,7 +17,7 @@ from foretoken.errors import ForetokenError, RequestError
 from foretoken.outputs import CompletionOutput, RequestOutput, StreamChunk
 from foretoken.serve.errors import APIError, of_engine
 from foretoken.serve.fields import ResponseBody, SamplingBody
-from foretoken.serve.sampling import check_speculation
+from foretoken.serve.sampling import check_speculation, form_field
 from foretoken.serve.state import ServerState
 
 __all__ = ["GONE", "Run", "started", "while_connected"]
@@ -238,20 +238,13 @@ async def started(
             state.check_open()  # if it was closed meanwhile, nothing is wrong with the request
             refused = of_engine(error, type(body).model_fields, prompt_field)
             if refused.param == "structured_outputs":
-                refused.param = _form_field(body)
+                refused.param = form_field(body)
             raise refused from error
         raise
     finally:
         run.preparing = None
     run.entered = True
     return run
-
-
-def _form_field(body: SamplingBody | ResponseBody) -> str | None:
-    """The field that says which form the output has."""
-    kinds = (f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar"))
-    names = ("structured_outputs", *kinds, "response_format", "text", "tools")
-    return next((name for name in names if getattr(body, name, None) is not None), None)
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:

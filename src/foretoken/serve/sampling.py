@@ -13,10 +13,10 @@ from foretoken.core.acceptance import RULES
 from foretoken.core.params import SamplingParams
 from foretoken.drafters.registry import METHODS, file_fields
 from foretoken.serve.errors import APIError, invalid
-from foretoken.serve.fields import SamplingBody
+from foretoken.serve.fields import ResponseBody, SamplingBody
 from foretoken.serve.settings import Settings
 
-__all__ = ["check_speculation", "form_of", "params_of"]
+__all__ = ["check_speculation", "form_field", "form_of", "params_of"]
 
 _SAME = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
@@ -109,6 +109,13 @@ def form_of(
             list(found)[1], f"{' and '.join(found)} contradict each other: send one of them."
         )
     return next(iter(found.values()), None)
+
+
+def form_field(body: SamplingBody | ResponseBody) -> str | None:
+    """The field that says which form the output has."""
+    kinds = (f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar"))
+    names = ("structured_outputs", *kinds, "response_format", "text", "tools")
+    return next((name for name in names if getattr(body, name, None) is not None), None)
 
 
 def _of_format(given: Mapping[str, Any], param: str) -> dict[str, Any] | None:
