@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import shutil
 import tempfile
 from functools import cache
@@ -164,6 +165,21 @@ def random_state_head(method: str, config: StateConfig) -> str:
     atexit.register(shutil.rmtree, folder)
     save_state_head(folder, state_net(method, config))
     return str(folder)
+
+
+def published_medusa(folder: Path, vocab_size: int = VOCAB_SIZE, size: int = 64) -> Path:
+    """A folder with two random Medusa heads in a `.pt` file, as their authors publish them."""
+    folder.mkdir()
+    torch.manual_seed(0)
+    tensors: dict[str, Tensor] = {}
+    for head in range(2):
+        tensors[f"{head}.0.linear.weight"] = torch.randn(size, size) / 8
+        tensors[f"{head}.0.linear.bias"] = torch.randn(size)
+        tensors[f"{head}.1.weight"] = torch.randn(vocab_size, size) / 8
+    torch.save(tensors, folder / "medusa_lm_head.pt")
+    fields = {"base_model_name_or_path": "tiny", "medusa_num_heads": 2, "medusa_num_layers": 1}
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
 
 
 def tiny_head(method: str = "eagle", vocab_size: int = VOCAB_SIZE) -> str:

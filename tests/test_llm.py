@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from foretoken import LLM, ConfigError, Origin, PromptError, SamplingParams
+from foretoken import LLM, ConfigError, ModelError, Origin, PromptError, SamplingParams
 from foretoken.engine.job_spec import JobSpec
 from foretoken.llm import Prompt
 from tests.core.test_detokenizer import TOKENIZER
@@ -97,12 +97,19 @@ def test_a_call_without_prompts(llm: LLM) -> None:
             call()
 
 
-def test_a_tokenizer_may_be_a_folder(model: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_tokenizer_may_be_a_folder(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match="tokenizer: there is none in"):
         LLM(model, tokenizer=tmp_path)
     TOKENIZER.save_pretrained(tmp_path)
     llm = LLM(model, tokenizer=tmp_path)
     assert llm.encode("hello") == list(TOKENIZER.encode("hello"))
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    assert LLM(model, tokenizer=f"~/{tmp_path.name}").tokenizer is not None
+    for name in ("", "x" * 999):
+        with pytest.raises(ModelError, match=f"no model '{name}'"):
+            LLM(model, tokenizer=name)
 
 
 def test_no_model_at_all() -> None:

@@ -100,12 +100,16 @@ class SpeculativeConfig(Config):
                     )
         if spec.takes_model and self.model is None:
             raise ConfigError(f"method '{name}' needs a draft model: set 'model'.")
-        takes_head = spec.takes_head and not self._passes_a_model_on
-        if takes_head and not isinstance(self.model, str | Path):
+        if self.takes_head and not isinstance(self.model, str | Path):
             raise ConfigError(f"method '{name}' needs a trained head: set 'model' to its folder.")
         if self.model is not None and not (spec.takes_model or spec.takes_head):
             raise ConfigError(f"method '{name}' takes no draft model: remove 'model'.")
         return self
+
+    @property
+    def takes_head(self) -> bool:
+        """Whether `model` names the folder of a trained head, and not a draft model."""
+        return self.drafter_spec.takes_head and not self._passes_a_model_on
 
     @property
     def _passes_a_model_on(self) -> bool:

@@ -307,6 +307,16 @@ class Request(SequenceState):
         self._finish("error", None)
 
     @property
+    def failed(self) -> bool:
+        """Whether it or its drafter failed: what a draft model computed for it may be NaN."""
+        return self.failure is not None or self.metrics.drafter_failure is not None
+
+    def fail_with(self, other: Request) -> None:
+        """Take over the failures of the request that this one was made for."""
+        self.failure = other.failure
+        self.metrics.drafter_failure = other.metrics.drafter_failure
+
+    @property
     def error(self) -> str | None:
         """What went wrong, in one line; None if nothing did."""
         return None if self.failure is None else told(self.failure)

@@ -11,7 +11,8 @@ from foretoken.bench.memory import BYTES, weight_bytes
 from foretoken.runtime.choices import QUANTIZATIONS
 from foretoken.runtime.llama import LinearWeights
 from foretoken.runtime.native.pack import Format, pack
-from tests.tiny import tiny_model
+from tests.heads import published_medusa
+from tests.tiny import VOCAB_SIZE, tiny_model
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
@@ -39,3 +40,8 @@ def test_the_weights_of_a_pass(tmp_path: Path, tied: bool) -> None:
     for quantization, each in BYTES.items():
         expected = (matrices - head) * each + head * BYTES["int8"] + 2 * others
         assert weight_bytes(tmp_path, 2, quantization) == expected
+
+
+def test_the_weights_of_a_published_head(tmp_path: Path) -> None:
+    folder = published_medusa(tmp_path / "head", size=32)
+    assert weight_bytes(folder, 4) == 2 * 4 * (32 * 32 + 32 + 32 * VOCAB_SIZE)

@@ -192,6 +192,29 @@ def test_failed_lines_are_tried_again(
     assert [after[place] for place in kept] == [before[place] for place in kept]
 
 
+def test_lines_that_were_made_again_are_kept_if_the_run_is_interrupted(
+    run: Run, tiny: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    assert generated(run, tiny, prompts, "--output", whole).exit_code == 0
+    failed = [{**json.loads(line), "error": "lost"} for line in lines_of(whole.read_text())]
+    output.write_text("".join(json.dumps(record) + "\n" for record in failed))
+    add = LineResults.add
+
+    def interrupted(results: LineResults, place: int, record: dict[str, Any]) -> None:
+        if place == 2:
+            raise KeyboardInterrupt
+        add(results, place, record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LineResults, "add", interrupted)
+        assert generated(run, tiny, prompts, "--output", output, "--resume").exit_code == 130
+    assert without_times(output)[:2] == without_times(whole)[:2]
+    assert [json.loads(line)["error"] for line in lines_of(output.read_text())[2:]] == ["lost"] * 2
+    assert generated(run, tiny, prompts, "--output", output, "--resume").exit_code == 0
+    assert without_times(output) == without_times(whole)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ def test_what_is_there(run: Run) -> None:
     assert "of" in found["cores"][0]
     assert found["foretoken[bench]"][0] == found["foretoken[serve]"][0] == "installed"
     assert found["C++ compiler"][1] == ""
+    extras = set(metadata("foretoken").get_all("Provides-Extra", [])) - {"dev", "docs"}
+    assert {f"foretoken[{extra}]" for extra in extras} <= found.keys()
     shown = run("doctor").stdout
     assert all(name in shown for name in found)
 

@@ -13,7 +13,7 @@ from foretoken import LLM, SamplingParams, Trace
 from foretoken.core.source import Source
 from foretoken.runtime.passes import Passes
 from tests.cli.conftest import Run, ascii_tokenizer, error_of
-from tests.heads import tiny_head
+from tests.heads import published_medusa, tiny_head
 from tests.tiny_seq2seq import tiny_seq2seq
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -64,7 +64,29 @@ def test_the_drafter_changes_nothing(run: Run, tiny: Path, method: str, more: li
 def test_a_head_is_given_by_its_folder(run: Run, tiny: Path) -> None:
     given = ["generate", "hello", "-m", tiny, "--method", "eagle"]
     assert "add --draft-model with its folder" in error_of(run(*given))
-    assert "no model 'nowhere'" in error_of(run(*given, "--draft-model", "nowhere"))
+    result = run(*given, "--draft-model", "nowhere")
+    assert result.exit_code == 2
+    assert "there is no folder nowhere" in error_of(result)
+
+
+@pytest.mark.parametrize("command", ["generate", "demo", "bench"])
+def test_a_head_as_its_authors_publish_it(
+    run: Run, tiny: Path, tmp_path: Path, command: str
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("hello\n")
+    more = {
+        "generate": ["hello", "--json"],
+        "demo": ["--rounds", 1],
+        "bench": [prompts, "--peers", "", "--rounds", 1, "--output", tmp_path / "results"],
+    }
+    head = published_medusa(tmp_path / "head", len(ascii_tokenizer().get_vocab()))
+    given = ["-m", tiny, "--max-tokens", 8, "--method", "medusa", "--draft-model", head]
+    result = run(command, *more[command], *given)
+    assert result.exit_code == 0, result.stderr
+    if command == "bench":
+        records = (tmp_path / "results/results.jsonl").read_text()
+        assert '"type": "request", "contestant": "medusa"' in records
 
 
 def test_json_has_every_field(run: Run, tiny: Path, llm: LLM) -> None:

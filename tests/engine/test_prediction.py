@@ -102,6 +102,15 @@ def test_a_cascade_follows_it_in_its_middle_model(plain: dict[str, list[tuple[in
     assert generated(llm, GREEDY, [list(each) for each in expected])[0] == expected
 
 
+def test_a_draft_model_drafts_where_it_ends(plain: dict[str, list[tuple[int, ...]]]) -> None:
+    llm = tiny_llm(tiny_model(), "prediction", gamma=4, drafter={"model": tiny_model()})
+    expected = plain["greedy"]
+    tokens, metrics = generated(llm, GREEDY, [list(each[:9]) for each in expected])
+    assert tokens == expected
+    for each in metrics:
+        assert each.num_accepted_tokens > each.accepted_prediction_tokens > 0
+
+
 def test_tokens_are_counted() -> None:
     """Of a prediction that is wrong in one place, by hand."""
     llm = tiny_llm(tiny_model(), "prediction", gamma=6, drafter=None)

@@ -155,6 +155,14 @@ def test_heuristic_grows_and_shrinks() -> None:
     assert length(controller, [request]) == 1
 
 
+def test_heuristic_never_exceeds_its_longest_draft() -> None:
+    controller = Heuristic(12, Heuristic.Options(max_length=8))
+    request = request_of()
+    assert length(controller, [request]) == 8
+    controller.observe([outcome(request, 8, 8)], 0.001)
+    assert length(controller, [request]) == 8
+
+
 def test_confidence_thresholds_adapt() -> None:
     controller = Confidence(5, Confidence.Options(threshold=0.5, step=0.1))
     request = request_of()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,7 @@ class Journal:
         self.records: list[dict[str, Any]] = []
         header = {"format": format_name, **settings}
         try:
-            if path is not None and path.exists() and path.stat().st_size:
-                self._load(path, header)
-            else:
+            if path is None or not path.exists() or not self._load(path, header):
                 self._append(header)
         except OSError as error:
             raise ForetokenError(f"cannot use {path}: {error.strerror}.") from error
@@ -42,9 +41,15 @@ class Journal:
         self.records.append(record)
         self._append(record)
 
-    def _load(self, path: Path, header: dict[str, Any]) -> None:
-        text = path.read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1]  # an interruption may have cut off the last line
+    def _load(self, path: Path, header: dict[str, Any]) -> bool:
+        """Read the file; False if it has not even a whole header."""
+        content = path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]  # a kill may have cut off the last line
+        if not whole:
+            if not json.dumps(header).encode().startswith(content):
+                raise ForetokenError(f"{path} is not a results file; choose another --output.")
+            os.truncate(path, 0)
+            return False
         try:
             found, *self.records = [json.loads(line) for line in whole.splitlines()]
         except ValueError as error:
@@ -53,8 +58,9 @@ class Journal:
             raise ForetokenError(f"{path} is not a results file: expected JSON objects.")
         # JSON turns tuples into lists: compare like with like.
         _check_header(path, found, json.loads(json.dumps(header)))
-        if whole != text:
-            path.write_text(whole, encoding="utf-8")
+        if whole != content:
+            os.truncate(path, len(whole))
+        return True
 
     def _append(self, record: dict[str, Any]) -> None:
         if self._path is not None:

@@ -41,11 +41,13 @@ def weight_bytes(folder: Path, itemsize: int, quantization: str | None = None) -
     a few of its rows. Quantized matrices count with the scales of their groups.
 
     Args:
-        folder: a Hugging Face folder with safetensors, or one of packed weights.
+        folder: a Hugging Face folder with safetensors, one of packed weights, or a trained head's.
         itemsize: bytes of a weight as it is in memory.
         quantization: "int8", "int4" or None; packed weights tell theirs.
     """
     from safetensors import safe_open
+
+    from foretoken.drafters.heads.folder import first_of, read_tensors
 
     if (folder / "rest.safetensors").is_file():
         return _packed_bytes(folder)
@@ -53,6 +55,9 @@ def weight_bytes(folder: Path, itemsize: int, quantization: str | None = None) -
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "np") as tensors:
             shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    if not shapes:  # a published head
+        path = first_of(folder, "pytorch_model.bin", "medusa_lm_head.pt")
+        shapes = {name: list(tensor.shape) for name, tensor in read_tensors(path).items()}
     untied = any(name.endswith("lm_head.weight") for name in shapes)
     total = 0.0
     for name, shape in shapes.items():

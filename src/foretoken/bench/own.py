@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,8 +87,10 @@ class OwnRunner:
         packed = open_packed(
             model, self._llm.dtype, self._llm.device, quantization=quantization, runtime=runtime
         )
-        folder = models.resolve(model) if packed is None else packed.folder
-        return weight_bytes(folder, itemsize, rounded)
+        if packed is not None:
+            return weight_bytes(packed.folder, itemsize, rounded)
+        is_head = self._llm.speculative_config.takes_head
+        return weight_bytes(Path(model) if is_head else models.resolve(model), itemsize, rounded)
 
     def encode(self, text: str, max_model_len: int) -> list[int]:
         """A prompt's tokens (see `encode.encode`).

@@ -17,7 +17,7 @@ from foretoken.cli.flat import flat, in_panel
 from foretoken.cli.options import DEFAULT_METHOD, ModelOptions
 from foretoken.cli.report import as_json
 from foretoken.cli.root import UsageError, examples
-from foretoken.cli.session import resolve
+from foretoken.cli.session import find_draft, resolve
 
 if TYPE_CHECKING:
     from foretoken.bench.contestants import Contestant, Setting
@@ -117,8 +117,7 @@ def _plan(
         from foretoken.bench.same_model import check_same_model
 
         check_same_model(gguf, folder or resolve(setting.model))
-    if setting.draft_model is not None:
-        _found(setting.draft_model, quantization)
+    _find_drafts(own, others, setting)
     from foretoken.bench.run import Plan
 
     return Plan((*own, *others), setting, sample, amount.rounds, sizes, amount.control)
@@ -140,6 +139,20 @@ def _found(model: str, quantization: str | None) -> Path | None:
     if quantization is not None and gguf_file(model) is not None:
         return None
     return resolve(model)
+
+
+def _find_drafts(own: list[Contestant], others: list[Contestant], setting: Setting) -> None:
+    """Fetch or convert draft models, so that no contestant's time to load has it in it."""
+    from foretoken.config import SpeculativeConfig
+
+    for one in own:
+        config = SpeculativeConfig.parse(one.config)
+        if config.takes_head:
+            find_draft(config)
+        elif config.model is not None:
+            _found(config.model, one.quantization)
+    if setting.draft_model is not None and "transformers-assistant" in [o.kind for o in others]:
+        resolve(setting.draft_model)
 
 
 def _methods(

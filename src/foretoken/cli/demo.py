@@ -17,7 +17,7 @@ from foretoken.cli.flat import flat
 from foretoken.cli.options import ModelOptions, SpeculationOptions
 from foretoken.cli.report import legend, summary
 from foretoken.cli.root import UsageError, examples
-from foretoken.cli.session import resolve
+from foretoken.cli.session import find_draft, resolve
 from foretoken.cli.writer import TokenWriter
 from foretoken.engine.lines import shaped
 
@@ -93,8 +93,7 @@ def _load(target: ModelOptions, config: SpeculativeConfig) -> tuple[LLM, LLM]:
 
     packed = target.quantization != "none" and gguf_file(target.model) is not None
     folder = None if packed else resolve(target.model)
-    if config.model is not None and gguf_file(config.model) is None:
-        resolve(config.model)
+    find_draft(config)
     with working(f"Loading {target.model}"):
         from foretoken.llm import LLM
 

@@ -25,7 +25,9 @@ _EXTRAS = {
     "plots": ("matplotlib",),
     "rest": ("pydivsufsort",),
     "serve": ("fastapi", "uvicorn", "prometheus-client"),
+    "ray": ("ray",),
     "peers": ("llama-cpp-python", "openvino-genai"),
+    "energy": ("nvidia-ml-py",),
 }
 """Extras of the package, and the distributions that they install."""
 

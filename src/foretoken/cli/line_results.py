@@ -22,16 +22,16 @@ class LineResults:
 
     Every result has a digest of its prompt and of all options that it depends on. So a run never
     continues a file of other prompts or other options. Results with an error are made again; they
-    are replaced together, as soon as all of them are there.
-
-    Attributes:
-        count: results that the file has, those with an error included.
+    are replaced together: as soon as all of them are there, or by `replace` if the run ends before.
 
     Args:
         path: the file.
         asked: options that all results depend on, such as the model's name; those that the `LLM`
             has resolved are added by `begin`.
         resume: whether the file has the results of an earlier run.
+
+    Attributes:
+        count: results that the file has, those with an error included.
 
     Raises:
         UsageError: there is a file and `resume` is False, or none and it is True; or it cannot be
@@ -46,7 +46,8 @@ class LineResults:
             raise UsageError(f"--resume: there is no {path}")
         self.path = path
         self._asked = asked
-        self._again: dict[int, str | None] = {}  # places of failed results -> the new ones
+        self._missing = 0  # results that failed and are not made again yet
+        self._again: dict[int, str] = {}  # their places -> the new ones, which are not in the file
         self._digests: list[str] = []  # of all lines
         self.count = 0
 
@@ -74,32 +75,34 @@ class LineResults:
                     f"{self.path}: line {number} is the result of another prompt, or of other "
                     "options: choose another --output"
                 )
-        self._again = {
-            place: None for place, each in enumerate(records) if error_of(each) is not None
-        }
-        self.count = len(records)
+        failed = [place for place, each in enumerate(records) if error_of(each) is not None]
+        self._missing, self.count = len(failed), len(records)
         self.path.touch()
-        return [*self._again, *range(self.count, len(lines))]
+        return [*failed, *range(self.count, len(lines))]
 
     def add(self, place: int, record: dict[str, Any]) -> None:
         """Add a result; before this returns, it is in the file, unless others must come first."""
         line = json.dumps({**record, "digest": self._digests[place]}, ensure_ascii=False)
         if place < self.count:
             self._again[place] = line
-            if all(self._again.values()):
-                self._replace()
+            self._missing -= 1
+            if not self._missing:
+                self.replace()
             return
         assert place == self.count, "results come in the order of the lines"
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
         self.count += 1
 
-    def _replace(self) -> None:
+    def replace(self) -> None:
         """Put the results that were made again in the places of those that failed."""
+        if not self._again:
+            return
         lines = self.path.read_text(encoding="utf-8").split("\n")
         for place, line in self._again.items():
-            lines[place] = line or ""
+            lines[place] = line
         write_whole(self.path, "\n".join(lines))
+        self._again.clear()
 
     def _read(self) -> list[dict[str, Any]]:
         """The complete results; a line that a kill has cut off is removed."""

@@ -64,6 +64,9 @@ def generate_lines(
         if results is not None:
             say(f"{results.path} has {results.count} of {len(lines)} lines: add --resume")
         raise
+    finally:
+        if results is not None:
+            results.replace()
     if results is not None and errors().is_terminal and not quiet:
         errors().print(plain(f"{results.count} lines are in {results.path}.", "note"))
     if failed:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from foretoken.config import SpeculativeConfig
     from foretoken.llm import LLM
 
-__all__ = ["llm_arguments", "open_llm", "open_tokenizer", "resolve"]
+__all__ = ["find_draft", "llm_arguments", "open_llm", "open_tokenizer", "resolve"]
 
 
 def open_llm(
@@ -52,9 +52,10 @@ def llm_arguments(
     """
     from foretoken.models.resolver import gguf_file
 
-    for name in (options.model, None if config is None else config.model):
-        if name is not None and gguf_file(name) is None:  # `LLM` converts those in its own way
-            resolve(name)
+    if gguf_file(options.model) is None:  # `LLM` converts those in its own way
+        resolve(options.model)
+    if config is not None:
+        find_draft(config)
     return {
         "model": options.model,
         "speculative_config": config,
@@ -65,6 +66,26 @@ def llm_arguments(
         "runtime": options.runtime,
         **engine,
     }
+
+
+def find_draft(config: SpeculativeConfig) -> None:
+    """Fetch or convert the draft model if needed; a trained head has to be there.
+
+    Raises:
+        UsageError: there is no such model or folder.
+        ModelError: the model cannot be fetched, read or converted.
+    """
+    from foretoken.drafters.heads.folder import existing_folder
+    from foretoken.errors import ModelError
+    from foretoken.models.resolver import gguf_file
+
+    if config.takes_head:
+        try:
+            existing_folder(config.model)
+        except ModelError as error:
+            raise UsageError(str(error)) from error
+    elif config.model is not None and gguf_file(config.model) is None:
+        resolve(config.model)
 
 
 def open_tokenizer(model: str) -> PreTrainedTokenizerBase:

@@ -4,8 +4,7 @@ Each request has its own threshold on the probability of the token or of the pat
 token that was drawn under the rule `coupled`, a drafter with a model gives its clarity instead of q
 (`Budget`). A draft with a rejected token raises the threshold, and one that was accepted whole
 lowers it (Transformers' `assistant_confidence_threshold`). EAGLE-2 and Kangaroo use similar
-criteria. Drafters without
-probabilities of their own, such as `ngram`, are never stopped.
+criteria. Drafters without probabilities of their own, such as `ngram`, are never stopped.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ __all__ = ["Heuristic"]
 
 
 class Heuristic(Controller):
-    """Starts every request at `num_speculative_tokens`."""
+    """Starts every request at `num_speculative_tokens`, or at `max_length` if that is less."""
 
     class Options(Config):
         """Options of `heuristic`: longest draft, and the steps to grow and shrink by."""
@@ -35,12 +35,13 @@ class Heuristic(Controller):
 
     def setup(self) -> None:
         """See `Controller.setup`."""
+        assert isinstance(self.options, self.Options)
+        self._start = min(self.num_speculative_tokens, self.options.max_length)
         self._lengths: dict[int, int] = {}
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
         """See `Controller.budgets`."""
-        start = self.num_speculative_tokens
-        return [within(request, self._lengths.get(request.key, start)) for request in batch]
+        return [within(request, self._lengths.get(request.key, self._start)) for request in batch]
 
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
         """Adapt the length of every request that drafted."""
@@ -49,7 +50,7 @@ class Heuristic(Controller):
             if not outcome.draft.tree.num_drafted:
                 continue
             key = outcome.request.key
-            length = self._lengths.get(key, self.num_speculative_tokens)
+            length = self._lengths.get(key, self._start)
             if outcome.accepted.reason:
                 length = max(1, length - self.options.shrink)
             else:

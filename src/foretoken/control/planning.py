@@ -1,6 +1,6 @@
 """The best step, given what is expected of every level of every draft; for `cost_model`.
 
-Everything here is a function of numbers. What they are estimated from is in `cost_model.py`.
+Everything here is a function of numbers. What they are estimated from is in `estimates.py`.
 """
 
 from __future__ import annotations

@@ -215,13 +215,6 @@ class BeamDraft(Draft):
         """Nodes that are proposals, not part of the search."""
         return len(self.tree) - len(self.beams.tree)
 
-    @property
-    def proposed_levels(self) -> int:
-        """Steps of the search that the proposals may allow in addition to the first one."""
-        if not self.num_proposed:
-            return 0
-        return max(self.tree.depths) - self.tree.depths[self.beams.live[0][1]]
-
 
 @dataclass(frozen=True)
 class Searched:

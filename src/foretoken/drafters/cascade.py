@@ -189,7 +189,12 @@ class Cascade(Drafter):
         """Nothing to do: `_catch_up` rolls the inner request back to the common prefix."""
 
     def release(self, request: Request) -> None:
-        """Free the inner request and its KV."""
+        """Free the inner request and its KV; after a failure its numbers, which may be NaN, too."""
+        inner = self._inner.get(request.key)
+        if inner is not None:
+            inner.fail_with(request)
+            if inner.failed:
+                self._model.wipe(inner.key)
         self._free(request.key)
 
     def forget(self) -> None:

@@ -270,9 +270,8 @@ class Switch(Several):
             choice = self._choice(outcome.request)
             if choice.drafting:
                 choice.arms[choice.current].add(len(outcome.accepted.path) + 1, cost)
-            choice.drafting = (
-                False  # until the next draft: plain steps do not count for any drafter
-            )
+            # Until the next draft: plain steps do not count for any drafter.
+            choice.drafting = False
             for index, drafter in enumerate(self._drafters):
                 if index == choice.current or drafter.hidden_layers:
                     drafter.observe([outcome], times)

@@ -146,8 +146,7 @@ class OwnModel(GrowingScorer):
 
     def release(self, request: Request) -> None:
         """Free the request's KV row; after a failure its numbers, which may be NaN, too."""
-        failed = request.failure is not None or request.metrics.drafter_failure is not None
-        if failed and request.key in self._cached:
+        if request.failed and request.key in self._cached:
             self._model.wipe(request.key)
         self._free(request.key)
 

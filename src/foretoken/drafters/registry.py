@@ -271,8 +271,8 @@ def drafter_spec(method: str) -> DrafterSpec:
 
 def _default_length(config: Mapping[str, Any]) -> int:
     """The default draft length of a method with these options: what they imply, or its own."""
-    fields = dict(config)
-    spec = drafter_spec(fields.pop("method"))
+    spec = drafter_spec(config["method"])
+    fields = {name: value for name, value in config.items() if name not in ("method", "model")}
     implied = spec.options(**fields).default_num_speculative_tokens()
     return spec.default_num_speculative_tokens if implied is None else implied
 

@@ -134,6 +134,7 @@ class TextDrafter(Drafter):
         self._translator.release(request)
         shadow = self._shadows.pop(request.key, None)
         if shadow is not None:
+            shadow.fail_with(request)
             self._writer.release(shadow)
 
     def _shadow(self, request: Request) -> Request | None:

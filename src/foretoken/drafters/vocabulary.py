@@ -11,7 +11,6 @@ that differ only in the padding behind the last token count as the same.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -59,10 +58,7 @@ class DraftModel:
         if chosen is None:
             return self
         if isinstance(chosen, str | Path):
-            folder = os.path.expanduser(chosen)  # noqa: PTH111 - never raises
-            if not os.path.isdir(folder):  # noqa: PTH112 - never raises; may hold no model
-                folder = str(models.resolve(chosen))
-            tokenizer = models.load_tokenizer(Path(folder))
+            tokenizer = models.find_tokenizer(chosen)
             if tokenizer is None:
                 raise ConfigError(f"draft_tokenizer: there is no tokenizer in {chosen}.")
             chosen = tokenizer

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from foretoken.models.alias import Alias, aliases
-from foretoken.models.load import load_model, load_tokenizer
+from foretoken.models.load import find_tokenizer, load_model, load_tokenizer
 from foretoken.models.resolver import gguf_of, resolve
 from foretoken.models.store import CachedModel, cache_dir, cached, remove
 
@@ -16,6 +16,7 @@ __all__ = [
     "aliases",
     "cache_dir",
     "cached",
+    "find_tokenizer",
     "gguf_of",
     "load_model",
     "load_tokenizer",

@@ -169,9 +169,7 @@ def _load_again(name: str, dtype: torch.dtype, device: torch.device) -> PreTrain
 
 
 def _tokenizer_of(name: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder, which need not hold a model, or that of a model."""
-    folder = Path(name)
-    found = models.load_tokenizer(folder if folder.is_dir() else models.resolve(name))
+    found = models.find_tokenizer(name)
     if found is None:
         raise ConfigError(f"tokenizer: there is none in '{name}'.")
     return found

@@ -168,7 +168,7 @@ class KVSlab(SlabBuffers, Cache):
         """
         self._span = whole_blocks(max(starts) + num_nodes)
         if self._span > self._positions:
-            self._grow(self._rows, self._span)
+            self._grow(self._span)
         self._first, self._last = first, first + len(starts)
         self._starts, self._counts, self._num_nodes = starts, counts, num_nodes
         self._slots = self._places = None

@@ -98,9 +98,8 @@ class SlabBuffers:
         # Not `empty`: a masked position still enters a product, and NaN times 0 is NaN.
         return states.new_zeros(self._rows, heads, self._positions, width)
 
-    def _grow(self, rows: int, positions: int) -> None:
+    def _grow(self, positions: int) -> None:
         """Make room for this many positions in every row in use."""
-        assert rows == self._rows, "rows are added one by one"
         self._fit(max(1, len(self.lengths)), max(positions, self._positions_in_use))
 
     @property

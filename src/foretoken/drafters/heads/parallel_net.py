@@ -6,9 +6,8 @@ the target's own state, stand pairs of a mask token and a learnt state:
     f_mask = fc [norm(m^1); ...; norm(m^A)],   m = `mask_hidden`.
 
 The d-th of them sees the committed pairs and the d - 1 before it, and predicts the token d places
-behind the first drafted one. Behind the first layer, which is EAGLE-3's, there may be ordinary
-ones.
-Tensor names are those of the `speculators` format ("peagle").
+behind the first drafted one. The first layer is EAGLE-3's; ordinary ones may follow it. Tensor
+names are those of the `speculators` format ("peagle").
 """
 
 from __future__ import annotations

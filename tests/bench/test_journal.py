@@ -1,0 +1,55 @@
+"""`Journal`: what a kill leaves is read, and nothing that was written is lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foretoken.bench.journal import Journal
+from foretoken.errors import ForetokenError
+
+HEADER = b'{"format": "test", "seed": 0}\n'
+
+
+def journal(path: Path) -> Journal:
+    return Journal(path, "test", {"seed": 0})
+
+
+def test_a_record_that_was_cut_off_is_removed_without_writing_the_others_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill while they are written again would lose all of them."""
+    path = tmp_path / "results.jsonl"
+    first = journal(path)
+    for record in ({"of": "\u00e9"}, {"of": 2}):
+        first.add(record)
+    path.write_bytes(path.read_bytes() + b'{"of": ')
+
+    def write(*_: Any, **__: Any) -> None:
+        raise AssertionError("the records are written again")
+
+    monkeypatch.setattr(Path, "write_text", write)
+    again = journal(path)
+    assert again.records == [{"of": "\u00e9"}, {"of": 2}]
+    again.add({"of": 3})
+    assert [json.loads(line) for line in path.read_text().splitlines()][1:] == again.records
+
+
+@pytest.mark.parametrize("length", [0, 1, len(HEADER) - 1])
+def test_a_header_that_was_cut_off_is_written_again(length: int, tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_bytes(HEADER[:length])
+    assert journal(path).records == []
+    assert path.read_bytes() == HEADER
+
+
+def test_what_is_no_results_file_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    for content in (b"notes", b"notes\n", b"[]\n", HEADER.replace(b"0", b"1")[:-1]):
+        path.write_bytes(content)
+        with pytest.raises(ForetokenError, match="not a results file"):
+            journal(path)
+        assert path.read_bytes() == content
