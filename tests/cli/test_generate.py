@@ -75,7 +75,7 @@ def test_a_head_as_its_authors_publish_it(
 ) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("hello\n")
-    more = {
+    more: dict[str, list[object]] = {
         "generate": ["hello", "--json"],
         "demo": ["--rounds", 1],
         "bench": [prompts, "--peers", "", "--rounds", 1, "--output", tmp_path / "results"],

@@ -21,6 +21,7 @@ from foretoken.errors import ForetokenError, PromptError
 
 if TYPE_CHECKING:
     from foretoken.core.params import SamplingParams
+    from foretoken.core.references import References
     from foretoken.engine.jobs import Job
     from foretoken.engine.loaded_llm import LoadedLLM
     from foretoken.engine.prompts import Prompt
@@ -165,11 +166,16 @@ def jobs_of(llm: LoadedLLM, lines: Sequence[Line], shape: Shape) -> list[Job]:
     """
     from foretoken.engine.job_spec import JobSpec
 
+    quoted: dict[int, References] = {}  # lines may share what they quote, which is read once
     jobs = []
     for line in lines:
         try:
-            prompt, texts = shape.of_line(llm, line), line.references
-            spec = JobSpec(prompt, line.params, references=texts, prediction=line.prediction)
+            prompt, shared = shape.of_line(llm, line), id(line.references)
+            if shared not in quoted:
+                quoted[shared] = llm.engine.references.read(line.references)
+            spec = JobSpec(
+                prompt, line.params, references=quoted[shared], prediction=line.prediction
+            )
             jobs.append(llm.engine.job(spec))
         except ForetokenError as error:
             if line.number is None:

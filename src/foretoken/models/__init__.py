@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 from foretoken.models.alias import Alias, aliases
-from foretoken.models.load import find_tokenizer, load_model, load_tokenizer
+from foretoken.models.load import load_model, load_tokenizer
 from foretoken.models.resolver import gguf_of, resolve
 from foretoken.models.store import CachedModel, cache_dir, cached, remove
+from foretoken.models.tokenizers import find_tokenizer
 
 __all__ = [
     "Alias",

@@ -6,21 +6,19 @@ models start fast. `loaded` and the command line call them.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretoken.errors import ModelError
 from foretoken.models.folder import read_config, weight_files
 from foretoken.models.guard import guarded
-from foretoken.models.resolver import resolve
 from foretoken.models.tensor_parallel import check_sharded, sharded
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["find_tokenizer", "load_model", "load_tokenizer"]
+__all__ = ["load_model", "load_tokenizer"]
 
 # A folder with any of these has a tokenizer.
 _TOKENIZER_FILES = (
@@ -98,23 +96,6 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
             folder, local_files_only=True, trust_remote_code=False
         )
     return tokenizer
-
-
-def find_tokenizer(name: str | Path) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer in a folder, which need not hold a model, or that of a model.
-
-    Args:
-        name: The folder, or what `resolve` takes.
-
-    Returns:
-        The tokenizer, or None if there are no tokenizer files.
-
-    Raises:
-        ModelError: If there is no such folder or model, or the files are damaged.
-    """
-    folder = os.path.expanduser(name)  # noqa: PTH111 - never raises
-    is_folder = os.path.isdir(folder)  # noqa: PTH112 - never raises
-    return load_tokenizer(Path(folder) if is_folder else resolve(name))
 
 
 def _check_weights_readable(folder: Path) -> None:
