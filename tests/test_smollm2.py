@@ -96,7 +96,7 @@ def reference(smollm2_float32: PreTrainedModel, prompts: list[list[int]]) -> lis
     return [tuple(reference_greedy(smollm2_float32, prompt, TOKENS)) for prompt in prompts]
 
 
-QUICK = ("none", "ngram", "draft_model", "suffix", "early_exit", "ensemble")
+QUICK = ("none", "ngram", "draft_model", "suffix", "ensemble")
 """One of each kind: `test_greedy.py` has all of them on tiny models."""
 QUICK_IN_FLOAT32 = ("none", "suffix")
 """Passes in float32 take twice as long; in bfloat16 every kind is tested."""

@@ -45,6 +45,7 @@ def requests_in(file: Path) -> int:
     return file.read_text().count('"type": "request"') if file.exists() else 0
 
 
+@pytest.mark.slow  # four processes import PyTorch; `tests/bench/test_run.py` continues runs in one
 def test_a_run_is_killed_and_resumed(
     run: Run, tiny: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,7 +63,6 @@ def files_in(folder: Path) -> set[str]:
     ("trained", "method"),
     [
         *((name, name) for name in ("eagle", "pass")),
-        # The kill below is one of its training.
         pytest.param("hydra", "hydra", marks=pytest.mark.slow),
         ("distill", "draft_model"),
     ],
@@ -279,6 +278,7 @@ def stopped(steps: int, name: str, *arguments: object) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
+@pytest.mark.slow  # as `test_trainer.py` in one process
 def test_a_kill_and_ctrl_c_lose_nothing(run: Run, tiny: Path, tmp_path: Path) -> None:
     """The same head as in one go, and the steps before are not made again."""
     whole, out = tmp_path / "whole", tmp_path / "stopped"

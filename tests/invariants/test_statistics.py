@@ -48,8 +48,6 @@ QUICK = {
         "draft_model",
         "hybrid",
         "parallel",
-        "hydra",
-        "ngram_table",
         "cascade",
     },
     "block": {"draft_model", "ngram"},
