@@ -289,7 +289,7 @@ def test_a_model_need_not_call(server: Served, client: Client) -> None:
     fields: Any = {"model": MODEL, "messages": HELLO, "tools": [weather()], "max_tokens": 9}
     assert client.chat.completions.create(**fields).choices[0].message.tool_calls is None
     refused = server.refused("/v1/chat/completions", **fields, guided_choice=["a"])
-    assert refused["param"] == "response_format"
+    assert refused["param"] == "guided_choice"
 
 
 def test_results_of_calls_reach_the_model(server: Served) -> None:
