@@ -329,13 +329,11 @@ with cluster(None):
     rows = [{"prompt": f"row {n}", "id": n, "max_tokens": 2 if n == 3 else None} for n in range(24)]
     rows[5] = {"prompt": "", "id": 5, "max_tokens": None}
     two = Replicas.parse(2)
-    of_each = share(two, device="auto", threads=None)
+    of_each = share({"model": tiny}, two, None)
     dataset = ray.data.from_items(rows, override_num_blocks=6)
     reads = partial(read, marker)
     made = offline._Stage({"model": tiny}, Shape(), two, of_each, of_each.cores)
-    stage = made.on(dataset, reads, None)
-    stage.context.execution_options.preserve_order = True
-    lost = stage.take_all()
+    lost = made.on(dataset, reads, None).take_all()
     done = foretoken.ray.generate(
         ray.data.from_items(rows, override_num_blocks=6), tiny, params, replicas=2, batch_size=4
     ).take_all()
