@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,6 +41,12 @@ def tiny_llm(**fields: Any) -> LLM:
     model, tokenizer = tiny_parts()
     config = {"method": "ngram", "prompt_lookup_min": 1, "controller": "fixed"}
     return LLM(model, tokenizer=tokenizer, **{"speculative_config": config, **fields})
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that has to come; the time limit of tests ends it otherwise."""
+    while not condition():
+        time.sleep(0.005)
 
 
 class Served:

@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ from foretoken.serve.run import ForetokenServer, serve
 from foretoken.serve.running import Run
 from foretoken.serve.settings import Settings
 from foretoken.serve.state import ServerState
-from tests.serve.support import MODEL, Served, samples, served, tiny_llm
+from tests.serve.support import MODEL, Served, samples, served, tiny_llm, until
 
 ENDLESS = {"model": MODEL, "prompt": "hello", "max_tokens": 900, "ignore_eos": True}
 KEYS = ("first-key", "second-key")
@@ -45,12 +45,6 @@ def strict() -> Iterator[Served]:
     ) as running:
         running.http.headers["Authorization"] = f"Bearer {KEYS[1]}"
         yield running
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that has to come; the time limit of tests ends it otherwise."""
-    while not condition():
-        time.sleep(0.005)
 
 
 class Gate:

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import re
 import signal
-import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx2
@@ -18,7 +16,7 @@ import pytest
 from foretoken.runtime.attention import KEY_BLOCK
 from tests.serve.processes import process
 from tests.serve.soak import ACTIONS, COMPLETIONS, MALFORMED, Soak, faults, live_objects
-from tests.serve.support import MODEL, Served, served, tiny_llm, tiny_parts
+from tests.serve.support import MODEL, Served, served, tiny_llm, tiny_parts, until
 
 CLIENTS = 12
 MOST_GROWTH = 16 * 2**20
@@ -27,12 +25,6 @@ HELD = 10
 """Objects of a kind that threads and tasks may hold of what they did last."""
 KEPT_PER_REQUEST = 0.1
 """Objects per request that may be kept: caches have limits, and a leak has one object or more."""
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that has to come; the time limit of tests ends it otherwise."""
-    while not condition():
-        time.sleep(0.005)
 
 
 def settled(server: Served) -> None:

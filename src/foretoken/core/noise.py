@@ -11,6 +11,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from hashlib import blake2b
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +24,8 @@ __all__ = ["Noise", "StepNoise", "Stream", "fresh_seed"]
 
 _LANES = 64
 """Most drafters of one ensemble. Each level of nesting multiplies the lane number by this."""
+_KEY_BYTES = 16
+"""Of Philox' key."""
 
 
 class Stream(IntEnum):
@@ -57,7 +60,7 @@ class Noise:
     """The noise of one request.
 
     Args:
-        seed: 0 to 2**63 - 1.
+        seed: 0 to 2**63 - 1, or the 128 bits of derived noise.
         position: index, in the sequence, of the token that follows the root. Depth 0 means this
             position.
         token_stream: the stream that `draw` uses. Under the coupled rule a drafter draws from the
@@ -91,7 +94,10 @@ class Noise:
         Args:
             step: identifies the step; the position of its root will do.
         """
-        return Noise(self.seed + (step + 1 << 64) + (self.lane << 112), self.position)
+        # A hash, because noise is derived from derived noise where cascades are nested.
+        given = f"{self.seed} {step} {self.lane}".encode()
+        seed = int.from_bytes(blake2b(given, digest_size=_KEY_BYTES).digest())
+        return Noise(seed, self.position)
 
     def accepts(self, probability: float, depth: int, trial: int = 0) -> bool:
         """True with this probability; arguments as in `StepNoise.accepts`."""

@@ -1,0 +1,17 @@
+"""Noise that is derived from a request's."""
+
+from __future__ import annotations
+
+from foretoken.core.noise import Noise
+
+
+def test_derived_noise_differs_by_every_step_it_is_derived_for() -> None:
+    """In nested cascades, too: steps 3 and 5 are neither 5 and 3 nor 4 and 4."""
+    noise = Noise(7)
+    lanes = (noise, noise.in_lane(0), noise.in_lane(1))
+    found = [each.derived(step) for each in lanes for step in range(20)]
+    found += [noise.derived(outer).derived(inner) for outer in range(20) for inner in range(20)]
+    seeds = {each.seed for each in found}
+    assert len(seeds) == len(found) == 460
+    assert max(seeds) < 2**128
+    assert noise.derived(3) == noise.derived(3)
