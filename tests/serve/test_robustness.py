@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -311,6 +313,25 @@ def test_idle_connections_are_kept_longer_than_clients_keep_theirs(server: Serve
     theirs = httpx2.Limits().keepalive_expiry
     assert theirs is not None
     assert server.server.config.timeout_keep_alive > theirs
+
+
+def test_connections_that_clients_close_are_not_kept(server: Served) -> None:
+    """No timer has them until its time, however they are closed."""
+
+    def kept() -> int:
+        gc.collect()
+        return sum(type(each).__name__ == "_SelectorSocketTransport" for each in gc.get_objects())
+
+    connections = server.server.server_state.connections
+    there, before = len(connections), kept()
+    for place in range(20):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b"200" in client.recv(4096)
+            if place % 2:  # closed by a reset
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    until(lambda: len(connections) <= there)
+    assert kept() - before < 5
 
 
 def test_a_connection_whose_client_takes_nothing_is_dropped() -> None:

@@ -68,8 +68,10 @@ def timed_protocol(header_seconds: float, write_seconds: float) -> type[H11Proto
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_waiting()
             self._go_on()
-            self._wire.lost()
             super().connection_lost(exc)
+            # Timers that stay would keep the connection's memory until their time.
+            self._unset_keepalive_if_required()
+            self._wire.lost()
 
         # Headers
 
