@@ -54,7 +54,7 @@ def python(code: str, *arguments: str, at: Path | None = None, **environment: st
         env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
         timeout=240,
     )
-    assert found.returncode == 0, found.stderr
+    assert found.returncode == 0, found.stderr + found.stdout
     return found.stdout
 
 

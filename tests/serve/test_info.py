@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import NoneType
 from typing import Any
 
 import pytest
 
 from foretoken import __version__
-from foretoken.serve.schema_rules import RULES
 from tests.serve.support import MODEL, Served, samples, served
 
 
@@ -135,133 +132,3 @@ def test_the_bounds_in_the_description_are_those_of_the_server(server: Served, k
     assert found >= 6
     assert with_bounds["model"]["enum"] == [MODEL]
     assert {"minimum": 0, "maximum": 2**63 - 1, "type": "integer"} in with_bounds["seed"]["anyOf"]
-
-
-# Rules across fields
-
-SAID: dict[str, Any] = {"role": "user", "content": "a"}
-TOOL = {"type": "function", "function": {"name": "f"}}
-NAMED = {"type": "function", "function": {"name": "f"}}
-TEXT, OBJECT = {"type": "text"}, {"type": "json_object"}
-PATHS = {"TokenizeBody": "/tokenize", **{kind: path for kind, (path, _) in BODIES.items()}}
-
-
-def holds(schema: Any, value: Any) -> bool:
-    """Whether a value fits a JSON Schema of the few words that the rules use."""
-    known: dict[str, Callable[[Any], bool]] = {
-        "required": lambda names: not isinstance(value, dict) or value.keys() >= set(names),
-        "properties": lambda fields: (
-            not isinstance(value, dict)
-            or all(holds(fields[name], value[name]) for name in fields.keys() & value.keys())
-        ),
-        "enum": lambda values: any(type(each) is type(value) and each == value for each in values),
-        "type": lambda kinds: any(
-            isinstance(value, TYPES[kind]) and (isinstance(value, bool) <= (kind == "boolean"))
-            for kind in ([kinds] if isinstance(kinds, str) else kinds)
-        ),
-        "minimum": lambda least: not isinstance(value, int) or value >= least,
-        "exclusiveMaximum": lambda most: not isinstance(value, int | float) or value < most,
-        "minItems": lambda least: not isinstance(value, list) or len(value) >= least,
-        "prefixItems": lambda each: not isinstance(value, list) or holds(each[0], value[0]),
-        "not": lambda one: not holds(one, value),
-        "anyOf": lambda some: any(holds(each, value) for each in some),
-        "allOf": lambda some: all(holds(each, value) for each in some),
-        "oneOf": lambda some: sum(holds(each, value) for each in some) == 1,
-        "if": lambda one: not holds(one, value) or holds(schema["then"], value),
-        "then": lambda _: True,
-    }
-    return all(known[word](said) for word, said in schema.items())
-
-
-TYPES: dict[str, type | tuple[type, ...]] = {
-    "null": NoneType,
-    "boolean": bool,
-    "integer": int,
-    "number": (int, float),
-    "string": str,
-    "array": list,
-    "object": dict,
-}
-RULED: list[tuple[str, bool, dict[str, Any]]] = [
-    ("CompletionBody", True, {"prompt": "a", "stream_options": None, "n": 2, "temperature": 1}),
-    ("CompletionBody", True, {"prompt": "a", "stream_options": {}, "stream": True}),
-    ("CompletionBody", False, {"prompt": "a", "stream_options": {}}),
-    ("CompletionBody", False, {"prompt": "a", "stream_options": {}, "stream": None}),
-    ("CompletionBody", False, {"prompt": "a", "n": 2, "temperature": 0}),
-    ("CompletionBody", True, {"prompt": "a", "n": 1, "temperature": 0, "best_of": 1}),
-    ("CompletionBody", True, {"prompt": "a", "n": 2, "best_of": 2}),
-    ("CompletionBody", False, {"prompt": "a", "n": None, "best_of": 2}),
-    ("CompletionBody", True, {"prompt": ["a"], "add_special_tokens": False}),
-    ("CompletionBody", True, {"prompt": [1, 2], "add_special_tokens": None}),
-    ("CompletionBody", False, {"prompt": [1, 2], "add_special_tokens": False}),
-    ("CompletionBody", False, {"prompt": [[1, 2]], "add_special_tokens": True}),
-    ("CompletionBody", True, {"prompt": "a", "guided_regex": "a", "response_format": TEXT}),
-    ("CompletionBody", True, {"prompt": "a", "guided_regex": "a", "response_format": None}),
-    ("CompletionBody", False, {"prompt": "a", "guided_regex": "a", "response_format": OBJECT}),
-    ("CompletionBody", False, {"prompt": "a", "guided_regex": "a", "guided_json": {}}),
-    ("CompletionBody", False, {"prompt": "a", "guided_regex": "a", "guided_choice": ["a"]}),
-    ("CompletionBody", False, {"prompt": "a", "guided_grammar": "a", "guided_choice": ["a"]}),
-    ("CompletionBody", False, {"prompt": "a", "guided_grammar": "a", "structured_outputs": {}}),
-    ("CompletionBody", False, {"prompt": "a", "response_format": OBJECT, "structured_outputs": {}}),
-    ("CompletionBody", True, {"prompt": "a", "guided_regex": "a", "min_tokens": 0}),
-    ("CompletionBody", False, {"prompt": "a", "guided_regex": "a", "min_tokens": 1}),
-    ("CompletionBody", False, {"prompt": "a", "response_format": OBJECT, "ignore_eos": True}),
-    ("CompletionBody", False, {"prompt": "a", "guided_regex": "a", "allowed_token_ids": [1]}),
-    ("ChatBody", False, {"stream_options": {}}),
-    ("ChatBody", False, {"n": 2, "temperature": 0}),
-    ("ChatBody", True, {"logprobs": True, "top_logprobs": 2}),
-    ("ChatBody", True, {"logprobs": False, "top_logprobs": None}),
-    ("ChatBody", False, {"logprobs": False, "top_logprobs": 2}),
-    ("ChatBody", False, {"top_logprobs": 0}),
-    ("ChatBody", True, {"max_tokens": 2, "max_completion_tokens": None}),
-    ("ChatBody", False, {"max_tokens": 2, "max_completion_tokens": 2}),
-    ("ChatBody", True, {"parallel_tool_calls": False, "tools": [TOOL]}),
-    ("ChatBody", False, {"parallel_tool_calls": True, "tools": []}),
-    ("ChatBody", True, {"tool_choice": "none"}),
-    ("ChatBody", False, {"tool_choice": "auto"}),
-    ("ChatBody", False, {"tool_choice": "auto", "tools": None}),
-    ("ChatBody", True, {"tool_choice": "auto", "tools": [TOOL], "ignore_eos": True}),
-    ("ChatBody", False, {"tool_choice": NAMED, "tools": [TOOL], "ignore_eos": True}),
-    ("ChatBody", False, {"tool_choice": "required", "tools": [TOOL], "min_tokens": 1}),
-    ("ChatBody", True, {"tool_choice": "none", "tools": [TOOL], "guided_regex": "a"}),
-    ("ChatBody", True, {"tools": [TOOL], "response_format": TEXT}),
-    ("ChatBody", False, {"tools": [TOOL], "guided_regex": "a"}),
-    ("ChatBody", False, {"guided_json": {}, "guided_regex": "a"}),
-    ("ChatBody", False, {"guided_regex": "a", "guided_choice": ["a"]}),
-    ("ChatBody", False, {"guided_choice": ["a"], "guided_grammar": "a"}),
-    ("ChatBody", False, {"guided_grammar": "a", "structured_outputs": {}}),
-    ("ChatBody", False, {"response_format": OBJECT, "structured_outputs": {}}),
-    ("ChatBody", True, {"add_special_tokens": False, "add_generation_prompt": True}),
-    ("ChatBody", False, {"add_special_tokens": True}),
-    ("ChatBody", False, {"continue_final_message": True, "add_generation_prompt": True}),
-    ("TokenizeBody", True, {"prompt": "a", "messages": None, "add_special_tokens": True}),
-    ("TokenizeBody", False, {}),
-    ("TokenizeBody", False, {"prompt": "a", "messages": [SAID]}),
-    ("TokenizeBody", False, {"prompt": "a", "chat_template_kwargs": {"mood": "good"}}),
-    ("TokenizeBody", False, {"prompt": "a", "add_generation_prompt": False}),
-    ("TokenizeBody", True, {"messages": [SAID], "add_special_tokens": False}),
-    ("TokenizeBody", False, {"messages": [SAID], "add_special_tokens": True}),
-    (
-        "TokenizeBody",
-        False,
-        {"messages": [SAID], "continue_final_message": True, "add_generation_prompt": True},
-    ),
-]
-
-
-def test_rules_across_fields_are_those_of_the_server(server: Served) -> None:
-    schemas = server.http.get("/openapi.json").json()["components"]["schemas"]
-    broken = set()
-    for kind, accepted, fields in RULED:
-        body: dict[str, Any] = {"messages": [SAID]} if kind == "ChatBody" else {}
-        if kind != "TokenizeBody" and not {"max_tokens", "max_completion_tokens"} & fields.keys():
-            body["max_tokens"] = 2
-        body |= fields
-        status = server.post(PATHS[kind], **body).status_code
-        assert status == (200 if accepted else 400), (kind, fields)
-        rules = schemas[kind]["allOf"]
-        against = {place for place, rule in enumerate(rules) if not holds(rule, body)}
-        assert bool(against) != accepted, (kind, fields, against)
-        broken |= {(kind, place) for place in against}
-    all_of_them = {(kind, place) for kind in RULES for place, _ in enumerate(RULES[kind])}
-    assert broken == all_of_them  # each rule refuses something

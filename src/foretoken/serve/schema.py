@@ -10,7 +10,6 @@ from pydantic.json_schema import models_json_schema
 
 from foretoken.core.params import SamplingParams
 from foretoken.serve.body import Body
-from foretoken.serve.schema_rules import RULES
 from foretoken.serve.settings import Settings
 
 __all__ = ["describe", "fails", "takes"]
@@ -72,8 +71,7 @@ def fails(*statuses: int) -> dict[str, Any]:
 def describe(app: FastAPI, settings: Settings) -> dict[str, Any]:
     """The OpenAPI description of an app, with the bodies' schemas; made once.
 
-    The bounds of numbers are those of `SamplingParams` and of this server. What fields say of each
-    other is in `RULES`.
+    The bounds of numbers are those of `SamplingParams` and of this server.
     """
     if app.openapi_schema is None:
         made = get_openapi(title=app.title, version=app.version, routes=app.routes)
@@ -84,8 +82,6 @@ def describe(app: FastAPI, settings: Settings) -> dict[str, Any]:
         bounds = _bounds(settings)
         for kind in _kinds:
             _narrow(schemas[kind]["properties"], bounds)
-            if kind in RULES:
-                schemas[kind]["allOf"] = list(RULES[kind])
         schemas["Error"] = _ERROR
         app.openapi_schema = made
     return app.openapi_schema
