@@ -90,6 +90,11 @@ class StepTrace:
     candidates: tuple[tuple[Candidate, ...], ...] = ()
 
     @property
+    def seconds(self) -> float:
+        """Wall-clock time of the step, for the whole batch, without `recording_seconds`."""
+        return self.draft_seconds + self.verify_seconds + self.accept_seconds
+
+    @property
     def depths(self) -> list[int]:
         """Depth of every drafted token; 1 is right below the root."""
         found: list[int] = []

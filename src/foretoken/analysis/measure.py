@@ -290,7 +290,7 @@ def steps_of(trace: Trace) -> list[StepSample]:
             committed=step.committed,
             draft_seconds=step.draft_seconds,
             verify_seconds=step.verify_seconds,
-            seconds=step.draft_seconds + step.verify_seconds + step.accept_seconds,
+            seconds=step.seconds,
         )
         for step in trace.steps[1:]
     ]

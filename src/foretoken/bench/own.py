@@ -156,7 +156,7 @@ def _counts(output: RequestOutput) -> dict[str, Any]:
         "cached_prompt_tokens": metrics.cached_prompt_tokens,
         "drafter_failure": metrics.drafter_failure,
         "prefill_seconds": metrics.prefill_seconds,
-        "first_token_seconds": metrics.prefill_seconds + _seconds(next(iter(output.trace))),
+        "first_token_seconds": metrics.prefill_seconds + next(iter(output.trace)).seconds,
         "draft_seconds": [round(step.draft_seconds, 7) for step in drafting],
         "passes": metrics.target_passes,
         "drafts": metrics.num_drafts,
@@ -165,10 +165,6 @@ def _counts(output: RequestOutput) -> dict[str, Any]:
         "verify_seconds": verify,
         "branched": any(drafts_a_tree(step) for step in drafting),
     }
-
-
-def _seconds(step: StepTrace) -> float:
-    return step.draft_seconds + step.verify_seconds + step.accept_seconds
 
 
 def drafts_a_tree(step: StepTrace) -> bool:

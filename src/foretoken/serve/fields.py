@@ -210,10 +210,6 @@ class ResponseBody(Body):
 class TokenizeBody(Body):
     """The body of `/tokenize`: a prompt, or the messages of a conversation."""
 
-    for_messages: ClassVar = (
-        *("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
-    )
-
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[Items[Message], MinLen(1)] | None = None

@@ -23,6 +23,11 @@ __all__ = ["router"]
 
 router = APIRouter()
 
+_FOR_MESSAGES = (
+    *("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
+)
+"""Fields of `/tokenize` that a prompt has no use for."""
+
 
 @router.get("/health")
 async def health(request: Request) -> Response:
@@ -80,11 +85,10 @@ async def tokenize(request: Request) -> Response:
     state.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "send either prompt or messages.")
-    for name in TokenizeBody.for_messages:
-        if body.prompt is not None and getattr(body, name) is not None:
-            raise invalid(name, f"{name} is for messages.")
     if body.messages is not None:
         refuse_special_tokens(given=body.add_special_tokens)
+    elif name := next((name for name in _FOR_MESSAGES if getattr(body, name) is not None), None):
+        raise invalid(name, f"{name} is for messages.")
     return JSONResponse(await _off_loop(state, body, partial(_tokenized, body, state)))
 
 
