@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Generator, Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # whatever is asked for must be on the disk
@@ -21,6 +22,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken import models
+from foretoken.runtime import profiling
 from foretoken.runtime.native import build
 from foretoken.runtime.native.support import why_no_library
 
@@ -42,10 +44,27 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("suite")
 
 
-def pytest_collection_finish() -> None:
-    """Let the collector not look at what was imported again: half a million objects, each time."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import and collect without the garbage collector.
+
+    Nor does it look at all of that again later: half a million objects, each time.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_measurements() -> Iterator[None]:
+    """Spend less time on what passes cost: with the default model it took half of loading it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profiling, "MAX_SECONDS", 0.2)
+        yield
 
 
 @pytest.fixture(scope="session")

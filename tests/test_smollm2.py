@@ -1,6 +1,6 @@
 """The default model: identical to Transformers in float32, to our own `none` in bfloat16.
 
-Six prompts of the six kinds of Spec-Bench; `benchmarks/identity.py` does the same on all of it.
+Three prompts, of three kinds of Spec-Bench; `benchmarks/identity.py` does the same on all of it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,9 @@ PASSAGE = (
     "a museum, and the weather books are read by people who study the climate."
 )
 QUESTIONS = {
-    "multi-turn": "Write a short letter to a friend about a walk along the sea.",
     "translation": "Translate into French: The book is on the table near the window.",
     "summarisation": f"Summarise the following passage.\n\n{PASSAGE}",
-    "question answering": "Which planet is closest to the sun, and how long is its year?",
     "maths": "Tom has 12 apples, gives away 5 and buys twice as many as he has left. How many now?",
-    "rag": f"Answer from the text.\n\nText: {PASSAGE}\n\nQuestion: When did the keeper leave?",
 }
 HEAD = EagleConfig(
     hidden_size=576,
@@ -157,7 +154,7 @@ def test_one_at_a_time_has_the_bits_of_the_batch(
     smollm2_bfloat16: PreTrainedModel, prompts: list[list[int]], plain: dict[str, list[Any]]
 ) -> None:
     llm = llm_with(smollm2_bfloat16, "ngram", gamma=9)
-    for prompt, expected in zip(prompts[:3], plain["greedy"], strict=False):
+    for prompt, expected in zip(prompts, plain["greedy"], strict=True):
         (output,) = llm.generate([prompt], GREEDY)
         assert (output.token_ids, output.logprobs) == expected
 

@@ -69,7 +69,9 @@ def test_a_head_is_given_by_its_folder(run: Run, tiny: Path) -> None:
     assert "there is no folder nowhere" in error_of(result)
 
 
-@pytest.mark.parametrize("command", ["generate", "demo", "bench"])
+@pytest.mark.parametrize(
+    "command", ["generate", "demo", pytest.param("bench", marks=pytest.mark.slow)]
+)
 def test_a_head_as_its_authors_publish_it(
     run: Run, tiny: Path, tmp_path: Path, command: str
 ) -> None:

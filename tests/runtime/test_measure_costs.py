@@ -31,6 +31,7 @@ class Clock:
 
         monkeypatch.setattr(Target, "verify", timed)
         monkeypatch.setattr("foretoken.runtime.profiling.time.perf_counter", lambda: self._now)
+        monkeypatch.setattr("foretoken.runtime.profiling.MAX_SECONDS", 2.0)  # as outside the tests
 
     @property
     def now(self) -> float:

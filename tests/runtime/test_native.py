@@ -354,6 +354,7 @@ def test_runtimes_by_the_names_that_are_shown(runtime: str, network: type[Networ
     assert found.name == runtime
 
 
+@pytest.mark.slow  # it compiles
 def test_two_processes_compile_once(tmp_path: Path) -> None:
     calls, compiler = tmp_path / "calls", tmp_path / "compiler"
     compiler.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nexec g++ "$@"\n')

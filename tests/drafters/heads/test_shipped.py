@@ -40,15 +40,17 @@ def test_a_model_without_a_head_decodes_plainly() -> None:
 def test_it_is_the_default_of_its_model() -> None:
     llm = LLM(ALIAS)
     assert llm.speculative_config.method_name == "hybrid"
+    always = {**llm.speculative_config.as_dict(), "controller": "fixed"}
     messages = [{"role": "user", "content": "Write a few sentences about rain."}]
     for params in (
-        SamplingParams(temperature=0, max_tokens=48),
-        SamplingParams(temperature=1, seed=3, max_tokens=48),
+        SamplingParams(temperature=0, max_tokens=24),
+        SamplingParams(temperature=1, seed=3, max_tokens=24),
     ):
-        (drafted,) = llm.chat([messages], params)
         (plain,) = llm.chat([messages], params, speculative_config={"method": "none"})
-        assert drafted.token_ids == plain.token_ids
-        assert drafted.metrics.drafter_failure is None
+        for config in (None, always):
+            (drafted,) = llm.chat([messages], params, speculative_config=config)
+            assert drafted.token_ids == plain.token_ids
+            assert drafted.metrics.drafter_failure is None
         assert drafted.metrics.num_accepted_tokens > 0 or params.temperature
 
 
