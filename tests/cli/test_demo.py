@@ -64,6 +64,7 @@ def test_without_a_tokenizer(run: Run, tiny: Path, tmp_path: Path) -> None:
     assert "has no tokenizer" in error_of(result)
 
 
+@pytest.mark.slow  # `make demo` is the same
 @pytest.mark.model
 def test_default_model(run: Run) -> None:
     result = run("demo", "--rounds", "1", "--max-tokens", "16")

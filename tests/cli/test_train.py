@@ -213,7 +213,12 @@ def test_too_small_a_disk(
 
 @pytest.mark.parametrize(
     ("kind", "method"),
-    [("untied", "medusa"), ("int8", "eagle"), ("int8", "medusa"), ("gpt2", "eagle")],
+    [
+        ("untied", "medusa"),
+        ("int8", "eagle"),
+        pytest.param("int8", "medusa", marks=pytest.mark.slow),
+        ("gpt2", "eagle"),
+    ],
 )
 def test_other_targets(run: Run, tmp_path: Path, own_cache: Path, kind: str, method: str) -> None:
     folder = save_tiny(tmp_path / "target")

@@ -19,7 +19,7 @@ from foretoken.request import Request
 from foretoken.runtime.attention import KEY_BLOCK
 from foretoken.runtime.network import PassOutput
 from foretoken.runtime.target import Target
-from tests.matrix import FROM_TEXT, ON_CHAINS, PROMPTS, tiny_llm
+from tests.matrix import ON_CHAINS, PROMPTS, tiny_llm
 from tests.tiny import ARCHITECTURES, VOCAB_SIZE, tiny_model
 
 TOKENS = 16
@@ -61,13 +61,8 @@ def plain(model: PreTrainedModel) -> dict[str, list[Any]]:
 @pytest.mark.parametrize(
     ("method", "gamma"),
     [
-        # `test_batch_equals_single` has 4, and one token is the same draft whoever looked it up.
-        pytest.param(
-            *(method, gamma),
-            marks=[]
-            if gamma == 16 or (gamma == 1 and method not in FROM_TEXT)
-            else pytest.mark.slow,
-        )
+        # `test_batch_equals_single` has 4.
+        pytest.param(*(method, gamma), marks=[] if gamma == 16 else pytest.mark.slow)
         for method in ON_CHAINS
         for gamma in range(1, 17)
     ],

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from foretoken import SamplingParams
-from foretoken.runtime import target
+from foretoken.runtime import profiling, target
 from tests.matrix import PROMPTS, SPECULATIVE, fits, tiny_llm
 from tests.tiny import tiny_model
 
@@ -43,6 +43,7 @@ def drafted(
 
     with monkeypatch.context() as patched:
         patched.setattr(time, "perf_counter", perf_counter)
+        patched.setattr(profiling, "MAX_SECONDS", 2.0)  # as outside the tests
         llm = tiny_llm(tiny_model(), method, rule, controller=None, **fields)
         outputs = llm.generate(PROMPTS[:3], SamplingParams(seed=5, max_tokens=40, top_k=4))
     return [(step.drafted, step.token) for output in outputs for step in output.trace]
