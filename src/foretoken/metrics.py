@@ -81,6 +81,11 @@ class Metrics:
         return self.num_accepted_tokens / tried if tried else 0.0
 
     @property
+    def step_seconds(self) -> float:
+        """Time of the request's steps; those of a batch count wholly for each of its requests."""
+        return self.draft_seconds + self.verify_seconds + self.accept_seconds
+
+    @property
     def tokens_per_second(self) -> float:
         """Generated tokens per second, prefill included."""
         return self.generated_tokens / self.seconds if self.seconds else 0.0

@@ -95,6 +95,7 @@ def test_bench(
     [
         (["--kv-cache-memory", "many"], "--kv-cache-memory: expected bytes or text such as '2GiB'"),
         (["--kv-cache-memory", "0"], "--kv-cache-memory: must be above 0"),
+        (["--kv-cache-memory", f"{'9' * 400}GiB"], "--kv-cache-memory: expected bytes"),
         (["--kv-cache-memory", "1KiB"], "--kv-cache-memory: one sequence of this model takes"),
         (["--prefix-cache-memory", "x"], "--prefix-cache-memory: expected bytes"),
         (

@@ -17,7 +17,7 @@ from foretoken.engine.sources import languages
 from foretoken.errors import CompatibilityError, ForetokenError, PromptError, RequestError
 from foretoken.models.audio import AudioReader
 from foretoken.runtime.attention import KEY_BLOCK
-from foretoken.runtime.network import SourceNetwork
+from foretoken.runtime.source_network import SourceNetwork
 from tests.engine.serving import assert_empty, bits, run, run_all
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.tiny_seq2seq import (

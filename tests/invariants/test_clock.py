@@ -43,7 +43,8 @@ def drafted(
 
     with monkeypatch.context() as patched:
         patched.setattr(time, "perf_counter", perf_counter)
-        patched.setattr(profiling, "MAX_SECONDS", 2.0)  # as outside the tests
+        for name, usual in (("ROUNDS", 5), ("MAX_SECONDS", 2.0)):  # as outside the tests
+            patched.setattr(profiling, name, usual)
         llm = tiny_llm(tiny_model(), method, rule, controller=None, **fields)
         outputs = llm.generate(PROMPTS[:3], SamplingParams(seed=5, max_tokens=40, top_k=4))
     return [(step.drafted, step.token) for output in outputs for step in output.trace]

@@ -31,7 +31,8 @@ class Clock:
 
         monkeypatch.setattr(Target, "verify", timed)
         monkeypatch.setattr("foretoken.runtime.profiling.time.perf_counter", lambda: self._now)
-        monkeypatch.setattr("foretoken.runtime.profiling.MAX_SECONDS", 2.0)  # as outside the tests
+        for name, usual in (("ROUNDS", 5), ("MAX_SECONDS", 2.0)):  # as outside the tests
+            monkeypatch.setattr(f"foretoken.runtime.profiling.{name}", usual)
 
     @property
     def now(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.advice import flag
+from foretoken.cli.answers import Question, print_json, show_several, stream
 from foretoken.cli.batch_options import BatchOptions
-from foretoken.cli.console import display, plain, working
+from foretoken.cli.console import working
 from foretoken.cli.files import check_writable, write_whole
 from foretoken.cli.flat import flat, in_panel
 from foretoken.cli.line_results import LineResults
@@ -28,18 +29,14 @@ from foretoken.cli.processes import check_together, mute_others
 from foretoken.cli.prompt import read_prompt
 from foretoken.cli.ray_options import RayOptions, arguments_for_replicas, as_given
 from foretoken.cli.references import ReferenceOptions
-from foretoken.cli.report import as_json, show_summary, show_what_ran, what_ran
+from foretoken.cli.report import show_what_ran
 from foretoken.cli.root import UsageError, examples
 from foretoken.cli.sampling_options import SamplingOptions
 from foretoken.cli.session import open_llm
-from foretoken.cli.writer import TokenWriter
 from foretoken.engine.lines import Line, Shape, jobs_of, records, settings_of
 
 if TYPE_CHECKING:
     from foretoken.config import SpeculativeConfig
-    from foretoken.core.params import SamplingParams
-    from foretoken.llm import LLM, Prompt
-    from foretoken.outputs import CompletionOutput, RequestOutput
     from foretoken.ray.plan import Replicas
 
 __all__ = ["EXAMPLES", "generate"]
@@ -71,19 +68,6 @@ class LanguageOptions:
     target_language: Annotated[
         str | None, in_panel("Translation", "Language to translate into.", metavar="CODE")
     ] = None
-
-
-@dataclass(frozen=True)
-class Beside:
-    """Texts beside the prompt: what drafts may quote, and what the answer is expected to repeat."""
-
-    references: Sequence[str] | None
-    prediction: str | None
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Arguments of `LLM.generate`."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -216,29 +200,18 @@ def generate(
         generate_lines(lines, settings_of(llm), made, results, quiet=quiet, peers=peers)
         return
     conversation = shape.of_text(llm, text)
-    beside = Beside(None if quoted is None else quoted[0], expected)
+    question = Question(text, conversation, params, None if quoted is None else quoted[0], expected)
+    traced = trace is not None
     if json_output:
-        with working("Generating", quiet=quiet):
-            (result,) = llm.generate(
-                [conversation],
-                params,
-                **beside.arguments,
-                trace=trace is not None,
-                use_tqdm=False,
-            )
-        print(
-            as_json({"model": target.model, **_fields(llm, text, result, traced=trace is not None)})
-        )
-        outputs = list(result.outputs)
+        answer = print_json(llm, target.model, question, trace=traced, quiet=quiet)
     elif n > 1:
-        outputs = _several(llm, conversation, params, beside, quiet=quiet)
+        show_several(llm, question, quiet=quiet)
     else:
-        traced = trace is not None
-        outputs = [_stream(llm, conversation, params, beside, trace=traced, quiet=quiet)]
+        answer = stream(llm, question, trace=traced, quiet=quiet)
     if not (quiet or json_output):
         show_what_ran(llm)
-    if trace is not None and not muted:
-        write_whole(trace, json.dumps(outputs[0].trace.as_dict()) + "\n")
+    if trace is not None and not muted:  # there is one answer: see `_check`
+        write_whole(trace, json.dumps(answer.trace.as_dict()) + "\n")
 
 
 def _check(
@@ -295,66 +268,3 @@ def _on_replicas(
         with working(f"Checking {len(lines)} lines", quiet=quiet):
             settings = as_given(offline.checked(lines), config)
         generate_lines(lines, settings, offline.records, results, quiet=quiet)
-
-
-def _stream(
-    llm: LLM,
-    prompt: Prompt,
-    params: SamplingParams,
-    beside: Beside,
-    *,
-    trace: bool,
-    quiet: bool,
-) -> CompletionOutput:
-    writer = TokenWriter()
-    output = None
-    with closing(writer):
-        for chunk in llm.stream(prompt, params, **beside.arguments, trace=trace):
-            writer.write(chunk.tokens)
-            output = chunk.output
-    assert output is not None, "the last chunk has the output"
-    if not quiet:
-        show_summary(output, writer)
-    return output
-
-
-def _several(
-    llm: LLM,
-    prompt: Prompt,
-    params: SamplingParams,
-    beside: Beside,
-    *,
-    quiet: bool,
-) -> list[CompletionOutput]:
-    """Generate all answers in one batch and show them one after the other."""
-    with working(f"Generating {params.n} answers", quiet=quiet):
-        (result,) = llm.generate([prompt], params, **beside.arguments, use_tqdm=False)
-    outputs = list(result.outputs)
-    console = display()
-    for output in outputs:
-        if output.index > 0:
-            console.print()
-        if console.is_terminal:
-            console.print(plain(f"Answer {output.index + 1} of {len(outputs)}", "head"))
-        writer = TokenWriter()
-        with closing(writer):
-            writer.write(output.tokens)
-        if not quiet:
-            show_summary(output, writer)
-    return outputs
-
-
-def _fields(llm: LLM, text: str, result: RequestOutput, *, traced: bool) -> dict[str, Any]:
-    """What --json prints: the first answer's fields, then all answers if there are several."""
-    outputs = [
-        output.as_dict() | ({"trace": output.trace.as_dict()} if traced else {})
-        for output in result.outputs
-    ]
-    first = {name: field for name, field in outputs[0].items() if name != "index"}
-    return {
-        **what_ran(llm),
-        "prompt": text,
-        **result.prompt_as_dict(),
-        **first,
-        **({"outputs": outputs} if len(outputs) > 1 else {}),
-    }

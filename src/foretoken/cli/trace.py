@@ -121,14 +121,13 @@ def _steps(recorded: Trace) -> Table:
 
 def _figures(summary: TraceSummary) -> str:
     metrics = summary.metrics
-    seconds = metrics.draft_seconds + metrics.verify_seconds + metrics.accept_seconds
     return (
         f"{metrics.generated_tokens} tokens in {metrics.target_passes} steps, "
         f"{metrics.num_drafts} with a draft\n"
         f"mean acceptance length {metrics.mean_acceptance_length:.2f}, "
         f"acceptance rate {metrics.acceptance_rate:.2f}\n"
-        f"{seconds:.2f} s: draft {metrics.draft_seconds:.2f}, verify {metrics.verify_seconds:.2f}, "
-        f"accept {metrics.accept_seconds:.2f}"
+        f"{metrics.step_seconds:.2f} s: draft {metrics.draft_seconds:.2f}, "
+        f"verify {metrics.verify_seconds:.2f}, accept {metrics.accept_seconds:.2f}"
     )
 
 

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from foretoken.core.rules import ends_with
+
 __all__ = ["BadWords"]
 
 Word = tuple[int, ...]
@@ -65,8 +67,4 @@ class BadWords:
     def _endings(self, output_ids: Sequence[int]) -> list[int]:
         """Last tokens of the phrases whose other tokens the output ends with."""
         found = self._phrases.get(output_ids[-1], ()) if output_ids else ()
-        return [word[-1] for word in found if _ends_with(output_ids, word[:-1])]
-
-
-def _ends_with(text: Sequence[int], ending: Word) -> bool:
-    return len(text) >= len(ending) and tuple(text[len(text) - len(ending) :]) == ending
+        return [word[-1] for word in found if ends_with(output_ids, word[:-1])]

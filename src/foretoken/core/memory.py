@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 from contextlib import suppress
 
@@ -46,7 +47,7 @@ def num_bytes(name: str, value: int | str) -> int:
         parts := re.fullmatch(r"\s*([\d.]+)\s*([a-z]*)\s*", value, re.I)
     ):
         amount = _amount(parts[1], parts[2].lower())
-    if amount is None:
+    if amount is None or amount == math.inf:
         raise ConfigError(f"{name}: expected bytes or text such as '2GiB', got {value!r}.")
     if amount < 1:
         raise ConfigError(f"{name}: must be above 0, got {value!r}.")

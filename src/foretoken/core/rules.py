@@ -25,7 +25,7 @@ from foretoken.errors import CompatibilityError
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-__all__ = ["DecodingRules", "OutputRules"]
+__all__ = ["DecodingRules", "OutputRules", "ends_with"]
 
 REFUSED: dict[str, tuple[Any, ...]] = {
     "sequence_bias": (None,),
@@ -233,7 +233,7 @@ class OutputRules:
         if not (rules.bad_phrases or rules.no_repeat_ngram_size or self._source_ngrams):
             return
         text = [*self._prompt, *output_ids]
-        yield [word[-1] for word in rules.bad_phrases if _ends_with(text, word[:-1])]
+        yield [word[-1] for word in rules.bad_phrases if ends_with(text, word[:-1])]
         if rules.no_repeat_ngram_size:
             yield _completions(text, rules.no_repeat_ngram_size)
         if self._source_ngrams:
@@ -283,7 +283,8 @@ def _last(text: Sequence[int], length: int) -> Ngram:
     return tuple(text[max(0, len(text) - length) :])
 
 
-def _ends_with(text: Sequence[int], ending: Ngram) -> bool:
+def ends_with(text: Sequence[int], ending: Ngram) -> bool:
+    """Whether the last tokens of a text are these."""
     return _last(text, len(ending)) == ending
 
 

@@ -19,7 +19,7 @@ from foretoken.core.logprobs import TokenLogprobs, log_probs_of
 from foretoken.core.source import Source
 from foretoken.engine.prefix_cache import PrefixCache
 from foretoken.request import Request
-from foretoken.runtime.network import RowState
+from foretoken.runtime.source_network import RowState
 from foretoken.runtime.target import Target
 from foretoken.speculation import Speculation
 

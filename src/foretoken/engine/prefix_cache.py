@@ -26,7 +26,7 @@ from foretoken.core.memory import MIB
 from foretoken.core.source import Source
 from foretoken.errors import ConfigError
 from foretoken.runtime.kv_slab import KVBlock
-from foretoken.runtime.network import RowState
+from foretoken.runtime.source_network import RowState
 from foretoken.runtime.target import Target
 
 __all__ = ["BLOCK", "PrefixCache"]

@@ -108,11 +108,16 @@ class PassInputs:
     device: torch.device
     states: Tensor | None = None
 
-    def last_nodes(self, most: int | None) -> list[int]:
-        """[L] indices of the last `most` nodes of each row among the T nodes; all with None."""
+    def last_nodes(self, most: int | None, least: int = 0) -> list[int]:
+        """[L] indices of the last `most` nodes of each row among the T nodes; all with None.
+
+        The last one is repeated until there are `least`, for networks in which the bits of fewer
+        depend on their number.
+        """
         ends = accumulate(map(len, self.rows))
         counts = [len(row) if most is None else min(most, len(row)) for row in self.rows]
-        return [n for end, count in zip(ends, counts, strict=True) for n in range(end - count, end)]
+        found = [n for e, count in zip(ends, counts, strict=True) for n in range(e - count, e)]
+        return found + found[-1:] * (least - len(found))
 
     @property
     def states_of_nodes(self) -> Tensor:

@@ -195,12 +195,8 @@ class LeanDecoder:
         if not need.logits:
             return PassOutput(None, hidden=hidden)
         if need.last is not None:
-            x = x[self._at_least(inputs.last_nodes(need.last))]
+            x = x[inputs.last_nodes(need.last, self._least_nodes)]
         return PassOutput(self._head(self._normalised(x, self._norm)), hidden=hidden)
-
-    def _at_least(self, nodes: list[int]) -> list[int]:
-        """The nodes, with padding behind them if the bits of so few depend on their number."""
-        return nodes + nodes[-1:] * (self._least_nodes - len(nodes))
 
     def _begin(self, inputs: PassInputs) -> tuple[Tensor, Tensor | None]:
         """The residual stream [T, E]; of a drafting head, also its first attention's input."""

@@ -18,9 +18,10 @@ from foretoken.core.source import Source
 from foretoken.core.tree import TokenTree, chain
 from foretoken.errors import CompatibilityError, ForetokenError
 from foretoken.runtime.attention import SHORT_SPAN
-from foretoken.runtime.network import Network, PassOutput, SourceNetwork, WindowedNetwork
+from foretoken.runtime.network import Network, PassOutput, WindowedNetwork
 from foretoken.runtime.rows import INTERNAL_KEY
 from foretoken.runtime.share import share
+from foretoken.runtime.source_network import SourceNetwork
 from foretoken.runtime.windows import Window, layer_windows, resize_windows
 
 __all__ = ["probe", "probe_tokens"]

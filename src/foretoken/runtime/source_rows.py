@@ -7,8 +7,9 @@ from torch import Tensor
 
 from foretoken.core.source import Source
 from foretoken.runtime.kv_slab import KVSlab
-from foretoken.runtime.network import Network, RowState, SourceNetwork
+from foretoken.runtime.network import Network
 from foretoken.runtime.rows import INTERNAL_KEY, Rows
+from foretoken.runtime.source_network import RowState, SourceNetwork
 
 __all__ = ["SourceRows"]
 

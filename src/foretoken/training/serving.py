@@ -96,5 +96,4 @@ def _accepted_at(metrics: Metrics, position: int) -> int:
 
 def _decoding(metrics: Metrics) -> float:
     """Tokens per second of the steps."""
-    seconds = metrics.draft_seconds + metrics.verify_seconds + metrics.accept_seconds
-    return metrics.generated_tokens / max(1e-9, seconds)
+    return metrics.generated_tokens / max(1e-9, metrics.step_seconds)

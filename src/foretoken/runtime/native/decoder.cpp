@@ -50,7 +50,7 @@ size_t foretoken_row_bytes(const foretoken::Linear* layer) {
     return foretoken::row_bytes(*layer);
 }
 
-// Sizes of the structures that arguments.py and pack.py repeat, and the largest hidden size.
+// Sizes of the structures that c_structures.py and pack.py repeat, and the largest hidden size.
 void foretoken_sizes(int32_t* sizes) {
     using namespace foretoken;
     sizes[0] = sizeof(Linear);

@@ -29,7 +29,9 @@ from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.kv_slab import KVSlab
 from foretoken.runtime.llama import DecoderWeights
 from foretoken.runtime.native.angles import AngleTables
-from foretoken.runtime.native.arguments import (
+from foretoken.runtime.native.arguments import NodeArrays, TreeArrays
+from foretoken.runtime.native.build import library
+from foretoken.runtime.native.c_structures import (
     CBuffers,
     CDecoder,
     CDraw,
@@ -38,10 +40,7 @@ from foretoken.runtime.native.arguments import (
     CPass,
     CTree,
     CTrees,
-    NodeArrays,
-    TreeArrays,
 )
-from foretoken.runtime.native.build import library
 from foretoken.runtime.native.kept_weights import KeptWeights
 from foretoken.runtime.native.pack import CLinear
 from foretoken.runtime.native.packed import PackedDecoder, Packing

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from foretoken.runtime.llama import LinearWeights
-from foretoken.runtime.native.arguments import CFusion
 from foretoken.runtime.native.build import library
+from foretoken.runtime.native.c_structures import CFusion
 from foretoken.runtime.native.decoder import checked
 from foretoken.runtime.native.pack import pack
 from foretoken.runtime.native.support import FORMATS

@@ -1,4 +1,4 @@
-// The arguments of a pass. arguments.py repeats the structures.
+// The arguments of a pass. c_structures.py repeats the structures.
 
 #pragma once
 

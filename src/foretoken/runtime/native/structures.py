@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foretoken.runtime.llama import JointInput
-from foretoken.runtime.native.arguments import CDecoder, CLayer
+from foretoken.runtime.native.c_structures import CDecoder, CLayer
 from foretoken.runtime.native.kept_weights import KeptWeights
 from foretoken.runtime.native.pack import CLinear, Format, PackedWeights
 from foretoken.runtime.native.packed import PackedDecoder, PackedLayer

@@ -12,7 +12,7 @@ from torch import Tensor
 from foretoken.runtime.attention import key_span
 from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.kv_slab import KVSlab
-from foretoken.runtime.network import RowState
+from foretoken.runtime.source_network import RowState
 
 __all__ = ["CrossKeys", "CrossStates", "padded_state"]
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from foretoken.runtime.lean import Linear, LinearLayer
+from foretoken.runtime.llama import LinearWeights
 from foretoken.runtime.seq2seq.structure import AttentionParts, LayerParts
 
 __all__ = ["Elementwise", "Layer", "head_of", "layer_of", "source_layer_of"]
@@ -86,16 +86,8 @@ def source_layer_of(cross: AttentionParts, kind: type[LinearLayer]) -> Linear:
 
 def _joint(linears: tuple[nn.Linear, ...], kind: type[LinearLayer]) -> Linear:
     """One product in place of several with the same input."""
-    if len(linears) == 1:
-        return kind(linears[0].weight, linears[0].bias).forward
-    weight = torch.cat([linear.weight for linear in linears])
-    if all(linear.bias is None for linear in linears):
-        return kind(weight, None).forward
-    biases: list[Tensor] = [
-        linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
-        for linear in linears
-    ]
-    return kind(weight, torch.cat(biases)).forward
+    weights = LinearWeights.of(*linears)
+    return kind(weights.weight, weights.bias).forward
 
 
 def head_of(head: nn.Linear, more: Tensor | None, kind: type[LinearLayer]) -> Linear:

@@ -25,7 +25,7 @@ from foretoken.runtime.embedding import extended
 from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.kv_slab import KVSlab
 from foretoken.runtime.lean import DenseLinear, Linear, LinearLayer
-from foretoken.runtime.network import Need, PassOutput, RowState, SourceNetwork
+from foretoken.runtime.network import Need, PassOutput
 from foretoken.runtime.seq2seq.cross import CrossKeys, CrossStates, padded_state
 from foretoken.runtime.seq2seq.layers import (
     Elementwise,
@@ -36,6 +36,7 @@ from foretoken.runtime.seq2seq.layers import (
 )
 from foretoken.runtime.seq2seq.structure import describe
 from foretoken.runtime.share import share
+from foretoken.runtime.source_network import RowState, SourceNetwork
 
 __all__ = ["Seq2SeqNetwork"]
 
@@ -176,12 +177,8 @@ class Seq2SeqNetwork(SourceNetwork):
         if not need.logits:
             return PassOutput(None, hidden=hidden)
         if need.last is not None:
-            x = x[self._at_least(inputs.last_nodes(need.last))]
+            x = x[inputs.last_nodes(need.last, self.least_nodes)]
         return PassOutput(self._head(self._final_norm(x)), hidden=hidden)
-
-    def _at_least(self, nodes: list[int]) -> list[int]:
-        """The nodes, with padding behind them if the bits of so few depend on their number."""
-        return nodes + nodes[-1:] * (self.least_nodes - len(nodes))
 
     def _embedded(self, inputs: PassInputs) -> Tensor:
         x: Tensor = self._embedding(inputs.flat(inputs.tokens))
