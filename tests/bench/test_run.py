@@ -191,24 +191,6 @@ def test_every_output_is_judged_once(processes: type[FakeProcess], tmp_path: Pat
     assert sum(r["type"] == "request" for r in journal.records) == 2 * 2 * 2 + 2 + 2
 
 
-def test_without_sacrebleu_nothing_is_measured(
-    processes: type[FakeProcess], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
-    with pytest.raises(ForetokenError, match=r"needs sacreBLEU: pip install 'foretoken\[bench\]'"):
-        run.run(plan(), Journal(None, FORMAT, {}), silent)
-    assert processes.calls == []
-
-
-def test_without_scipy_nothing_is_measured(
-    processes: type[FakeProcess], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "scipy.stats", None)
-    with pytest.raises(ForetokenError, match=r"need SciPy: pip install 'foretoken\[bench\]'"):
-        run.run(plan(), Journal(None, FORMAT, {}), silent)
-    assert processes.calls == []
-
-
 def test_prompts_fit_into_the_shortest_context_of_all(processes: type[FakeProcess]) -> None:
     run.run(plan(), Journal(None, FORMAT, {}), silent)
     assert processes.context == 256

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,36 @@ def test_a_peer_that_is_not_installed(
     result = run("bench", prompts, "--gguf", prompts, "--peers", "llama.cpp")
     assert result.exit_code == 2
     assert "llama.cpp is not installed: pip install 'foretoken[peers]'" in error_of(result)
+
+
+def test_a_gguf_model_is_the_peers_model(
+    run: Run, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
+    file = save_gguf(tmp_path / "tiny.gguf")
+    result = run("bench", prompts, "-m", file, "--peers", "llama.cpp", "--temperature", 1)
+    assert "llama.cpp-plain is measured in greedy decoding only" in error_of(result)
+    assert "needs --gguf" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [("scipy.stats", "intervals need SciPy"), ("sacrebleu.metrics", "BLEU needs sacreBLEU")],
+)
+def test_what_could_not_be_reported_is_not_measured(
+    run: Run,
+    tiny: Path,
+    prompts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: str,
+    message: str,
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    result = run("bench", prompts, "-m", tiny, "--peers", "none", "--output", tmp_path / "out")
+    assert result.exit_code == 1
+    assert f"{message}: pip install 'foretoken[bench]'" in error_of(result)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_peer_that_is_not_sampled(

@@ -21,7 +21,7 @@ from foretoken.bench.ratios import scipy_stats
 from foretoken.bench.rounds import order
 from foretoken.bench.rows import CONTROL
 
-__all__ = ["FORMAT", "Job", "Plan", "Unit", "pending", "run"]
+__all__ = ["FORMAT", "Job", "Plan", "Unit", "check_installed", "pending", "run"]
 
 FORMAT = "foretoken-bench-1"
 
@@ -151,6 +151,16 @@ def _jobs(plan: Plan, facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Job]:
                 yield Job(label, unit, index)
 
 
+def check_installed() -> None:
+    """Refuse to measure for hours what could not be reported afterwards.
+
+    Raises:
+        ForetokenError: SciPy or sacreBLEU is missing.
+    """
+    scipy_stats()
+    bleu_metric()
+
+
 def run(plan: Plan, journal: Journal, show: Callable[[str, int, int], object]) -> None:
     """Make the calls that are missing.
 
@@ -160,11 +170,8 @@ def run(plan: Plan, journal: Journal, show: Callable[[str, int, int], object]) -
         show: called with what is being done, the number of calls done, and that of all calls.
 
     Raises:
-        ForetokenError: a contestant cannot be loaded, or has ended; or SciPy or sacreBLEU is
-            missing.
+        ForetokenError: a contestant cannot be loaded, or has ended.
     """
-    scipy_stats()  # the report needs both: refuse before hours of measuring, not after
-    bleu_metric()
     if _complete(plan, journal):
         return
     with ExitStack() as stack:

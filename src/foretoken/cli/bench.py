@@ -86,20 +86,22 @@ def _plan(
 ) -> Plan:
     """The plan of the run, with every check that needs no model loaded."""
     from foretoken.bench.contestants import Setting, peers
+    from foretoken.models.resolver import gguf_file
 
     sizes = amount.batches()
     if engine.max_num_seqs is not None and not sizes:
         raise UsageError("--max-num-seqs is for several prompts at once: add --batch-sizes")
-    gguf = contenders.gguf
+    gguf, itself = contenders.gguf, gguf_file(target.model)
     if gguf is not None and not gguf.is_file():
         raise UsageError(f"--gguf: there is no file {gguf}")
+    read = gguf or itself
     setting = Setting(
         model=target.model,
         dtype=target.dtype,
         runtime=target.runtime,
         device=target.device,
         draft_model=contenders.draft_model,
-        gguf=None if gguf is None else str(gguf.resolve()),
+        gguf=None if read is None else str(read.resolve()),
         threads=target.threads or _threads(),
         max_tokens=amount.max_tokens,
         temperature=amount.temperature,
@@ -113,13 +115,14 @@ def _plan(
     _refuse_unused(contenders, [one.kind for one in others], [dict(one.config) for one in own])
     sample = amount.sample(file)
     folder = _found(setting.model, quantization)
-    if gguf is not None:
+    if gguf is not None and gguf.resolve() != itself:
         from foretoken.bench.same_model import check_same_model
 
         check_same_model(gguf, folder or resolve(setting.model))
     _find_drafts(own, others, setting)
-    from foretoken.bench.run import Plan
+    from foretoken.bench.run import Plan, check_installed
 
+    check_installed()
     return Plan((*own, *others), setting, sample, amount.rounds, sizes, amount.control)
 
 

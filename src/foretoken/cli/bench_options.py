@@ -43,7 +43,10 @@ class Contenders:
     gguf: Annotated[
         Path | None,
         in_panel(
-            "Contestants", "GGUF file of the model, for llama.cpp and openvino.", metavar="FILE"
+            "Contestants",
+            "GGUF file of the model, for llama.cpp and openvino.",
+            metavar="FILE",
+            show_default="--model, if it is one",
         ),
     ] = None
     draft_model: Annotated[
