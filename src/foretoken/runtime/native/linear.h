@@ -1,126 +1,15 @@
-// Linear layers over packed weights, in eight formats.
+// Linear layers: packed weights times input rows (formats.h).
 //
-// A weight [N, K] is cut into panels of 32 outputs. A panel is stored in the order in which kernels
-// read it, and is read once for up to ROWS input rows. Every output is one sum over k in ascending
-// order. So its bits do not depend on the other rows (invariant 7). This needs no padding, not even
-// for a single row.
-//
-//   format  weights of a panel                                                  input row
-//   F32     [K][32] float32                                                     float32
-//   BF16    [K/2][32][2] bfloat16                                               bfloat16
-//   INT8    [K/32] of ([8][32][4] uint8: w/d + 128; [32] half: d)               Bytes
-//   INT4    [K/32] of ([4][32][4] two nibbles: (w-m)/d; [32] half: d; half: m)  Bytes
-//   INT5    the same with bit 4 of all words, [32][4], behind the nibbles       Bytes
-//
-//   Q4K, Q5K, Q6K   see k_blocks.h                                              Bytes
-//
-// `Bytes` are int8 in groups of 32 with one scale each, quantized from the input row at run time.
+// A panel is read once for up to ROWS rows. Every output is one sum over k in ascending order. So its bits do not
+// depend on the other rows (invariant 7). This needs no padding, not even for a single row.
 
 #pragma once
 
-#include "k_blocks.h"
+#include "tiles.h"
 
 namespace foretoken {
 
-constexpr int PANEL = 32;
-constexpr int GROUP = 32;
-
-enum class Format : int32_t { F32, BF16, INT8, INT4, INT5, Q4K, Q5K, Q6K };
-
-// Bits of a weight of a K-quant; 0 for other formats.
-inline int k_bits(Format format) { return format < Format::Q4K ? 0 : 4 + (int)format - (int)Format::Q4K; }
-
-// `CLinear` in pack.py has the same layout.
-struct Linear {
-    const uint8_t* weight;
-    const float* bias;  // [outputs] or null
-    Format format;
-    int32_t inputs;
-    int32_t outputs;  // multiple of PANEL but for the head's last panel
-    Format rows;      // of its inputs: its own, or the highest of those beside it that read Bytes
-};
-
-// Sizes
-
-inline size_t group_bytes(Format format) {
-    if (format == Format::INT8) return GROUP * PANEL + 2 * PANEL;
-    return GROUP * PANEL / 2 + (format == Format::INT5 ? GROUP * PANEL / 8 : 0) + 4 * PANEL;
-}
-
-inline size_t panel_bytes(Format format, int inputs) {
-    if (format == Format::F32) return sizeof(float) * PANEL * inputs;
-    if (format == Format::BF16) return sizeof(bf16) * PANEL * inputs;
-    if (int bits = k_bits(format)) return k_panel_bytes(bits, inputs);
-    return group_bytes(format) * (inputs / GROUP);
-}
-
-// A row of Bytes: [K] int8, then [K/32] each of scale, scale * sum and -128 * sum.
-inline size_t row_bytes(Format format, int inputs) {
-    size_t size = format == Format::F32    ? sizeof(float) * inputs
-                  : format == Format::BF16 ? sizeof(bf16) * inputs
-                                           : inputs + (format == Format::Q6K ? 5 : 3) * sizeof(float) * (inputs / GROUP);
-    return (size + 63) / 64 * 64;
-}
-
-inline size_t row_bytes(const Linear& layer) { return row_bytes(layer.rows, layer.inputs); }
-
-// Inputs
-
-inline void quantize(const float* from, uint8_t* row, int inputs, int offset) {
-    f32x16 low = load<f32x16>(from), high = load<f32x16>(from + LANES);
-    float largest = max(max(max(low, -low), max(high, -high)));
-    float steps = largest > 1e-30f ? 127.0f / largest : 0.0f;
-    i32x16 first = nearest(low * steps), second = nearest(high * steps);
-    store_bytes((int8_t*)row + offset, first);
-    store_bytes((int8_t*)row + offset + LANES, second);
-    int32_t total = sum(first + second);
-    int groups = inputs / GROUP, group = offset / GROUP;
-    float* scales = (float*)(row + inputs);
-    // Integers cannot represent NaN or infinity, so the scale carries them to the output.
-    float scale = largest / 127.0f + 0.0f * sum(low + high);
-    scales[group] = scale;
-    scales[groups + group] = scale * total;
-    ((int32_t*)scales)[2 * groups + group] = -128 * total;
-}
-
-// Put `count` values at `offset` of an input row of a layer; both are multiples of GROUP.
-inline void encode(const Linear& layer, const float* from, uint8_t* row, int offset, int count) {
-    Format format = layer.rows;
-    for (int i = 0; i < count; i += GROUP) {
-        if (format == Format::F32) {
-            std::memcpy((float*)row + offset + i, from + i, sizeof(float) * GROUP);
-        } else if (format == Format::BF16) {
-            for (int part = 0; part < GROUP; part += LANES)
-                store((bf16*)row + offset + i + part, narrow(load<f32x16>(from + i + part)));
-        } else {
-            quantize(from + i, row, layer.inputs, offset + i);
-            if (format == Format::Q6K) put_halves(row, layer.inputs, offset + i);
-        }
-    }
-}
-
-// Kernels: a panel times M rows, [M][PANEL] out.
-//
-// While a kernel computes, it prefetches a later panel. With several rows, computing takes as long
-// as reading, and the processor's own prefetching does not look far enough ahead to overlap both.
-
-class Prefetch {
-public:
-    Prefetch(const uint8_t* from, size_t bytes) : from_(from), end_(from + bytes) {}
-
-    // Spread the prefetch over this many calls of `some`.
-    void split_into(int parts) { step_ = ((end_ - from_) / 64 + parts - 1) / parts * 64; }
-
-    void some() {
-        for (const uint8_t* stop = from_ + step_; from_ < stop; from_ += 64) __builtin_prefetch(from_);
-    }
-
-private:
-    const uint8_t *from_, *end_;
-    long step_ = 0;
-};
-
-using Kernel = void (*)(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Prefetch later, float* out);
+// Kernels of M rows.
 
 template <int M>
 inline void put(const f32x16 (&sums)[M][2], float* out) {
@@ -269,28 +158,57 @@ inline Kernel kernel_for(Format format, int rows) {
     }
 }
 
+// How the rows of a product are cut into blocks, each of which is one call of a kernel.
+class Blocks {
+public:
+    static constexpr int MOST = 2 * Tiles::HEIGHT;  // rows of a block
+    static_assert(WordKernel<Bf16Words>::ROWS <= MOST && ByteKernel<Format::INT8>::ROWS <= MOST);
+
+    Blocks(const Linear& layer, int rows, const Tiles& tiles) : layer_(layer), rows_(rows), tiles_(tiles.rows()) {
+        int most = tiles_ ? tiles_ : most_rows(layer.format);
+        count_ = (rows + most - 1) / most;
+    }
+
+    int count() const { return count_; }
+
+    // Tiles always have all of their rows: those of the last block may be some of the block before.
+    int first(int block) const {
+        if (!tiles_) return (long)rows_ * block / count_;
+        return (block + 1) * tiles_ < rows_ ? block * tiles_ : rows_ - tiles_;
+    }
+
+    int last(int block) const { return tiles_ ? first(block) + tiles_ : (long)rows_ * (block + 1) / count_; }
+
+    Kernel kernel(int block) const {
+        return tiles_ ? Tiles::kernel(tiles_) : kernel_for(layer_.format, last(block) - first(block));
+    }
+
+private:
+    const Linear& layer_;
+    int rows_, tiles_, count_;
+};
+
 // A thread's share of `units`, each of UNIT panels, times all rows.
 //
 // `finish(row, unit, sums)` takes [UNIT * PANEL] sums of one row, bias included.
 template <int UNIT, class Finish>
 inline void multiply(const Linear& layer, const uint8_t* inputs, int rows, int thread, int threads, Finish finish) {
-    constexpr int MOST = WordKernel<Bf16Words>::ROWS;
-    static_assert(ByteKernel<Format::INT8>::ROWS <= MOST);
-    float sums[UNIT][MOST * PANEL];
+    float sums[UNIT][Blocks::MOST * PANEL];
     size_t stride = row_bytes(layer), size = panel_bytes(layer.format, layer.inputs);
-    int blocks = (rows + most_rows(layer.format) - 1) / most_rows(layer.format);
+    Tiles tiles(layer, rows);
+    Blocks blocks(layer, rows, tiles);
     long units = (layer.outputs + UNIT * PANEL - 1) / (UNIT * PANEL);
     for (long unit = units * thread / threads; unit < units * (thread + 1) / threads; unit++) {
-        for (int block = 0; block < blocks; block++) {
-            int first = (long)rows * block / blocks, last = (long)rows * (block + 1) / blocks;
-            Kernel kernel = kernel_for(layer.format, last - first);
+        for (int block = 0, row = 0; block < blocks.count(); block++) {
+            int first = blocks.first(block);
+            Kernel kernel = blocks.kernel(block);
             for (int part = 0; part < UNIT; part++) {
                 const uint8_t* panel = layer.weight + (unit * UNIT + part) * size;
-                size_t share = size / blocks;
+                size_t share = size / blocks.count();
                 Prefetch later(panel + UNIT * size + block * share, share);
                 kernel(panel, inputs + first * stride, stride, layer.inputs, later, sums[part]);
             }
-            for (int row = first; row < last; row++) {
+            for (; row < blocks.last(block); row++) {
                 float out[UNIT * PANEL];
                 for (int part = 0; part < UNIT; part++)
                     std::memcpy(out + part * PANEL, sums[part] + (row - first) * PANEL, sizeof(float) * PANEL);
