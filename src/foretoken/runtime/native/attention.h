@@ -16,7 +16,6 @@
 namespace foretoken {
 
 constexpr int QUERIES = 96;   // of one task at most; keys and values are read once for all of them
-constexpr int TOGETHER = 6;   // queries whose scores are computed together
 
 // What one node sees: slots 0 to prefix - 1, then those of the tail; of these, ranks from `first` on.
 struct Sight {
@@ -88,9 +87,12 @@ inline void transpose(const uint32_t* const (&rows)[LANES], int offset, u32x16* 
 #endif
 }
 
-template <class Cache, int D>
+// TILED: products are those of tiles (tiles.h), for all queries, since their bits are others.
+template <class Cache, int D, bool TILED = false>
 struct Attention {
     using Element = typename Cache::Element;
+    static constexpr int TOGETHER = TILED ? 16 : 6;  // queries whose scores are computed together
+    static constexpr int CHUNK = 32;                 // ranks whose values tiles add at once
     static constexpr int WORDS = D / Cache::PER_WORD;
     static constexpr int PARTS = D / LANES;
     static constexpr int AT_ONCE = PARTS <= 4 ? 6 : 24 / PARTS;  // queries whose sums fit into registers
@@ -132,8 +134,8 @@ struct Attention {
         shared = chains ? most : shared / LANES * LANES;
         for (int rank = low / BLOCK * BLOCK; rank < most; rank += BLOCK) {
             transpose_keys(rank);
-            gathered = count > AT_ONCE;
-            if (gathered) gather_values(rank);
+            gathered = TILED || count > AT_ONCE;
+            if (gathered) gather_values(rank, most);
             for (int q = 0; q < count; q += TOGETHER) add_block(rank, q, std::min(q + TOGETHER, count));
         }
         for (int q = 0; q < count; q++) {
@@ -157,9 +159,18 @@ private:
         if (end <= rank) return;
         score(rank, std::min(end, rank + BLOCK), first, last);
         for (int q = first; q < last; q++) weigh(rank, q, q - first);
-        int both = std::max(0, std::min(rank + BLOCK, prefix / STEP * STEP) - rank);  // ranks that all of them see
-        for (int q = first; q < last;) q += add_values(rank, both, first, q, last);
-        for (int q = first; q < last; q++) add_rest(rank, both, q, q - first);
+        if constexpr (TILED) {
+            // Weights of what a query does not see are 0.
+            int shared = chains ? end + CHUNK - 1 : prefix, both = std::min(BLOCK, shared / CHUNK * CHUNK - rank);
+            if (both > 0)
+                TileProducts<D>::add_values(weights[0], sizeof weights[0], words, both / CHUNK, out[first], sizeof out[0]);
+            if (chains) return;
+            for (int q = first; q < last; q++) add_own(rank, std::max(0, both), q, q - first);
+        } else {
+            int both = std::max(0, std::min(rank + BLOCK, prefix / STEP * STEP) - rank);  // ranks that all of them see
+            for (int q = first; q < last;) q += add_values(rank, both, first, q, last);
+            for (int q = first; q < last; q++) add_rest(rank, both, q, q - first);
+        }
     }
 
     // Keys of a block, sixteen at a time, as columns
@@ -196,6 +207,14 @@ private:
 
     template <int VECTORS>
     void score(const u32x16 (*keys)[WORDS], int place, int base, int first, int last) {
+        if constexpr (TILED) {
+            alignas(64) float found[TOGETHER][VECTORS][LANES];
+            TileProducts<D>::template scores<VECTORS>(queries[base], keys, found[0][0]);
+            for (int q = first - base; q < last - base; q++)
+                for (int v = 0; v < VECTORS; v++)
+                    store(scores[q] + place + v * LANES, load<f32x16>(found[q][v]) * scaling);
+            return;
+        }
         for (int q = first; q < last;) {
             int left = last - q;
             if (left >= 6) q += score<VECTORS, 6>(keys, place, base, q);
@@ -252,6 +271,8 @@ private:
             Cache::write_weights(weight, weights[place] + i);
             total += weight;
         }
+        if (int i = (end + LANES - 1) / LANES * LANES; TILED && i < BLOCK)
+            std::memset(weights[place] + i, 0, sizeof(Element) * (BLOCK - i));
         totals[q] = total;
     }
 
@@ -259,12 +280,26 @@ private:
 
     // Values
 
-    void gather_values(int rank) {
+    void gather_values(int rank, int most) {
+        if constexpr (TILED) {
+            if (chains) return gather_words(Sight{nullptr, 0, most, 0}, rank, BLOCK, words);
+        }
         int seen = 0;
         for (int q = 0; q < count; q++) seen = std::max(seen, sights[q].prefix);
         int last = std::min(rank + BLOCK, seen / STEP * STEP);
         for (int i = rank; i < last; i += STEP)
             for (int d = 0; d < D; d += LANES) store(words[(i - rank) / STEP] + d, words_at(i, d));
+    }
+
+    // Words of `ranks` ranks, with 0 for those that are not seen.
+    void gather_words(const Sight& sight, int rank, int ranks, uint32_t (*to)[D]) const {
+        for (int i = 0; i < ranks; i += STEP) {
+            int left = sight.count() - rank - i;
+            const Element* first = left > 0 ? values + (long)sight.slot(rank + i) * D : nullptr;
+            const Element* second = left > 1 ? values + (long)sight.slot(rank + i + 1) * D : nullptr;
+            for (int d = 0; d < D; d += LANES)
+                store(to[i / STEP] + d, first ? Cache::words(first + d, second ? second + d : nullptr) : u32x16{});
+        }
     }
 
     u32x16 words_at(int slot, int d) const {
@@ -334,6 +369,16 @@ private:
                 u32x16 x = Cache::words(first + d, second ? second + d : nullptr);
                 store(out[q] + d, Cache::dot(load<f32x16>(out[q] + d), x, w));
             }
+        }
+    }
+
+    // The same by tiles, chunk by chunk.
+    void add_own(int rank, int from, int q, int place) {
+        alignas(64) uint32_t own[CHUNK / STEP][D];
+        int end = std::min(BLOCK, sights[q].count() - rank);
+        for (int i = from; i < end; i += CHUNK) {
+            gather_words(sights[q], rank + i, CHUNK, own);
+            TileProducts<D>::add_values(weights[place] + i, 0, own, 1, out[q], 0);
         }
     }
 };

@@ -161,8 +161,8 @@ inline Kernel kernel_for(Format format, int rows) {
 // How the rows of a product are cut into blocks, each of which is one call of a kernel.
 class Blocks {
 public:
-    static constexpr int MOST = 2 * Tiles::HEIGHT;  // rows of a block
-    static_assert(WordKernel<Bf16Words>::ROWS <= MOST && ByteKernel<Format::INT8>::ROWS <= MOST);
+    static constexpr int MOST = Tiles::MOST > WordKernel<Bf16Words>::ROWS ? Tiles::MOST : WordKernel<Bf16Words>::ROWS;
+    static_assert(ByteKernel<Format::INT8>::ROWS <= MOST, "MOST are the rows of a block");
 
     Blocks(const Linear& layer, int rows, const Tiles& tiles) : layer_(layer), rows_(rows), tiles_(tiles.rows()) {
         int most = tiles_ ? tiles_ : most_rows(layer.format);

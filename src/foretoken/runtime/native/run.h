@@ -299,10 +299,7 @@ private:
         team_.each(id, [&](int part) {
             share((long)p_.nodes * heads(), part, [&](int i) { finish_head(layer, i / heads(), i % heads()); });
         });
-        team_.each(id, [&](int part) {
-            if (d_.is_bf16) attend<Bf16Cache>(layer, part);
-            else attend<FloatCache>(layer, part);
-        });
+        team_.each(id, [&](int part) { attend(layer, part); });
         add_product(layer.output, mixed_, layer.attention_after, id);
     }
 
@@ -348,19 +345,30 @@ private:
         }
     }
 
-    template <class Cache>
+    void attend(const Layer& layer, int part) {
+        if (!d_.is_bf16) return attend<FloatCache>(layer, part);
+        if constexpr (HAVE_TILES) {
+            if (TileShapes::granted()) {
+                TileShapes shapes(TileShapes::HEIGHT);
+                return attend<Bf16Cache, true>(layer, part);
+            }
+        }
+        attend<Bf16Cache>(layer, part);
+    }
+
+    template <class Cache, bool TILED = false>
     void attend(const Layer& layer, int part) {
         switch (d_.width) {
-            case 32: return attend<Cache, 32>(layer, part);
-            case 64: return attend<Cache, 64>(layer, part);
-            case 96: return attend<Cache, 96>(layer, part);
-            case 128: return attend<Cache, 128>(layer, part);
-            default: return attend<Cache, 256>(layer, part);
+            case 32: return attend<Cache, 32, TILED>(layer, part);
+            case 64: return attend<Cache, 64, TILED>(layer, part);
+            case 96: return attend<Cache, 96, TILED>(layer, part);
+            case 128: return attend<Cache, 128, TILED>(layer, part);
+            default: return attend<Cache, 256, TILED>(layer, part);
         }
     }
 
     // A task is some adjacent nodes of a row and one key head. Parts take tasks in turn.
-    template <class Cache, int D>
+    template <class Cache, int D, bool TILED>
     void attend(const Layer& layer, int part) {
         int group = d_.heads / d_.key_heads, most = QUERIES / group > 0 ? QUERIES / group : 1;
         int parts = team_.parts(), wanted = (p_.nodes * d_.key_heads + 4 * parts - 1) / (4 * parts);  // four tasks a part
@@ -370,15 +378,15 @@ private:
             for (int key_head = 0; key_head < d_.key_heads; key_head++)
                 if (task++ % parts == part)
                     for (int head = 0; head < group; head += QUERIES)  // one round, except for huge groups
-                        attend<Cache, D>(layer, first, last, key_head, key_head * group + head,
-                                         group - head < QUERIES ? group - head : QUERIES);
+                        attend<Cache, D, TILED>(layer, first, last, key_head, key_head * group + head,
+                                                group - head < QUERIES ? group - head : QUERIES);
         }
     }
 
-    template <class Cache, int D>
+    template <class Cache, int D, bool TILED>
     void attend(const Layer& layer, int first, int last, int key_head, int head, int heads_here) {
         using Element = typename Cache::Element;
-        Attention<Cache, D> attention;
+        Attention<Cache, D, TILED> attention;
         const Buffers& kv = p_.buffers[layer.index];
         long place = (long)p_.rows[first] * d_.key_heads + key_head;
         attention.keys = (const Element*)kv.keys + place * kv.key_slots * D;
