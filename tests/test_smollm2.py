@@ -15,7 +15,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.drafters.heads.eagle_layer import EagleConfig
 from foretoken.drafters.heads.parallel_net import ParallelConfig
 from foretoken.drafters.registry import METHODS
-from tests.heads import random_head, random_state_head, state_config
+from tests.heads import random_head, random_pass_tokens, random_state_head, state_config
 from tests.matrix import METHOD_FIELDS, ON_CHAINS, SPECULATIVE, WITH_TOKENIZER
 from tests.tiny import reference_greedy
 
@@ -74,18 +74,23 @@ def llm_with(
     if METHODS[method].takes_model:
         config["model"] = model  # a perfect draft model: everything accepted
     if METHODS[method].takes_head:
-        state = {**SIZES, "inner_size": 576} if method == "mlp_speculator" else SIZES
-        attending = {"parallel": ParallelConfig(**vars(HEAD)), "eagle": HEAD, "hybrid": HEAD}
-        config["model"] = (
-            random_head(attending[method])
-            if method in attending
-            else random_state_head(method, state_config(method, **state))
-        )
+        config["model"] = _head(method)
     return LLM(
         model,
         tokenizer=tokenizer if method in WITH_TOKENIZER else None,
         speculative_config=config if method != "none" else None,
     )
+
+
+def _head(method: str) -> str:
+    """The folder of a head with random weights."""
+    if method == "pass":
+        return random_pass_tokens(SIZES["vocab_size"], size=SIZES["hidden_size"])
+    attending = {"parallel": ParallelConfig(**vars(HEAD)), "eagle": HEAD, "hybrid": HEAD}
+    if method in attending:
+        return random_head(attending[method])
+    state = {**SIZES, "inner_size": 576} if method == "mlp_speculator" else SIZES
+    return random_state_head(method, state_config(method, **state))
 
 
 @pytest.fixture(scope="module")

@@ -58,7 +58,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "arcee": GROUPED,
     "cohere": GROUPED,
     "cohere2": {**WINDOWED, "sliding_window_pattern": 2},
-    "ernie4_5": GROUPED,
+    "ernie4_5": NARROW,
     "exaone4": {**WINDOWED, "sliding_window_pattern": 2},
     "gemma": {**NARROW, **HEADS},
     "gemma2": {**GEMMA, **HEADS, "attn_logit_softcapping": 2.0},
