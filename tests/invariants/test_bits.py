@@ -128,17 +128,16 @@ def test_every_architecture(architecture: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 def test_every_width(dtype: torch.dtype, threads: int) -> None:
     """Logits of a position for widths 1 to 128, across the border of a key block."""
+    model = tiny_model("lean", dtype=dtype, max_position_embeddings=2 * KEY_BLOCK)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        check_every_width(dtype)
+        check_every_width(Target(model))
     finally:
         torch.set_num_threads(before)
 
 
-def check_every_width(dtype: torch.dtype) -> None:
-    model = tiny_model("lean", dtype=dtype, max_position_embeddings=2 * KEY_BLOCK)
-    target = Target(model)
+def check_every_width(target: Target) -> None:
     tokens = [(7 * i * i + 3 * i) % VOCAB_SIZE for i in range(KEY_BLOCK + 140)]
     start = KEY_BLOCK - 60
     target.add(0)

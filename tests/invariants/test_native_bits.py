@@ -14,8 +14,10 @@ import torch
 
 from foretoken import LLM
 from foretoken.drafters.registry import METHODS
+from foretoken.runtime.attention import KEY_BLOCK
 from foretoken.runtime.choose import network_for
-from tests.invariants.test_bits import PARAMS, bits
+from foretoken.runtime.target import Target
+from tests.invariants.test_bits import PARAMS, bits, check_every_width
 from tests.matrix import PROMPTS, SPECULATIVE, WITH_TOKENIZER, speculative_config
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -88,3 +90,13 @@ def test_trees(
         assert bits(llm, PARAMS[params]) == plain[params]
         alone = [bits(llm, PARAMS[params], [prompt])[0] for prompt in PROMPTS[:num_alone]]
         assert alone == plain[params][:num_alone]
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize(("dtype", "quantization"), KINDS, ids=["float32", "bfloat16", "int4"])
+def test_every_width(dtype: torch.dtype, quantization: str | None, head_dim: int) -> None:
+    """As in `test_bits.py`: kernels cut rows into blocks of 6, 12, 16 or 32."""
+    model = tiny_model(dtype=dtype, head_dim=head_dim, max_position_embeddings=2 * KEY_BLOCK)
+    target = Target(model, quantization=quantization)
+    assert target.network.name == "native"
+    check_every_width(target)
