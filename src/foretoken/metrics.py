@@ -97,7 +97,7 @@ class Metrics:
         return self.generated_tokens / seconds if seconds > 0 else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields and properties, for JSON."""
+        """All fields and properties but `step_seconds`, for JSON."""
         return {
             **asdict(self),
             "mean_acceptance_length": self.mean_acceptance_length,

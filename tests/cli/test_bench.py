@@ -220,6 +220,15 @@ def test_a_gguf_model_is_the_peers_model(
     assert "needs --gguf" not in result.stderr
 
 
+def test_a_damaged_gguf_model_leaves_no_folder(run: Run, prompts: Path, tmp_path: Path) -> None:
+    file = save_gguf(tmp_path / "tiny.gguf")
+    file.write_bytes(file.read_bytes()[:100])
+    result = run("bench", prompts, "-m", file, "--peers", "none", "--output", tmp_path / "out")
+    assert result.exit_code == 1
+    assert "tiny.gguf" in error_of(result)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [("scipy.stats", "intervals need SciPy"), ("sacrebleu.metrics", "BLEU needs sacreBLEU")],

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from foretoken import LLM
+from foretoken.core.tree import chain
 from foretoken.drafters.registry import METHODS
 from foretoken.runtime.attention import KEY_BLOCK
 from foretoken.runtime.choose import network_for
@@ -92,7 +93,7 @@ def test_trees(
         assert alone == plain[params][:num_alone]
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
 @pytest.mark.parametrize(("dtype", "quantization"), KINDS, ids=["float32", "bfloat16", "int4"])
 def test_every_width(dtype: torch.dtype, quantization: str | None, head_dim: int) -> None:
     """As in `test_bits.py`: kernels cut rows into blocks of 6, 12, 16 or 32."""
@@ -100,3 +101,23 @@ def test_every_width(dtype: torch.dtype, quantization: str | None, head_dim: int
     target = Target(model, quantization=quantization)
     assert target.network.name == "native"
     check_every_width(target)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_broken_number_stays_where_it_is(dtype: torch.dtype) -> None:
+    """A drafted token whose values are NaN changes no logits of the nodes before it."""
+    model = tiny_model(dtype=dtype, head_dim=32)
+    target = Target(model)
+    assert target.network.name == "native"
+    embedding = model.get_input_embeddings()
+    assert isinstance(embedding, torch.nn.Embedding)
+    with torch.no_grad():
+        embedding.weight[7] = torch.nan
+    target.add(0)
+    target.prefill(0, [1, 2, 3])
+    tokens = [token for token in range(8, 68) for _ in range(2)]  # several to a task of attention
+    (whole,) = target.verify([0], [chain([*tokens, 7, 8])])
+    found = whole.scores.clone()
+    (sound,) = target.verify([0], [chain(tokens)])
+    assert torch.equal(found[:-2], sound.scores)
+    assert found[-2:].isnan().all()

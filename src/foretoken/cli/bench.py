@@ -85,7 +85,7 @@ def _plan(
     file: Path, contenders: Contenders, target: ModelOptions, engine: BenchEngine, amount: Amount
 ) -> Plan:
     """The plan of the run, with every check that needs no model loaded."""
-    from foretoken.bench.contestants import Setting, peers
+    from foretoken.bench.contestants import PEERS, Setting, peers
     from foretoken.models.resolver import gguf_file
 
     sizes = amount.batches()
@@ -94,14 +94,14 @@ def _plan(
     gguf, itself = contenders.gguf, gguf_file(target.model)
     if gguf is not None and not gguf.is_file():
         raise UsageError(f"--gguf: there is no file {gguf}")
-    read = gguf or itself
+    readable = gguf or itself
     setting = Setting(
         model=target.model,
         dtype=target.dtype,
         runtime=target.runtime,
         device=target.device,
         draft_model=contenders.draft_model,
-        gguf=None if read is None else str(read.resolve()),
+        gguf=None if readable is None else str(readable.resolve()),
         threads=target.threads or _threads(),
         max_tokens=amount.max_tokens,
         temperature=amount.temperature,
@@ -112,6 +112,8 @@ def _plan(
     quantization = _quantization(target)
     own = _methods(contenders, setting, quantization)
     others = peers(contenders.peers, setting)
+    if not any("gguf" in PEERS[one.kind].needs for one in others):
+        setting = replace(setting, gguf=None)
     _refuse_unused(contenders, [one.kind for one in others], [dict(one.config) for one in own])
     sample = amount.sample(file)
     folder = _found(setting.model, quantization)
@@ -136,10 +138,16 @@ def _quantization(target: ModelOptions) -> str | None:
 
 
 def _found(model: str, quantization: str | None) -> Path | None:
-    """A model's folder; None for a GGUF file that contestants load in its own numbers."""
+    """A model's folder; None for a GGUF file that contestants load in its own numbers.
+
+    Raises:
+        ModelError: there is no such model, or the file is damaged.
+    """
+    from foretoken.models.gguf_file import GgufFile
     from foretoken.models.resolver import gguf_file
 
-    if quantization is not None and gguf_file(model) is not None:
+    if quantization is not None and (file := gguf_file(model)) is not None:
+        GgufFile.read(file)
         return None
     return resolve(model)
 

@@ -2,9 +2,10 @@
 //
 // A query sees a prefix of its row's slots. In a token tree it also sees some slots behind the
 // prefix: its ancestors and itself. Ranks number these slots by position. Every score is one dot
-// product, and the weighted sum of values runs over the ranks in ascending order. So a node of a tree
-// gets the same bits as the same tokens in a chain, and a chain gets those of plain decoding
-// (invariant 7). With a window, the first ranks are not seen: their weights are 0, which changes no sum.
+// product, and the weighted sum of values runs over the ranks in ascending order; tiles add 32 of them
+// at a time, each in an order of their own. So a node of a tree gets the same bits as the same tokens in
+// a chain, and a chain gets those of plain decoding (invariant 7). With a window, the first ranks are not
+// seen: their weights are 0, which changes no sum of numbers.
 
 #pragma once
 
@@ -148,6 +149,7 @@ private:
     int shared;     // every query's first slots, up to here, are the same as far as it sees them
     bool chains;    // whether no query has a tail
     bool gathered;  // whether `words` are those of this block
+    bool broken;    // whether one of them is NaN or infinite: a weight of 0 does not leave it out (tiles only)
 
     // A block of ranks, for queries `first` to `last` - 1.
     void add_block(int rank, int first, int last) {
@@ -161,10 +163,11 @@ private:
         for (int q = first; q < last; q++) weigh(rank, q, q - first);
         if constexpr (TILED) {
             // Weights of what a query does not see are 0.
-            int shared = chains ? end + CHUNK - 1 : prefix, both = std::min(BLOCK, shared / CHUNK * CHUNK - rank);
+            bool whole = chains && !broken;
+            int shared = whole ? end + CHUNK - 1 : prefix, both = std::min(BLOCK, shared / CHUNK * CHUNK - rank);
             if (both > 0)
                 TileProducts<D>::add_values(weights[0], sizeof weights[0], words, both / CHUNK, out[first], sizeof out[0]);
-            if (chains) return;
+            if (whole) return;
             for (int q = first; q < last; q++) add_own(rank, std::max(0, both), q, q - first);
         } else {
             int both = std::max(0, std::min(rank + BLOCK, prefix / STEP * STEP) - rank);  // ranks that all of them see
@@ -282,7 +285,11 @@ private:
 
     void gather_values(int rank, int most) {
         if constexpr (TILED) {
-            if (chains) return gather_words(Sight{nullptr, 0, most, 0}, rank, BLOCK, words);
+            broken = false;
+            if (chains) {
+                broken = gather_words(Sight{nullptr, 0, most, 0}, rank, BLOCK, words);
+                return;
+            }
         }
         int seen = 0;
         for (int q = 0; q < count; q++) seen = std::max(seen, sights[q].prefix);
@@ -291,15 +298,20 @@ private:
             for (int d = 0; d < D; d += LANES) store(words[(i - rank) / STEP] + d, words_at(i, d));
     }
 
-    // Words of `ranks` ranks, with 0 for those that are not seen.
-    void gather_words(const Sight& sight, int rank, int ranks, uint32_t (*to)[D]) const {
+    // Words of `ranks` ranks, with 0 for those that are not seen. Returns whether a bfloat16 is NaN or infinite.
+    bool gather_words(const Sight& sight, int rank, int ranks, uint32_t (*to)[D]) const {
+        i32x16 found = {};
         for (int i = 0; i < ranks; i += STEP) {
             int left = sight.count() - rank - i;
             const Element* first = left > 0 ? values + (long)sight.slot(rank + i) * D : nullptr;
             const Element* second = left > 1 ? values + (long)sight.slot(rank + i + 1) * D : nullptr;
-            for (int d = 0; d < D; d += LANES)
-                store(to[i / STEP] + d, first ? Cache::words(first + d, second ? second + d : nullptr) : u32x16{});
+            for (int d = 0; d < D; d += LANES) {
+                u32x16 x = first ? Cache::words(first + d, second ? second + d : nullptr) : u32x16{};
+                found |= (i32x16)((x & 0x7f80u) == 0x7f80u) | (i32x16)((x & 0x7f800000u) == 0x7f800000u);
+                store(to[i / STEP] + d, x);
+            }
         }
+        return any(found);
     }
 
     u32x16 words_at(int slot, int d) const {

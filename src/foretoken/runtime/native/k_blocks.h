@@ -8,7 +8,7 @@
 //   Q5K     the same with [32][4] bit 4 of all eight words behind bits 0 to 3
 //   Q6K     ([4][32][4] bits 0 to 3; [2][32][4] bits 4 and 5; [2][32] int8: s), ([32] half: d)
 //
-// Input rows are `Bytes` (linear.h). For Q6K, they have [K/32][2] int32 behind them: -32 times the sums of
+// Input rows are `Bytes` (formats.h). For Q6K, they have [K/32][2] int32 behind them: -32 times the sums of
 // each half of a group.
 
 #pragma once
@@ -61,7 +61,7 @@ inline void put_halves(uint8_t* row, int inputs, int offset) {
     }
 }
 
-// q of four inputs of sixteen outputs; linear.h's INT4 and INT5 have the same bits.
+// q of four inputs of sixteen outputs; INT4 and INT5 have the same bits.
 template <int BITS>
 inline u32x16 unpack(const uint8_t* group, int quad, int v) {
     const uint32_t* words = (const uint32_t*)group + v * LANES;

@@ -1,7 +1,8 @@
 // Linear layers: packed weights times input rows (formats.h).
 //
-// A panel is read once for up to ROWS rows. Every output is one sum over k in ascending order. So its bits do not
-// depend on the other rows (invariant 7). This needs no padding, not even for a single row.
+// A panel is read once for up to ROWS rows. Every output is one sum over k in ascending order; tiles add 32 products at
+// a time, in an order of their own. So its bits do not depend on the other rows (invariant 7). This needs no padding,
+// not even for a single row.
 
 #pragma once
 

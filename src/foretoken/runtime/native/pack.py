@@ -1,4 +1,4 @@
-"""Packs weights in the order in which the kernels read them; `linear.h` describes the formats."""
+"""Packs weights in the order in which the kernels read them; `formats.h` describes the formats."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ __all__ = [
 ]
 
 PANEL = 32
-"""Outputs of a panel; `PANEL` in linear.h."""
+"""Outputs of a panel; `PANEL` in formats.h."""
 
 GROUP = 32
-"""Inputs that share a scale in int8 and int4; `GROUP` in linear.h."""
+"""Inputs that share a scale in int8 and int4; `GROUP` in formats.h."""
 
 _PIECE = 64
 """Panels that are packed at once."""
@@ -56,7 +56,7 @@ class Format(IntEnum):
 
 
 class CLinear(Structure):
-    """`Linear` in linear.h."""
+    """`Linear` in formats.h."""
 
     _fields_ = (
         ("weight", c_void_p),

@@ -22,6 +22,9 @@ namespace foretoken {
 
 constexpr bool HAVE_TILES = true;
 
+// Have everything written that tiles will read: GCC does not know that their instructions read memory.
+inline void barrier(const void* read = nullptr) { asm volatile("" ::"r"(read) : "memory"); }
+
 // This thread's tiles, as long as the object lives: 0 to 3 are sums, 4 and 5 left factors, 6 and 7 right ones.
 class TileShapes {
 public:
@@ -43,6 +46,7 @@ public:
             shapes.rows[tile] = tile < 6 ? rows : HEIGHT;
             shapes.bytes[tile] = 64;
         }
+        barrier(&shapes);
         _tile_loadconfig(&shapes);
     }
 
@@ -88,6 +92,7 @@ private:
         constexpr size_t WIDTH = 4 * PANEL;  // bytes of a row of weights, and of a row of sums
         int steps = inputs / 32;
         later.split_into(steps);
+        barrier();
         _tile_zero(0);
         _tile_zero(1);
         if constexpr (TWICE) {
@@ -126,6 +131,7 @@ struct TileProducts {
     // Of queries [16][D] and as many keys as lanes of VECTORS: [VECTORS][D/2] words -> [16][VECTORS][LANES].
     template <int VECTORS>
     static void scores(const bf16* queries, const u32x16 (*keys)[D / 2], float* to) {
+        barrier();
         _tile_zero(0);
         if constexpr (VECTORS > 1) _tile_zero(1);
         for (int d = 0; d < D; d += 32) {
@@ -146,6 +152,7 @@ struct TileProducts {
     static void add_values(const bf16* weights, size_t stride, const uint32_t (*words)[D], int chunks, float* sums,
                            size_t sums_stride) {
         constexpr int PARTS = D / LANES;
+        barrier();
         for (int part = 0; part + 2 <= PARTS; part += 2) {
             float* at = sums + part * LANES;
             _tile_loadd(0, at, sums_stride);
