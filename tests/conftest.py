@@ -12,6 +12,7 @@ import signal
 from collections.abc import Generator, Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # PyTorch is imported before Foretoken sets it
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # whatever is asked for must be on the disk
 
 from pathlib import Path
