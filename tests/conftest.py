@@ -23,9 +23,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken import models
-from foretoken.runtime import profiling
 from foretoken.runtime.native import build
 from foretoken.runtime.native.support import why_no_library
+from tests.measurements import SHORT, measure_with
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
@@ -64,8 +64,7 @@ def pytest_collection() -> Generator[None, object, object]:
 def short_measurements() -> Iterator[None]:
     """Time each pass once where a controller asks what it costs: that took half of many tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(profiling, "ROUNDS", 1)
-        patch.setattr(profiling, "MAX_SECONDS", 0.2)
+        measure_with(patch, SHORT)
         yield
 
 

@@ -464,7 +464,15 @@ def test_generating_while_a_stream_is_open(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("method", ["none", *SPECULATIVE])
-@pytest.mark.parametrize(("rule", "temperature"), [("coupled", 0), ("rejection", 0.8)])
+@pytest.mark.parametrize(
+    ("rule", "temperature"),
+    [
+        ("coupled", 0),
+        ("rejection", 0.8),
+        pytest.param("coupled", 0.8, marks=pytest.mark.slow),
+        pytest.param("rejection", 0, marks=pytest.mark.slow),
+    ],
+)
 def test_metrics_and_trace_agree(method: str, rule: str, temperature: float) -> None:
     llm = tiny_llm(tiny_model(), method, rule)
     params = SamplingParams(temperature=temperature, seed=4, max_tokens=30)

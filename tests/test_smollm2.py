@@ -98,7 +98,7 @@ def reference(smollm2_float32: PreTrainedModel, prompts: list[list[int]]) -> lis
     return [tuple(reference_greedy(smollm2_float32, prompt, TOKENS)) for prompt in prompts]
 
 
-QUICK = ("ngram", "draft_model", "ensemble")
+QUICK = ("ngram", "draft_model")
 """One of each kind: `test_greedy.py` has all of them on tiny models."""
 QUICK_IN_FLOAT32 = ("suffix",)
 """Passes in float32 take twice as long; in bfloat16 every kind is tested."""

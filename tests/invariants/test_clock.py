@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from foretoken import SamplingParams
-from foretoken.runtime import profiling, target
+from foretoken.runtime import target
 from tests.matrix import PROMPTS, SPECULATIVE, fits, tiny_llm
+from tests.measurements import USUAL, measure_with
 from tests.tiny import tiny_model
 
 NGRAMS: list[dict[str, Any]] = [
@@ -43,8 +44,7 @@ def drafted(
 
     with monkeypatch.context() as patched:
         patched.setattr(time, "perf_counter", perf_counter)
-        for name, usual in (("ROUNDS", 5), ("MAX_SECONDS", 2.0)):  # as outside the tests
-            patched.setattr(profiling, name, usual)
+        measure_with(patched, USUAL)
         llm = tiny_llm(tiny_model(), method, rule, controller=None, **fields)
         outputs = llm.generate(PROMPTS[:3], SamplingParams(seed=5, max_tokens=40, top_k=4))
     return [(step.drafted, step.token) for output in outputs for step in output.trace]

@@ -10,6 +10,7 @@ from foretoken.core.tree import TokenTree
 from foretoken.runtime.network import PassOutput
 from foretoken.runtime.profiling import SIZES, measure_costs
 from foretoken.runtime.target import Target
+from tests.measurements import USUAL, measure_with
 from tests.tiny import tiny_model
 
 
@@ -31,8 +32,7 @@ class Clock:
 
         monkeypatch.setattr(Target, "verify", timed)
         monkeypatch.setattr("foretoken.runtime.profiling.time.perf_counter", lambda: self._now)
-        for name, usual in (("ROUNDS", 5), ("MAX_SECONDS", 2.0)):  # as outside the tests
-            monkeypatch.setattr(f"foretoken.runtime.profiling.{name}", usual)
+        measure_with(monkeypatch, USUAL)
 
     @property
     def now(self) -> float:

@@ -92,7 +92,7 @@ inline void transpose(const uint32_t* const (&rows)[LANES], int offset, u32x16* 
 template <class Cache, int D, bool TILED = false>
 struct Attention {
     using Element = typename Cache::Element;
-    static constexpr int TOGETHER = TILED ? 16 : 6;  // queries whose scores are computed together
+    static constexpr int TOGETHER = TILED ? TileShapes::HEIGHT : 6;  // queries whose scores are computed together
     static constexpr int CHUNK = 32;                 // ranks whose values tiles add at once
     static constexpr int WORDS = D / Cache::PER_WORD;
     static constexpr int PARTS = D / LANES;
@@ -285,11 +285,8 @@ private:
 
     void gather_values(int rank, int most) {
         if constexpr (TILED) {
-            broken = false;
-            if (chains) {
-                broken = gather_words(Sight{nullptr, 0, most, 0}, rank, BLOCK, words);
-                return;
-            }
+            broken = chains && gather_words(Sight{nullptr, 0, most, 0}, rank, BLOCK, words);
+            if (chains) return;
         }
         int seen = 0;
         for (int q = 0; q < count; q++) seen = std::max(seen, sights[q].prefix);

@@ -153,7 +153,7 @@ struct TileProducts {
                            size_t sums_stride) {
         constexpr int PARTS = D / LANES;
         barrier();
-        for (int part = 0; part + 2 <= PARTS; part += 2) {
+        for (int part = 0; part < PARTS; part += 2) {
             float* at = sums + part * LANES;
             _tile_loadd(0, at, sums_stride);
             _tile_loadd(1, at + LANES, sums_stride);
