@@ -147,3 +147,21 @@ def test_a_reading_that_seemed_free_does_not_stay_so() -> None:
     assert costs.token == 0
     costs.add(2.5, 1.0, caught_up=False, read=100)
     assert costs.token == pytest.approx(2.0 / 100, rel=0.2)
+
+
+@pytest.mark.parametrize("passed", [0.3, 0.5])
+def test_a_short_unlucky_output_does_not_keep_the_next_one_from_drafting(passed: float) -> None:
+    """After it, drafts seem not to pay, or too little for what reading takes: two passes."""
+    model = model_of(stops_early=True)
+    serve(model, 16, level=0.35, start=2.0, passed=passed)
+    depths = serve(model, 128, level=0.35, start=2.0)
+    assert 0 < depths.count(0) < 30
+    assert len(depths) < 60
+
+
+def test_useless_drafts_are_tried_by_four_requests_and_then_by_few() -> None:
+    """A trial costs 2.4 passes, so after four requests it comes once in 240 steps."""
+    model = model_of(stops_early=True)
+    world = {"level": 0.35, "start": 2.0, "passed": 0.0}
+    assert drafting_requests(model, 4, tokens=64, **world) == 4
+    assert 9 <= drafting_requests(model, 50, tokens=64, **world) <= 1 + 50 * 64 / 240

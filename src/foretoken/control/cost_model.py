@@ -223,22 +223,24 @@ class CostModel(Controller):
         saved = plan.expected.tokens * (1 / rate - 1 / plan.rate) / len(batch)
         per_token = (1 / rate - 1 / plan.rate) * rows / len(batch)
         depths = [
-            depth if depth and self._worth_reading(request, saved, per_token) else 0
+            depth if depth and self._worth_reading(request, rows, saved, per_token) else 0
             for request, depth in zip(batch, plan.depths, strict=True)
         ]
         if any(depths):
             self.planned = plan.expected
         return depths
 
-    def _worth_reading(self, request: Request, saved: float, per_token: float) -> bool:
+    def _worth_reading(self, request: Request, rows: int, saved: float, per_token: float) -> bool:
         """Whether drafts are expected to save more time than reading the text takes.
 
         A text may end soon. If it is patient, drafts would have to have saved that time already:
         whoever waits so long loses at most twice as much as with foresight. Otherwise the lengths
-        of earlier outputs say how much is left to save.
+        of earlier outputs say how much is left to save; early requests only have to be long enough
+        to try (`Probing`).
 
         Args:
             request: a request that may draft in this step.
+            rows: number of requests in the whole step.
             saved: seconds that this would save.
             per_token: seconds that drafts save for each token of its output.
         """
@@ -249,8 +251,9 @@ class CostModel(Controller):
         if self.patient:
             history.missed += saved
             return history.missed >= price
-        generated = len(request.token_ids) - len(request.prompt_ids)
-        return per_token * self._estimates.lengths.left(generated, request.remaining) > price
+        if self._probing.is_affordable(request, rows):
+            return True
+        return per_token * self._estimates.left(request) > price
 
     def _best_plan(
         self, batch: Sequence[Request], rows: int, beside: Expected, measuring: bool

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from foretoken.control.draft_sizes import DraftSizes
 from foretoken.control.drafting_costs import DraftingCosts, levels_of_one, reading
-from foretoken.control.history import History
+from foretoken.control.history import UNKNOWN, History
 from foretoken.control.lengths import OutputLengths
 from foretoken.control.planning import Chances, Plan
 from foretoken.control.stopping import Stopping
@@ -23,6 +23,9 @@ __all__ = ["Estimates"]
 
 _MEMORY_OF_ONE, _MEMORY_OF_ALL = 0.9, 0.96
 """Weight of the past after each draft, in the estimates of one request and of all requests."""
+
+_EARLY = 4
+"""So many requests of a draft model try before the drafts of others can discourage them."""
 
 _PRIOR_OF_STOPPING = 4.0
 """Weight of the prior acceptance rates of chains that may end early, in drafts. A request's first
@@ -45,6 +48,7 @@ class Estimates:
             learns from products of probabilities for greedy requests, and with the rule `coupled`
             from products of clarity for the others.
         lengths: of the outputs that have ended.
+        requests_tried: how many requests have drafted.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class Estimates:
         self.drafting = DraftingCosts()
         self.stopping = {True: Stopping(), False: Stopping()} if stops_early else {}
         self.lengths = OutputLengths()
+        self.requests_tried = 0
         self._histories: dict[int, History] = {}
         self._overall = self._new(_MEMORY_OF_ALL)
 
@@ -91,6 +96,11 @@ class Estimates:
         token = self.drafting.token
         return None if token is None else token * reading(request) * self.costs(1, 1)
 
+    def left(self, request: Request) -> float:
+        """Tokens that its output is expected to have before it."""
+        generated = len(request.token_ids) - len(request.prompt_ids)
+        return self.lengths.left(generated, request.remaining)
+
     def history(self, request: Request) -> History:
         """What is known of a request."""
         history = self._histories.get(request.key)
@@ -100,13 +110,28 @@ class Estimates:
 
     def chances(self, batch: Sequence[Request]) -> Chances:
         """What drafts for these requests may bring, by their depth."""
-        nodes = self._sizes.of_levels
-        prior, prior_drafts = self.acceptance_rates, self._overall.draft_rate()
+        nodes, prior_drafts = self._sizes.of_levels, self._overall.draft_rate()
         histories = [self.history(request) for request in batch]
         drafts = [history.draft_rate(prior_drafts) for history in histories]
-        passed = [list(accumulate(h.acceptance_rates(prior), mul)) for h in histories]
+        passed = [list(accumulate(h.acceptance_rates(self._prior(h)), mul)) for h in histories]
         drafted = nodes if self.stopping else [1.0] * len(nodes)
         return Chances(drafts, passed, nodes, drafted)
+
+    def is_early(self, history: History) -> bool:
+        """Whether the request has not drafted yet, and would be one of the first few that do.
+
+        Only requests of models are early. Other drafters try at hardly any price.
+        """
+        return bool(self.stopping) and not history.tried and self.requests_tried < _EARLY
+
+    def _prior(self, history: History) -> list[float]:
+        """The acceptance rates that a request begins with: those of all requests.
+
+        Early ones expect at least what is expected before anything is known. Otherwise a few bad
+        drafts at the beginning of one output would keep all that follow from trying.
+        """
+        rates = self.acceptance_rates
+        return [max(rate, UNKNOWN) for rate in rates] if self.is_early(history) else rates
 
     def price_of_a_token(self, plan: Plan, rows: int, per_level: float) -> float:
         """What drafting and verifying one more token of a draft takes, in tokens of the plan.
@@ -141,6 +166,7 @@ class Estimates:
             if allowed:
                 if depth and not history.tried:
                     read += reading(outcome.request)
+                    self.requests_tried += 1
                 history.add(outcome, allowed)
                 self._overall.add(outcome, allowed)
                 may_draft, caught_up = True, caught_up and history.caught_up

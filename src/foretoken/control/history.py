@@ -10,9 +10,9 @@ from foretoken.control.evidence import Frequency
 if TYPE_CHECKING:
     from foretoken.decode import Outcome
 
-__all__ = ["History"]
+__all__ = ["UNKNOWN", "History"]
 
-_UNKNOWN = 0.5
+UNKNOWN = 0.5
 """Acceptance rate before anything was observed: high enough to try drafts."""
 
 
@@ -100,8 +100,8 @@ class History:
         A level without observations gets the rate of the level above.
         """
         if self._alike:
-            return [self._passed[0].given(prior[0] if prior else _UNKNOWN)] * self._levels
-        rates, above = list[float](), _UNKNOWN
+            return [self._passed[0].given(prior[0] if prior else UNKNOWN)] * self._levels
+        rates, above = list[float](), UNKNOWN
         for level, frequency in enumerate(self._passed):
             above = frequency.given(prior[level] if prior else above)
             rates.append(above)
