@@ -229,6 +229,19 @@ def test_a_cascade_stops_where_it_is_not_sure() -> None:
     assert max(len(step.drafted) for step in output.trace) == 1
 
 
+def test_a_greedy_cascade_stops_where_its_middle_model_alone_would() -> None:
+    """By the model's probabilities: q is one-hot."""
+    controller = {"rule": "confidence", "threshold": 0.08, "step": 0}
+    params = SamplingParams(temperature=0, max_tokens=40)
+    drafted = {}
+    for method in ("draft_model", "cascade"):
+        llm = tiny_llm(tiny_model(), method, gamma=6, controller=controller)
+        (output,) = llm.generate([PROMPTS[0]], params)
+        drafted[method] = [step.drafted for step in output.trace]
+    assert drafted["cascade"] == drafted["draft_model"]
+    assert len({len(tokens) for tokens in drafted["cascade"][:-6]}) > 1
+
+
 def test_a_cascade_saves_passes_of_the_middle_model() -> None:
     """Against the same draft model alone, on greedy text that repeats itself."""
     params = SamplingParams(temperature=0, max_tokens=60)

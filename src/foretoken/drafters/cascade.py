@@ -9,8 +9,8 @@ the q of the outer rule.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from foretoken.control.base import Budget, within
 from foretoken.core.acceptance.base import AcceptanceRule
@@ -59,6 +59,48 @@ class _InnerSpeculation:
         return 0.0
 
 
+@dataclass
+class _Chain:
+    """What the middle model drafts for a request.
+
+    Attributes:
+        inner: the middle model's request; its tokens begin with the outer request's.
+        root: the index of the outer request's last token.
+        budget: limits of the draft; its depth is as far as the middle model can go.
+        tokens: drafted so far, and `q` and `path_probs` as in `Draft`. Those of greedy requests are
+            probabilities at temperature 1, since q is one-hot.
+        ended: whether the draft is complete.
+    """
+
+    inner: Request
+    root: int
+    budget: Budget
+    tokens: list[int] = field(default_factory=list)
+    q: list[Distribution] = field(default_factory=list)
+    path_probs: list[float] = field(default_factory=list)
+    ended: bool = False
+
+    def grow(self, outcome: Outcome) -> None:
+        """Append what a step of the middle model has generated, up to the limits."""
+        p, nodes = outcome.p, (0, *outcome.accepted.path)
+        generated = self.inner.token_ids[self.root + 1 + len(self.tokens) :]
+        for token, node in zip(generated, nodes, strict=False):
+            surely = (p.untempered(node) if p.greedy else p[node]).prob(token)
+            path_prob = surely * (self.path_probs[-1] if self.path_probs else 1.0)
+            self.tokens.append(token)
+            self.q.append(p[node])
+            self.path_probs.append(path_prob)
+            full = len(self.tokens) == self.budget.chain
+            self.ended = full or self.budget.stops_below(surely, path_prob)
+            if self.ended:
+                break
+
+    def draft(self) -> Draft:
+        """The draft for the target."""
+        tree = chain([self.inner.token_ids[self.root], *self.tokens])
+        return Draft(tree, tuple(self.q), path_probs=tuple(self.path_probs))
+
+
 class Cascade(Drafter):
     """Chains drawn from a middle model, which an inner drafter accelerates.
 
@@ -70,6 +112,8 @@ class Cascade(Drafter):
         options: see `CascadeOptions`.
         coupled: whether to draw with the target's own noise.
     """
+
+    stops_early = True
 
     def __init__(
         self,
@@ -90,21 +134,24 @@ class Cascade(Drafter):
         self._inner: dict[int, Request] = {}  # outer key -> the middle model's request
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Run inner steps until every request has its draft length."""
-        lengths = self._lengths(batch, budgets)
-        inner = {r.key: self._catch_up(r) for r in batch if lengths[r.key]}
-        distributions: dict[int, list[Distribution]] = {key: [] for key in inner}
-        while drafting := [key for key in inner if len(distributions[key]) < lengths[key]]:
-            self._advance({key: inner[key] for key in drafting}, distributions)
+        """Run inner steps until every request has its draft."""
+        limits = self._limits(batch, budgets)
+        chains = {
+            request.key: _Chain(self._catch_up(request), len(request.token_ids) - 1, limit)
+            for request, limit in zip(batch, limits, strict=True)
+            if limit.chain
+        }
+        while drafting := [each for each in chains.values() if not each.ended]:
+            self._advance(drafting)
         return [
-            self._draft(request, budget, inner.get(request.key), distributions)
-            for request, budget in zip(batch, budgets, strict=True)
+            chains[request.key].draft() if request.key in chains else Draft.empty(request.root)
+            for request in batch
         ]
 
-    def _lengths(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> dict[int, int]:
-        """Request key -> tokens to draft; 0 if the middle model's context or memory is full.
+    def _limits(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Budget]:
+        """The budgets as far as the middle model's context goes; empty if its memory is full.
 
-        They are also 0 if the source is too long for the middle model's encoder.
+        They are also empty if the source is too long for the middle model's encoder.
         """
         most = {r.key: most_tokens(self._model, r.source) for r in batch}  # each row alone
         lengths = {
@@ -123,41 +170,20 @@ class Cascade(Drafter):
         )
         for key in to_free:
             self._free(key)
-        return {key: length if key in admitted else 0 for key, length in lengths.items()}
+        return [
+            replace(budget, depth=lengths[request.key] if request.key in admitted else 0)
+            for request, budget in zip(batch, budgets, strict=True)
+        ]
 
-    def _advance(
-        self, inner: Mapping[int, Request], distributions: dict[int, list[Distribution]]
-    ) -> None:
-        keys = {request.key: key for key, request in inner.items()}
-        for outcome in step(self._model, self._speculation, list(inner.values())):
-            key = keys[outcome.request.key]
-            distributions[key] += [outcome.p[node] for node in (0, *outcome.accepted.path)]
-        for request in inner.values():
-            if request.failure is not None:
-                raise request.failure
-
-    def _draft(
-        self,
-        request: Request,
-        budget: Budget,
-        inner: Request | None,
-        distributions: Mapping[int, list[Distribution]],
-    ) -> Draft:
-        """The tokens that the middle model generated, up to the budget's limits."""
-        if inner is None:
-            return Draft.empty(request.root)
-        tokens: list[int] = []
-        path_prob = 1.0
-        generated = inner.token_ids[len(request.token_ids) :]
-        for token, distribution in zip(generated, distributions[request.key], strict=False):
-            tokens.append(token)
-            token_prob = distribution.prob(token)
-            path_prob *= token_prob
-            if len(tokens) == budget.chain or budget.stops_below(token_prob, path_prob):
-                break
-        return Draft(
-            chain([request.root, *tokens]), tuple(distributions[request.key][: len(tokens)])
-        )
+    def _advance(self, chains: Sequence[_Chain]) -> None:
+        """One step of the middle model for these chains."""
+        by_key = {each.inner.key: each for each in chains}
+        outcomes = step(self._model, self._speculation, [each.inner for each in chains])
+        for each in chains:
+            if each.inner.failure is not None:
+                raise each.inner.failure
+        for outcome in outcomes:
+            by_key[outcome.request.key].grow(outcome)
 
     def _catch_up(self, request: Request) -> Request:
         """The inner request, brought up to the committed tokens, with its KV (invariant 1)."""

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from foretoken.drafters.base import DrafterOptions, InnerConfig
 from foretoken.drafters.model_set import drafters_in
-from foretoken.drafters.options.models import DraftQuantization
+from foretoken.drafters.options.models import LONGEST_CHAIN, DraftQuantization
 
 __all__ = [
     "CascadeOptions",
@@ -34,6 +34,10 @@ class CascadeOptions(DrafterOptions):
     drafter: InnerConfig
     inner_num_speculative_tokens: Annotated[int, Ge(1), Le(64)] = 3
     draft_quantization: DraftQuantization = None
+
+    def longest_chain(self) -> int | None:
+        """See `DrafterOptions.longest_chain`: chains end early where the middle model is unsure."""
+        return LONGEST_CHAIN
 
 
 class CombineOptions(DrafterOptions):
