@@ -161,3 +161,7 @@ def _row(name: str, report: dict[str, Any]) -> Sequence[str]:
         f"{report['cpu_minutes']:.0f}",
         f"{changed['target']:.2f} -> {changed['new']:.2f}" if changed else "",
     )
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -19,6 +19,7 @@ from torch import Tensor
 from foretoken.runtime.growth_plan import GrowthDraw, GrowthPlan
 from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.kv_slab import KVSlab
+from foretoken.runtime.vector_math import prepare_vector_math
 
 __all__ = [
     "LOGITS",
@@ -33,6 +34,8 @@ __all__ = [
     "PassOutput",
     "WindowedNetwork",
 ]
+
+prepare_vector_math()  # before any network computes
 
 
 @dataclass(frozen=True)
