@@ -131,8 +131,8 @@ class Draft:
             same path has one node for these draws; `q` has that of the first. Empty if every node
             was drawn once.
         path_probs: [n] the drafter's probability of the path down to each drafted node, or empty
-            if it has none. Of tokens drawn with the target's own noise, it is the product of their
-            clarity, which is no probability under q (`drafters.drawing`). NaN for nodes that
+            if it has none. Of tokens drawn with the target's own noise, it may be the product of
+            their clarity, which is no probability under q (`drafters.drawing`). NaN for nodes that
             another drafter appended.
     """
 

@@ -68,8 +68,8 @@ class _Chain:
         root: the index of the outer request's last token.
         budget: limits of the draft; its depth is as far as the middle model can go.
         tokens: drafted so far, and `q` and `path_probs` as in `Draft`. Those of greedy requests are
-            probabilities at temperature 1, since q is one-hot. Those of sampled ones are of q, under
-            the rule `coupled`, too: clarity (`drafters.drawing`) takes a fifth of a level's time.
+            probabilities at temperature 1, since q is one-hot. Those of sampled ones are q's, also
+            under the rule `coupled`: clarity (`drafters.drawing`) takes a fifth of a level's time.
         ended: whether the draft is complete.
     """
 
