@@ -35,9 +35,9 @@ class Budget:
             The token itself stays: no node is dropped for its value (invariant 2).
         min_path_prob: the same for the product of the probabilities along the path.
 
-    Under the rule `coupled`, drafters with a model but a cascade take the clarity of a drawn token for its
+    Under the rule `coupled`, drafters with a model take the clarity of a drawn token for its
     probability: how clearly the noise decides for it (`drafters.drawing`). It may be near 1 where q
-    is small.
+    is small. A cascade takes q.
     """
 
     nodes: int
