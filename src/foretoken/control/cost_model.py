@@ -22,8 +22,9 @@ expected tokens per second. If no draft raises that rate, the step is plain deco
 
 A request's first draft takes longer, because the drafter reads the whole text, and the source of an
 encoder-decoder. Drafts begin only if they are expected to save that time in what is left of the
-output; `lengths.py` judges by the outputs that have ended. Until a later draft has been timed, the
-step after a first draft drafts for the same requests again and for no others.
+output; `lengths.py` judges by the outputs that have ended. The first few requests of a draft model
+expect more of drafts than is known, and may pay a small share of their time. Until a later draft
+has been timed, the step after a first draft drafts for the same requests again and for no others.
 
 Estimates go stale while nothing is drafted, so requests without drafts probe. About one percent of
 the time goes into plain steps, which keep the cost of a plain pass up to date.
@@ -58,6 +59,10 @@ long as nothing pays, the steps in between are not even asked."""
 _MARGIN = 1.04
 """If it is patient, drafts have to promise this many times the tokens per second of a step without
 them. Estimates are noisy, and the best of several is often one that is too high."""
+
+_EARLY_PRICE = 0.05
+"""Share of the time left to an early request (`Estimates.is_early`) that reading may take, even if
+drafts are not expected to save it."""
 
 
 @dataclass
@@ -235,8 +240,7 @@ class CostModel(Controller):
 
         A text may end soon. If it is patient, drafts would have to have saved that time already:
         whoever waits so long loses at most twice as much as with foresight. Otherwise the lengths
-        of earlier outputs say how much is left to save; early requests only have to be long enough
-        to try (`Probing`).
+        of earlier outputs say how much is left to save; early requests may lose a little to learn.
 
         Args:
             request: a request that may draft in this step.
@@ -251,9 +255,10 @@ class CostModel(Controller):
         if self.patient:
             history.missed += saved
             return history.missed >= price
-        if self._probing.is_affordable(request, rows):
-            return True
-        return per_token * self._estimates.left(request) > price
+        if self._estimates.is_early(history):
+            per_token = max(per_token, _EARLY_PRICE * self.costs(rows, rows))
+        generated = len(request.token_ids) - len(request.prompt_ids)
+        return per_token * self._estimates.lengths.left(generated, request.remaining) > price
 
     def _best_plan(
         self, batch: Sequence[Request], rows: int, beside: Expected, measuring: bool

@@ -96,11 +96,6 @@ class Estimates:
         token = self.drafting.token
         return None if token is None else token * reading(request) * self.costs(1, 1)
 
-    def left(self, request: Request) -> float:
-        """Tokens that its output is expected to have before it."""
-        generated = len(request.token_ids) - len(request.prompt_ids)
-        return self.lengths.left(generated, request.remaining)
-
     def history(self, request: Request) -> History:
         """What is known of a request."""
         history = self._histories.get(request.key)
@@ -110,28 +105,24 @@ class Estimates:
 
     def chances(self, batch: Sequence[Request]) -> Chances:
         """What drafts for these requests may bring, by their depth."""
-        nodes, prior_drafts = self._sizes.of_levels, self._overall.draft_rate()
+        nodes = self._sizes.of_levels
+        prior, prior_drafts = self.acceptance_rates, self._overall.draft_rate()
+        hoped = [max(rate, UNKNOWN) for rate in prior]
         histories = [self.history(request) for request in batch]
         drafts = [history.draft_rate(prior_drafts) for history in histories]
-        passed = [list(accumulate(h.acceptance_rates(self._prior(h)), mul)) for h in histories]
+        rates = [h.acceptance_rates(hoped if self.is_early(h) else prior) for h in histories]
+        passed = [list(accumulate(each, mul)) for each in rates]
         drafted = nodes if self.stopping else [1.0] * len(nodes)
         return Chances(drafts, passed, nodes, drafted)
 
     def is_early(self, history: History) -> bool:
         """Whether the request has not drafted yet, and would be one of the first few that do.
 
-        Only requests of models are early. Other drafters try at hardly any price.
+        It expects at least what is expected before anything is known. Otherwise a few bad drafts
+        at the beginning of one output would keep all that follow from trying. Only requests of
+        models are early. Other drafters try at hardly any price.
         """
         return bool(self.stopping) and not history.tried and self.requests_tried < _EARLY
-
-    def _prior(self, history: History) -> list[float]:
-        """The acceptance rates that a request begins with: those of all requests.
-
-        Early ones expect at least what is expected before anything is known. Otherwise a few bad
-        drafts at the beginning of one output would keep all that follow from trying.
-        """
-        rates = self.acceptance_rates
-        return [max(rate, UNKNOWN) for rate in rates] if self.is_early(history) else rates
 
     def price_of_a_token(self, plan: Plan, rows: int, per_level: float) -> float:
         """What drafting and verifying one more token of a draft takes, in tokens of the plan.

@@ -4,8 +4,7 @@ A request that has drafted nothing for `probe_every` steps drafts one level; thi
 that has become predictable. With a drafter whose chains end early, it does so as soon as that costs
 one percent of the time since its last draft. Requests that have never drafted pay for trials
 together: one of them tries once its first draft, reading included, costs at most one percent of the
-steps since the last trial. If drafts seem to pay at all, the first few requests may try at a higher
-price: little is known of what drafts bring until some have drafted.
+steps since the last trial.
 """
 
 from __future__ import annotations
@@ -24,9 +23,6 @@ __all__ = ["PRICE", "SOONEST", "Probing"]
 
 PRICE, SOONEST = 0.01, 8
 """Share of the time that plain steps and first drafts may cost; fewest steps between two."""
-
-_EARLY_PRICE = 0.05
-"""Share of its time that the first draft of an early request may cost."""
 
 _SOONEST_AGAIN = 2
 """Fewest steps until a request tries again, if its chains end early."""
@@ -82,19 +78,6 @@ class Probing:
                 return False  # the trial is left to another request
             self._since_trial = 0.0
         return True
-
-    def is_affordable(self, request: Request, rows: int) -> bool:
-        """Whether a request is one of the early ones, and its output long enough to try drafts.
-
-        Args:
-            request: one that has never drafted, of which the price of reading is known.
-            rows: number of requests in the whole step.
-        """
-        estimates = self._estimates
-        if not estimates.is_early(estimates.history(request)):
-            return False
-        left = estimates.left(request) * self._costs(rows, rows)
-        return (estimates.reading_seconds(request) or 0.0) <= _EARLY_PRICE * left
 
     def _is_trial(self, history: History) -> bool:
         """Whether its next draft is its first one, of a price that is known."""
