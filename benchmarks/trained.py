@@ -52,6 +52,9 @@ def main(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of answers to learn.")] = 100_000,
     held_out_tokens: Annotated[int, typer.Option(min=1, help="And for evaluation.")] = 20_000,
     epochs: Annotated[float, typer.Option(min=0, help="Passes over the text.")] = 2.0,
+    batch_tokens: Annotated[
+        int, typer.Option(min=16, help="Of a step. Little text needs small batches.")
+    ] = 4096,
     method: Annotated[
         list[str] | None, typer.Option(help="A method (repeatable). Default: all.")
     ] = None,
@@ -71,7 +74,7 @@ def main(
             )
         llm = LLM(model, dtype=dtype, max_num_seqs=32, speculative_config={"method": "none"})
         data = DataSettings(tuple(file or ()), tokens, held_out_tokens)
-        settings = TrainingSettings(epochs=epochs)
+        settings = TrainingSettings(epochs=epochs, batch_tokens=batch_tokens)
         found = {}
         for name in chosen:
             found[name] = _report(llm, model, name, data, settings, out, again=again)

@@ -65,9 +65,18 @@ AUDIO = {
     "begin_suppress_tokens": None,
 }
 
+WIDE: dict[str, Any] = {
+    "d_model": 64,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+}
+"""Fields for sizes that the native runtime supports."""
+
 SEQ2SEQ: dict[str, tuple[str, dict[str, Any]]] = {
     "bart": ("bart", {**BART, "forced_eos_token_id": 2, "scale_embedding": True}),
+    "bart_wide": ("bart", {**BART, **WIDE, "forced_eos_token_id": 2}),
     "mbart": ("mbart", {**BART, "forced_eos_token_id": 2}),
+    "mbart_wide": ("mbart", {**BART, **WIDE, "forced_eos_token_id": 2}),
     "marian": ("marian", {**BART, **MARIAN, "forced_eos_token_id": 0, "scale_embedding": True}),
     "m2m_100": ("m2m_100", BART),
     "pegasus": ("pegasus", {**BART, **PEGASUS, "forced_eos_token_id": 1}),
@@ -76,6 +85,9 @@ SEQ2SEQ: dict[str, tuple[str, dict[str, Any]]] = {
     "whisper": ("whisper", AUDIO),
 }
 """Name -> model type and fields of its configuration."""
+
+NATIVE = ("bart", "mbart", "marian", "m2m_100", "pegasus", "whisper")
+"""The ones that the native runtime can run, if they are wide enough."""
 
 TEXT = tuple(name for name in SEQ2SEQ if name != "whisper")
 """The ones that read text."""

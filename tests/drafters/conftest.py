@@ -8,18 +8,18 @@ import pytest
 from torch import Tensor
 
 from foretoken.core.source import Source
-from foretoken.runtime.seq2seq.network import Seq2SeqNetwork
+from foretoken.runtime.seq2seq.encoder import EncoderSide
 
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> Counter[Source]:
     """How often each source was read, by all encoders."""
     counts: Counter[Source] = Counter()
-    encoded = Seq2SeqNetwork.encoded
+    encoded = EncoderSide.encoded
 
-    def counted(network: Seq2SeqNetwork, source: Source) -> Tensor:
+    def counted(network: EncoderSide, source: Source) -> Tensor:
         counts[source] += 1
         return encoded(network, source)
 
-    monkeypatch.setattr(Seq2SeqNetwork, "encoded", counted)
+    monkeypatch.setattr(EncoderSide, "encoded", counted)
     return counts

@@ -26,7 +26,7 @@ from tests.tiny_seq2seq import CONTEXT, VOCAB_SIZE, reference_logits, tiny_seq2s
 
 MASKS, MASK = 5, VOCAB_SIZE
 TEXT = [2, 20, 21, 22, 23, 24, 25, 26]
-CLASSES = ("bart", "mbart", "marian", "m2m_100", "pegasus")
+CLASSES = ("bart", "bart_wide", "mbart", "mbart_wide", "marian", "m2m_100", "pegasus")
 GREEDY = SamplingParams(temperature=0, max_tokens=9, logprobs=1)
 SOURCES = [list(tiny_source(length=length, seed=length).tokens) for length in (9, 30)]
 

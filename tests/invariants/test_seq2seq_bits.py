@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.source import Source
-from foretoken.core.tree import chain
+from foretoken.core.tree import TokenTree, chain
 from foretoken.runtime.attention import (
     SHORT_SPAN,
     attend_by_head,
@@ -18,37 +18,58 @@ from foretoken.runtime.attention import (
 )
 from foretoken.runtime.network import Need
 from foretoken.runtime.target import Target
-from tests.tiny_seq2seq import SEQ2SEQ, tiny_seq2seq, tiny_source
+from tests.tiny_seq2seq import NATIVE, SEQ2SEQ, WIDE, tiny_seq2seq
+from tests.tiny_seq2seq import tiny_source as source_of
 
 TEXT_TOKENS = [(7 * i + 3) % 90 for i in range(40)]
 START, DRAFT = TEXT_TOKENS[:9], TEXT_TOKENS[9:35]
 NARROW = 4
+_IN_CPP = " in C++"
+FORMATS: dict[str, tuple[torch.dtype, str | None]] = {
+    "float32": (torch.float32, None),
+    "bfloat16": (torch.bfloat16, None),
+    "int8": (torch.float32, "int8"),
+    "int4": (torch.bfloat16, "int4"),
+}
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    found: torch.dtype = request.param
-    return found
+def tiny_source(name: str = "bart", length: int = 9, seed: int = 1) -> Source:
+    return source_of(name.removesuffix(_IN_CPP), length, seed)
 
 
-@pytest.fixture(scope="module", params=SEQ2SEQ)
-def name(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+_LEAN = [(name, form) for name in SEQ2SEQ for form in ("float32", "bfloat16")]
+_NATIVE = [(name + _IN_CPP, form) for name in NATIVE for form in ("float32", "bfloat16")]
+_QUANTIZED = [(name + _IN_CPP, form) for name in ("bart", "mbart") for form in ("int8", "int4")]
 
 
-@pytest.fixture(scope="module")
-def whole(name: str, dtype: torch.dtype) -> Target:
-    target = Target(tiny_seq2seq(name, dtype=dtype))
+@pytest.fixture(
+    scope="module",
+    params=[*_LEAN, *_NATIVE, *_QUANTIZED],
+    ids=lambda found: "-".join(found),
+)
+def whole(request: pytest.FixtureRequest) -> tuple[str, Target]:
+    name, form = request.param
+    dtype, quantization = FORMATS[form]
+    runtime = "native" if name.endswith(_IN_CPP) else "lean"
+    sizes = WIDE if runtime == "native" else {}
+    model = tiny_seq2seq(name.removesuffix(_IN_CPP), dtype=dtype, **sizes)
+    target = Target(model, quantization=quantization, runtime=runtime)
     assert target.bit_exact
-    return target
+    return name, target
 
 
 @pytest.fixture
-def target(whole: Target) -> Iterator[Target]:
-    yield whole
+def name(whole: tuple[str, Target]) -> str:
+    return whole[0]
+
+
+@pytest.fixture
+def target(whole: tuple[str, Target]) -> Iterator[Target]:
+    target = whole[1]
+    yield target
     for key in range(3):
-        if key in whole:
-            whole.remove(key)
+        if key in target:
+            target.remove(key)
 
 
 def open_row(target: Target, key: int, source: Source, tokens: list[int] = START) -> None:
@@ -111,6 +132,20 @@ def test_a_source_that_is_read_again(name: str, target: Target) -> None:
     assert torch.equal(logits(target, DRAFT[:1], key=1), alone)
 
 
+def test_trees_in_cpp_have_the_bits_of_chains(name: str, target: Target) -> None:
+    if not target.exact_trees:
+        assert not name.endswith(_IN_CPP)
+        return
+    open_row(target, 0, tiny_source(name))
+    tree = TokenTree((7, 8, 9, 10, 11, 12), (-1, 0, 0, 2, 1, 3))
+    (output,) = target.verify([0], [tree])
+    found = output.scores.clone()
+    for leaf in (4, 5):
+        nodes = [0, *tree.path(leaf)]
+        assert torch.equal(found[nodes], logits(target, [tree.tokens[node] for node in nodes]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("nodes", [1, 4, 7])
 def test_attention_by_head_and_grouped(nodes: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)

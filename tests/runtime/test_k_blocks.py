@@ -14,8 +14,8 @@ from torch import Tensor
 
 from foretoken.runtime.native.build import library
 from foretoken.runtime.native.c_structures import CFusion
-from foretoken.runtime.native.decoder import checked
 from foretoken.runtime.native.k_blocks import K_FORMATS, pack_k_blocks
+from foretoken.runtime.native.network import checked
 from foretoken.runtime.native.pack import PackedWeights
 
 pytestmark = pytest.mark.usefixtures("native_library")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -21,6 +22,7 @@ from foretoken.runtime.llama import DecoderWeights, LlamaWeights, is_llama
 from foretoken.runtime.module import ModuleNetwork
 from foretoken.runtime.native.decoder import NativeDecoder
 from foretoken.runtime.native.packed import PackedDecoder
+from foretoken.runtime.native.seq2seq import NativeSeq2Seq, why_not_native_seq2seq
 from foretoken.runtime.native.support import why_no_library, why_not_native, wrong_sizes
 from foretoken.runtime.network import Network
 from foretoken.runtime.seq2seq.network import Seq2SeqNetwork
@@ -81,12 +83,35 @@ def network_for(
     if on_gpu and runtime in ("auto", "cuda", "compiled"):
         compiler = "inductor" if runtime == "compiled" else None
         return cuda_network(model, compiler=compiler, required=runtime != "auto")
+    reason = _why_not_native(model, quantization, runtime, why_not_native)
+    if reason is None:
+        return NativeDecoder(LlamaWeights(model), quantization, beside=_native(beside))
+    return _torch_network(model, linear_layer(model.dtype, model.device, quantization), runtime)
+
+
+def _why_not_native(
+    model: PreTrainedModel,
+    quantization: str | None,
+    runtime: str,
+    unsupported: Callable[[PreTrainedModel], str | None],
+) -> str | None:
+    """Why the C++ code does not run a model; None if it does. Compiles it if needed.
+
+    Args:
+        model: the Transformers module.
+        quantization: as in `network_for`.
+        runtime: as in `network_for`.
+        unsupported: why it cannot run the model, on any machine.
+
+    Raises:
+        ConfigError: the quantization or runtime is not available without it.
+    """
     asked = runtime in ("torch", *TORCH_RUNTIMES)
-    reason = f"the runtime is '{runtime}'" if asked else why_not_native(model)
+    reason = f"the runtime is '{runtime}'" if asked else unsupported(model)
     if reason is None:
         reason = why_no_library()
         if reason is None:
-            return NativeDecoder(LlamaWeights(model), quantization, beside=_native(beside))
+            return None
         if runtime == "auto":
             _warn_once(reason)
     if runtime == "native":
@@ -99,7 +124,7 @@ def network_for(
             f"{option}: int4 needs the native runtime, which cannot be used here: {reason}; take "
             "int8 or leave it out."
         )
-    return _torch_network(model, linear_layer(model.dtype, model.device, quantization), runtime)
+    return reason
 
 
 def _torch_network(
@@ -144,24 +169,22 @@ def check_sharding(quantization: str | None, runtime: str, size: int) -> None:
             )
 
 
-def _seq2seq_network(
-    model: PreTrainedModel, quantization: str | None, runtime: str
-) -> Seq2SeqNetwork:
+def _seq2seq_network(model: PreTrainedModel, quantization: str | None, runtime: str) -> Network:
     """The network of an encoder-decoder.
 
     Raises:
-        ConfigError: the quantization or runtime is for decoder-only models.
+        ConfigError: the runtime is for decoder-only models, or the quantization or runtime is not
+            available for this model on this machine.
         CompatibilityError: the model is of an unknown kind, or its layers cannot be quantized.
     """
-    for option, value, takes in (
-        ("runtime", runtime, ("auto", "torch", "lean")),
-        ("quantization", quantization, (None, "int8")),
-    ):
-        if value not in takes:
-            raise ConfigError(
-                f"{option}: {value} is for decoder-only models, and {type(model).__name__} is an "
-                f"encoder-decoder; it takes {' or '.join(str(taken) for taken in takes)}."
-            )
+    takes = ("auto", "native", "torch", "lean")
+    if runtime not in takes:
+        raise ConfigError(
+            f"runtime: {runtime} is for decoder-only models, and {type(model).__name__} is an "
+            f"encoder-decoder; it takes {', '.join(takes)}."
+        )
+    if _why_not_native(model, quantization, runtime, why_not_native_seq2seq) is None:
+        return NativeSeq2Seq(model, quantization)
     return Seq2SeqNetwork(model, linear_layer(model.dtype, model.device, quantization))
 
 

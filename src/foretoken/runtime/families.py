@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-__all__ = ["FAMILIES", "Family", "Norms", "Traits", "family_of"]
+__all__ = ["FAMILIES", "Activation", "Family", "Norms", "Traits", "family_of"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,15 @@ class Norms:
     mlp_after: str | None = None
 
 
+class Activation(IntEnum):
+    """What the gates of an MLP pass through; `Activation` in pass.h."""
+
+    SILU = 0
+    GELU_TANH = 1
+    GELU = 2
+    RELU = 3
+
+
 @dataclass(frozen=True)
 class Traits:
     """The numbers by which a model differs from Llama. The defaults are Llama's.
@@ -45,7 +55,7 @@ class Traits:
         logit_scale: factor of the logits.
         logit_cap: c: the logits x become c tanh(x / c); 0 for none.
         score_cap: the same for the scores of attention.
-        gelu: whether gates pass through GELU, in its form with tanh, instead of SiLU.
+        activation: of the MLP's gates.
         whole_norms: whether the queries of all heads are normalised together, and the keys.
     """
 
@@ -55,7 +65,7 @@ class Traits:
     logit_scale: float = 1.0
     logit_cap: float = 0.0
     score_cap: float = 0.0
-    gelu: bool = False
+    activation: Activation = Activation.SILU
     whole_norms: bool = False
 
     def logits(self, products: Tensor) -> Tensor:
@@ -110,7 +120,8 @@ class Family:
     def traits(self, model: PreTrainedModel) -> Traits:
         """The numbers of a model; its weights may be on the meta device."""
         config: Any = model.config
-        traits = Traits(gelu=self.activation[1] != "silu", whole_norms=self.whole_norms)
+        kind = _ACTIVATIONS[self.activation[1]]
+        traits = Traits(activation=kind, whole_norms=self.whole_norms)
         if self.multipliers:
             traits = replace(
                 traits,
@@ -138,6 +149,7 @@ _AROUND = Norms(
     "post_feedforward_layernorm",
 )
 _GELU = "gelu_pytorch_tanh"
+_ACTIVATIONS = {"silu": Activation.SILU, _GELU: Activation.GELU_TANH}
 _GEMMA = Family(
     norms=_AROUND,
     norms_from_one=True,

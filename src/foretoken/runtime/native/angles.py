@@ -35,11 +35,13 @@ class AngleTables:
         return self.cos.shape[1]
 
     def reach(self, positions: int) -> None:
-        """Extend the tables to at least this many positions.
+        """Extend the tables, if there are any, to at least this many positions.
 
         They grow by pieces of one size, because the bits of PyTorch's results may depend on the
         number of positions (invariant 7).
         """
+        if not self._rotaries:
+            return
         first = range(self.positions, positions, _ANGLES)
         pieces = [self._piece(position) for position in first]
         if pieces:

@@ -24,10 +24,18 @@ __all__ = [
     "CDraw",
     "CFusion",
     "CLayer",
+    "CNorm",
     "CPass",
+    "CSource",
     "CTree",
     "CTrees",
 ]
+
+
+class CNorm(Structure):
+    """`Norm` in rows.h."""
+
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p))
 
 
 class CLayer(Structure):
@@ -36,12 +44,15 @@ class CLayer(Structure):
     _fields_ = (
         ("qkv", CLinear * 3),
         ("output", CLinear),
+        ("source_query", CLinear),
+        ("source_output", CLinear),
         ("gate_up", CLinear * 2),
         ("down", CLinear),
-        ("attention_norm", c_void_p),
+        ("attention_norm", CNorm),
+        ("source_norm", CNorm),
+        ("mlp_norm", CNorm),
         ("query_norm", c_void_p),
         ("key_norm", c_void_p),
-        ("mlp_norm", c_void_p),
         ("attention_after", c_void_p),
         ("mlp_after", c_void_p),
         ("index", c_int32),
@@ -59,7 +70,7 @@ class CDecoder(Structure):
     _fields_ = (
         ("layers", POINTER(CLayer)),
         ("head", CLinear),
-        ("norm", c_void_p),
+        ("norm", CNorm),
         ("embedding", c_void_p),
         ("more", c_void_p),
         ("vocabulary", c_int64),
@@ -77,11 +88,16 @@ class CDecoder(Structure):
         ("logit_scale", c_float),
         ("logit_cap", c_float),
         ("score_cap", c_float),
-        ("gelu", c_int32),
+        ("activation", c_int32),
         ("whole_norms", c_int32),
+        ("ungated", c_int32),
+        ("norms_sums", c_int32),
+        ("position_embedding", c_void_p),
+        ("embedded_positions", c_int64),
+        ("unplaced_token", c_int64),
         ("norm_before_residual", c_int32),
         ("norm_output", c_int32),
-        ("embedding_norm", c_void_p),
+        ("embedding_norm", CNorm),
         ("state_norm", c_void_p),
         ("mix", CLinear),
     )
@@ -95,6 +111,17 @@ class CBuffers(Structure):
         ("values", c_void_p),
         ("key_slots", c_int64),
         ("value_slots", c_int64),
+    )
+
+
+class CSource(Structure):
+    """`Source` in pass.h."""
+
+    _fields_ = (
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("span", c_int64),
+        ("positions", c_int64),
     )
 
 
@@ -117,6 +144,7 @@ class CPass(Structure):
         ("tails", c_void_p),
         ("scored_nodes", c_void_p),
         ("buffers", c_void_p),
+        ("sources", c_void_p),
         ("cos", c_void_p),
         ("sin", c_void_p),
         ("logits", c_void_p),

@@ -1,5 +1,5 @@
-// What decoder.py calls through ctypes: a pass of the Llama family takes tokens, writes keys and values
-// to the slab, and returns logits.
+// What passes.py calls through ctypes: a pass of a decoder takes tokens, writes keys and values to the slab, and
+// returns logits.
 
 #include <omp.h>
 
@@ -62,6 +62,7 @@ void foretoken_sizes(int32_t* sizes) {
     sizes[6] = sizeof(Trees);
     sizes[7] = sizeof(Fusion);
     sizes[8] = sizeof(Draw);
-    sizes[9] = MOST_HIDDEN_SIZE;
+    sizes[9] = sizeof(Source);
+    sizes[10] = MOST_HIDDEN_SIZE;
 }
 }

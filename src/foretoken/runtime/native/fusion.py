@@ -12,7 +12,7 @@ from torch import Tensor
 from foretoken.runtime.llama import LinearWeights
 from foretoken.runtime.native.build import library
 from foretoken.runtime.native.c_structures import CFusion
-from foretoken.runtime.native.decoder import checked
+from foretoken.runtime.native.network import checked
 from foretoken.runtime.native.pack import pack
 from foretoken.runtime.native.support import FORMATS
 from foretoken.runtime.native.threads import num_threads

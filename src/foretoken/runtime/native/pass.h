@@ -3,6 +3,7 @@
 #pragma once
 
 #include "linear.h"
+#include "rows.h"
 
 namespace foretoken {
 
@@ -10,9 +11,11 @@ struct Layer {
     // One linear layer, or several whose outputs follow one another, with a format each. They read the same rows.
     Linear qkv[3];
     Linear output;
-    Linear gate_up[2];  // one, with gate and up in turns of PANEL outputs, or each alone
+    Linear source_query, source_output;  // of attention to a source; null weights without one
+    Linear gate_up[2];  // one, with gate and up in turns of PANEL outputs, or each alone; without gates, the first only
     Linear down;
-    const float *attention_norm, *query_norm, *key_norm, *mlp_norm;  // null where nothing is normalised
+    Norm attention_norm, source_norm, mlp_norm;  // see `Decoder::norms_sums`
+    const float *query_norm, *key_norm;          // null where nothing is normalised
     const float *attention_after, *mlp_after;  // norms of what is added to the residual stream
     int32_t index, attends, computes;
     int32_t window;  // positions up to its own that a node sees; 0 for all
@@ -20,10 +23,12 @@ struct Layer {
     int32_t unused;
 };
 
+enum class Activation : int32_t { SILU, GELU_TANH, GELU, RELU };
+
 struct Decoder {
     const Layer* layers;
     Linear head;
-    const float* norm;         // null if the head reads the stream as it is
+    Norm norm;                 // of what the head reads
     const uint8_t* embedding;  // [V, E] in the model's dtype
     const uint8_t* more;       // [.., E] the same of token ids from V on, or null
     int64_t vocabulary;        // V
@@ -33,12 +38,19 @@ struct Decoder {
     // `Traits` in families.py, with Llama's values in brackets.
     float embedding_scale, residual_scale, logit_scale;  // (1)
     float logit_cap, score_cap;                          // c of c tanh(x / c); none (0)
-    int32_t gelu, whole_norms;                           // (0)
+    Activation activation;
+    int32_t whole_norms, ungated;                        // (0)
+    int32_t norms_sums;  // whether a layer's norms are of the stream behind each part, instead of its inputs (0)
+    // An embedding of each position, [.., E], beside that of the token; null if there is none (null). One token may
+    // have none (-1).
+    const float* position_embedding;
+    int64_t embedded_positions, unplaced_token;
     // A drafting head reads a state beside each token; its first layer's inputs are twice as wide:
     // the normalised embedding, then the normalised state. Null norms for a language model.
     int32_t norm_before_residual;  // whether the stream begins with the normalised state
     int32_t norm_output;           // whether hidden states behind the last layer are normalised
-    const float *embedding_norm, *state_norm;
+    Norm embedding_norm;           // of an encoder-decoder, too: of what the stream begins with
+    const float* state_norm;
     // Or the stream begins with this layer of embedding and state, as they are (EAGLE-1). Null weight if not.
     Linear mix;
 };
@@ -47,6 +59,12 @@ struct Decoder {
 struct Buffers {
     uint8_t *keys, *values;
     int64_t key_slots, value_slots;  // S
+};
+
+// What rows read of a source: keys and values of all layers, [layers, H, span, D] each.
+struct Source {
+    const uint8_t *keys, *values;
+    int64_t span, positions;
 };
 
 struct Pass {
@@ -62,6 +80,7 @@ struct Pass {
     const int32_t* tails;        // slots seen behind the prefix
     const int32_t* scored_nodes; // [L] ascending: the nodes whose logits are needed
     const Buffers* buffers;      // of each layer
+    const Source* sources;       // of each row of the slab; null for a decoder without sources
     const float *cos, *sin;      // [tables, positions, D/2]
     float* logits;               // [L, V]
     int64_t* argmax;             // [L] the token of the largest logit, the first of equals

@@ -1,4 +1,4 @@
-// Rows of numbers: from and to the model's dtype, and RMSNorm.
+// Rows of numbers: from and to the model's dtype, and norms.
 
 #pragma once
 
@@ -35,6 +35,32 @@ inline void rms_norm(const float* from, const float* weight, float epsilon, int 
     float scale = 1.0f / std::sqrt(sum(squares) / size + epsilon);
     for (int i = 0; i < size; i += LANES)
         store(to + i, load<f32x16>(from + i) * scale * load<f32x16>(weight + i));
+}
+
+// RMSNorm, or LayerNorm where there is a bias; rows stay as they are without a weight. `Norm` has the same layout in
+// c_structures.py.
+struct Norm {
+    const float *weight, *bias;
+};
+
+inline void layer_norm(const float* from, const Norm& norm, float epsilon, int size, float* to) {
+    f32x16 total = {}, squares = {};
+    for (int i = 0; i < size; i += LANES) total += load<f32x16>(from + i);
+    float mean = sum(total) / size;
+    for (int i = 0; i < size; i += LANES) {
+        f32x16 x = load<f32x16>(from + i) - mean;
+        squares = fma(x, x, squares);
+    }
+    float scale = 1.0f / std::sqrt(sum(squares) / size + epsilon);
+    for (int i = 0; i < size; i += LANES) {
+        f32x16 x = (load<f32x16>(from + i) - mean) * scale;
+        store(to + i, fma(x, load<f32x16>(norm.weight + i), load<f32x16>(norm.bias + i)));
+    }
+}
+
+inline void normalise_row(const float* from, const Norm& norm, float epsilon, int size, float* to) {
+    if (norm.bias) layer_norm(from, norm, epsilon, size, to);
+    else rms_norm(from, norm.weight, epsilon, size, to);
 }
 
 }  // namespace foretoken

@@ -1,6 +1,6 @@
-// One pass of the Llama family.
+// One pass of a decoder: the Llama family, and encoder-decoders in the layout of BART.
 //
-// lean.py is the readable version of the computation. Here one parallel region covers all layers, and
+// lean.py and seq2seq/network.py are the readable versions of the computation. Here one parallel region covers all layers, and
 // its threads share every part of a layer (team.h). Numbers stay in float32 between linear
 // layers.
 
@@ -11,7 +11,6 @@
 #include "attention.h"
 #include "pass.h"
 #include "ranking.h"
-#include "rows.h"
 #include "team.h"
 
 namespace foretoken {
@@ -50,6 +49,10 @@ public:
             after |= layer.attention_after || layer.mlp_after;
             normed = std::max({normed, row_bytes(layer.qkv[0]), row_bytes(layer.gate_up[0])});
             mixed = std::max(mixed, row_bytes(layer.output));
+            if (layer.source_query.weight) {
+                normed = std::max(normed, row_bytes(layer.source_query));
+                mixed = std::max(mixed, row_bytes(layer.source_output));
+            }
             inner = std::max(inner, row_bytes(layer.down));
             apart |= layer.gate_up[1].weight != nullptr;
         }
@@ -69,7 +72,7 @@ public:
             share(p_.nodes, part, [&](int node) {
                 if (joint()) join(node);
                 else if (d_.mix.weight) pair(node);
-                else embed(node, stream_ + (long)node * d_.hidden_size);
+                else begin_stream(node);
             });
         });
         if (d_.mix.weight) mix(id);
@@ -77,7 +80,13 @@ public:
             const Layer& layer = d_.layers[i];
             keep_hidden(i, id);
             if (layer.attends) attention(layer, id);
+            normalise_sums(layer.attention_norm, id);
+            if (layer.source_query.weight) {
+                if (layer.attends) read_source(layer, id);
+                normalise_sums(layer.source_norm, id);
+            }
             if (layer.computes) mlp(layer, id);
+            normalise_sums(layer.mlp_norm, id);
         }
         keep_hidden(d_.num_layers, id);
         if (p_.scored) score(id);
@@ -145,6 +154,19 @@ private:
         for (int i = 0; i < d_.hidden_size; i += LANES) store(to + i, load<f32x16>(to + i) * d_.embedding_scale);
     }
 
+    // What the residual stream of a language model begins with.
+    void begin_stream(int node) {
+        float* stream = stream_ + (long)node * d_.hidden_size;
+        embed(node, stream);
+        if (d_.position_embedding && p_.tokens[node] != d_.unplaced_token) {
+            long position = std::min<long>(p_.positions[node], d_.embedded_positions - 1);
+            const float* added = d_.position_embedding + position * d_.hidden_size;
+            for (int i = 0; i < d_.hidden_size; i += LANES)
+                store(stream + i, load<f32x16>(stream + i) + load<f32x16>(added + i));
+        }
+        if (d_.embedding_norm.weight) normalise_row(stream, d_.embedding_norm, d_.epsilon, d_.hidden_size, stream);
+    }
+
     bool joint() const { return d_.state_norm != nullptr; }
 
     // A drafting head: the stream begins with the state, and the first layer reads both.
@@ -155,7 +177,7 @@ private:
         uint8_t* inputs = normed_ + node * row_bytes(qkv);
         float* stream = stream_ + (long)node * size;
         embed(node, x);
-        rms_norm(x, d_.embedding_norm, d_.epsilon, size, x);
+        normalise_row(x, d_.embedding_norm, d_.epsilon, size, x);
         encode(qkv, x, inputs, 0, size);
         widen_row(p_.states, node, size, d_.is_bf16, stream);
         rms_norm(stream, d_.state_norm, d_.epsilon, size, x);
@@ -192,7 +214,7 @@ private:
         float normal[MOST_HIDDEN_SIZE];
         const float* from = stream_ + (long)node * d_.hidden_size;
         if (d_.norm_output && layer == d_.num_layers) {
-            rms_norm(from, d_.norm, d_.epsilon, d_.hidden_size, normal);
+            normalise_row(from, d_.norm, d_.epsilon, d_.hidden_size, normal);
             from = normal;
         }
         long place = ((long)p_.hidden_slots[layer] * p_.nodes + node) * d_.hidden_size;
@@ -200,19 +222,31 @@ private:
     }
 
     // Normalise the residual stream of a node, as row `row` of the inputs of a linear layer.
-    void normalise(int node, const float* weight, const Linear& reader, int row) {
+    void normalise(int node, const Norm& norm, const Linear& reader, int row) {
         float normal[MOST_HIDDEN_SIZE];
         const float* from = stream_ + (long)node * d_.hidden_size;
-        if (weight) {
-            rms_norm(from, weight, d_.epsilon, d_.hidden_size, normal);
+        if (norm.weight) {
+            normalise_row(from, norm, d_.epsilon, d_.hidden_size, normal);
             from = normal;
         }
         encode(reader, from, normed_ + row * row_bytes(reader), 0, d_.hidden_size);
     }
 
-    void normalise_all(const float* weight, const Linear& reader, int id) {
+    // The inputs of a part of a layer.
+    void prepare_inputs(const Norm& norm, const Linear& reader, int id) {
         team_.each(id, [&](int part) {
-            share(p_.nodes, part, [&](int node) { normalise(node, weight, reader, node); });
+            share(p_.nodes, part, [&](int node) { normalise(node, d_.norms_sums ? Norm{} : norm, reader, node); });
+        });
+    }
+
+    // What stands behind a part of a layer: its norm, if that is of the sum.
+    void normalise_sums(const Norm& norm, int id) {
+        if (!d_.norms_sums) return;
+        team_.each(id, [&](int part) {
+            share(p_.nodes, part, [&](int node) {
+                float* stream = stream_ + (long)node * d_.hidden_size;
+                normalise_row(stream, norm, d_.epsilon, d_.hidden_size, stream);
+            });
         });
     }
 
@@ -239,8 +273,12 @@ private:
     }
 
     void mlp(const Layer& layer, int id) {
-        normalise_all(layer.mlp_norm, layer.gate_up[0], id);
-        if (layer.gate_up[1].weight) {
+        prepare_inputs(layer.mlp_norm, layer.gate_up[0], id);
+        if (d_.ungated) {
+            product<1>(layer.gate_up[0], normed_, p_.nodes, id, [&](long node, long panel, const float* sums) {
+                activate(layer, node, panel, sums, nullptr);
+            });
+        } else if (layer.gate_up[1].weight) {
             gate_and_up(layer, id);
         } else {
             product<2>(layer.gate_up[0], normed_, p_.nodes, id, [&](long node, long panel, float* sums) {
@@ -263,27 +301,38 @@ private:
         });
     }
 
-    // SiLU, x / (1 + e^-x); or GELU with tanh, which is x / (1 + e^-y). GCC 12 goes wrong if this is a condition on
-    // vectors in a loop.
-    template <bool GELU>
+    // SiLU, x / (1 + e^-x); GELU with tanh, which is x / (1 + e^-y); GELU; or ReLU, which keeps NaN.
+    template <Activation KIND>
+    static f32x16 activated(f32x16 x) {
+        if constexpr (KIND == Activation::RELU) return max(f32x16{}, x);
+        if constexpr (KIND == Activation::GELU) return 0.5f * x * (1.0f + erf(x * 0.70710678f));
+        if constexpr (KIND == Activation::GELU_TANH) return x / (1.0f + exp(-x * (1.5957691216f + 0.0713548163f * x * x)));
+        return x / (1.0f + exp(-x));
+    }
+
+    // GCC 12 goes wrong if the kind is a condition on vectors in a loop.
+    template <Activation KIND>
     static void activate(const float* gates, const float* ups, float* to) {
         for (int i = 0; i < PANEL; i += LANES) {
-            f32x16 x = load<f32x16>(gates + i), up = load<f32x16>(ups + i), y = x;
-            if constexpr (GELU) y = x * (1.5957691216f + 0.0713548163f * x * x);
-            store(to + i, x / (1.0f + exp(-y)) * up);
+            f32x16 x = activated<KIND>(load<f32x16>(gates + i));
+            store(to + i, ups ? x * load<f32x16>(ups + i) : x);
         }
     }
 
-    // Some inputs of the layer's `down`.
+    // Some inputs of the layer's `down`; `ups` is null without gates.
     void activate(const Layer& layer, long node, long panel, const float* gates, const float* ups) {
         float x[PANEL];
-        if (d_.gelu) activate<true>(gates, ups, x);
-        else activate<false>(gates, ups, x);
+        switch (d_.activation) {
+            case Activation::SILU: activate<Activation::SILU>(gates, ups, x); break;
+            case Activation::GELU_TANH: activate<Activation::GELU_TANH>(gates, ups, x); break;
+            case Activation::GELU: activate<Activation::GELU>(gates, ups, x); break;
+            case Activation::RELU: activate<Activation::RELU>(gates, ups, x); break;
+        }
         encode(layer.down, x, inner_ + node * row_bytes(layer.down), panel * PANEL, PANEL);
     }
 
     void attention(const Layer& layer, int id) {
-        if (!joint() || &layer != d_.layers) normalise_all(layer.attention_norm, layer.qkv[0], id);
+        if (!joint() || &layer != d_.layers) prepare_inputs(layer.attention_norm, layer.qkv[0], id);
         long size = heads() * d_.width;
         team_.each(id, [&](int part) {
             float* to = qkv_;
@@ -299,8 +348,19 @@ private:
         team_.each(id, [&](int part) {
             share((long)p_.nodes * heads(), part, [&](int i) { finish_head(layer, i / heads(), i % heads()); });
         });
-        team_.each(id, [&](int part) { attend(layer, part); });
+        team_.each(id, [&](int part) { attend(layer, layer.output, part); });
         add_product(layer.output, mixed_, layer.attention_after, id);
+    }
+
+    // Cross-attention; queries lie where those of self-attention did.
+    void read_source(const Layer& layer, int id) {
+        prepare_inputs(layer.source_norm, layer.source_query, id);
+        long size = heads() * d_.width;
+        product<1>(layer.source_query, normed_, p_.nodes, id, [&](long node, long panel, const float* sums) {
+            std::memcpy(qkv_ + node * size + panel * PANEL, sums, PANEL * sizeof(float));
+        });
+        team_.each(id, [&](int part) { attend(layer, layer.source_output, part); });
+        add_product(layer.source_output, mixed_, nullptr, id);
     }
 
     // All queries of a node as one vector, and all keys.
@@ -345,31 +405,32 @@ private:
         }
     }
 
-    void attend(const Layer& layer, int part) {
-        if (!d_.is_bf16) return attend<FloatCache>(layer, part);
+    // Self-attention, or attention to sources: `reader` is the layer that reads the result.
+    void attend(const Layer& layer, const Linear& reader, int part) {
+        if (!d_.is_bf16) return attend<FloatCache>(layer, reader, part);
         if constexpr (HAVE_TILES) {
             if (TileShapes::granted()) {
                 TileShapes shapes(TileShapes::HEIGHT);
-                return attend<Bf16Cache, true>(layer, part);
+                return attend<Bf16Cache, true>(layer, reader, part);
             }
         }
-        attend<Bf16Cache>(layer, part);
+        attend<Bf16Cache>(layer, reader, part);
     }
 
     template <class Cache, bool TILED = false>
-    void attend(const Layer& layer, int part) {
+    void attend(const Layer& layer, const Linear& reader, int part) {
         switch (d_.width) {
-            case 32: return attend<Cache, 32, TILED>(layer, part);
-            case 64: return attend<Cache, 64, TILED>(layer, part);
-            case 96: return attend<Cache, 96, TILED>(layer, part);
-            case 128: return attend<Cache, 128, TILED>(layer, part);
-            default: return attend<Cache, 256, TILED>(layer, part);
+            case 32: return attend<Cache, 32, TILED>(layer, reader, part);
+            case 64: return attend<Cache, 64, TILED>(layer, reader, part);
+            case 96: return attend<Cache, 96, TILED>(layer, reader, part);
+            case 128: return attend<Cache, 128, TILED>(layer, reader, part);
+            default: return attend<Cache, 256, TILED>(layer, reader, part);
         }
     }
 
     // A task is some adjacent nodes of a row and one key head. Parts take tasks in turn.
     template <class Cache, int D, bool TILED>
-    void attend(const Layer& layer, int part) {
+    void attend(const Layer& layer, const Linear& reader, int part) {
         int group = d_.heads / d_.key_heads, most = QUERIES / group > 0 ? QUERIES / group : 1;
         int parts = team_.parts(), wanted = (p_.nodes * d_.key_heads + 4 * parts - 1) / (4 * parts);  // four tasks a part
         int nodes = wanted < most ? wanted : most, task = 0;
@@ -378,27 +439,33 @@ private:
             for (int key_head = 0; key_head < d_.key_heads; key_head++)
                 if (task++ % parts == part)
                     for (int head = 0; head < group; head += QUERIES)  // one round, except for huge groups
-                        attend<Cache, D, TILED>(layer, first, last, key_head, key_head * group + head,
+                        attend<Cache, D, TILED>(layer, reader, first, last, key_head, key_head * group + head,
                                                 group - head < QUERIES ? group - head : QUERIES);
         }
     }
 
     template <class Cache, int D, bool TILED>
-    void attend(const Layer& layer, int first, int last, int key_head, int head, int heads_here) {
+    void attend(const Layer& layer, const Linear& reader, int first, int last, int key_head, int head, int heads_here) {
         using Element = typename Cache::Element;
         Attention<Cache, D, TILED> attention;
-        const Buffers& kv = p_.buffers[layer.index];
-        long place = (long)p_.rows[first] * d_.key_heads + key_head;
-        attention.keys = (const Element*)kv.keys + place * kv.key_slots * D;
-        attention.values = (const Element*)kv.values + place * kv.value_slots * D;
+        const Source* source = &reader == &layer.source_output ? p_.sources + p_.rows[first] : nullptr;
+        if (source) {
+            long place = ((long)layer.index * d_.key_heads + key_head) * source->span * D;
+            attention.keys = (const Element*)source->keys + place;
+            attention.values = (const Element*)source->values + place;
+        } else {
+            const Buffers& kv = p_.buffers[layer.index];
+            long place = (long)p_.rows[first] * d_.key_heads + key_head;
+            attention.keys = (const Element*)kv.keys + place * kv.key_slots * D;
+            attention.values = (const Element*)kv.values + place * kv.value_slots * D;
+        }
         attention.scaling = d_.scaling;
         attention.cap = d_.score_cap;
         Sight sights[QUERIES];
         const float* queries[QUERIES];
         int count = 0;
         for (int node = first; node < last; node++) {
-            int32_t tails = p_.tail_starts[node], first_seen = layer.window ? p_.positions[node] + 1 - layer.window : 0;
-            Sight sight{p_.tails + tails, p_.tail_starts[node + 1] - tails, p_.prefixes[node], first_seen < 0 ? 0 : first_seen};
+            Sight sight = source ? Sight{nullptr, 0, (int32_t)source->positions, 0} : sight_of(layer, node);
             for (int i = 0; i < heads_here; i++, count++) {
                 sights[count] = sight;
                 queries[count] = qkv_ + ((long)node * heads() + head + i) * D;
@@ -407,11 +474,17 @@ private:
         attention.sights = sights;
         attention.count = count;
         attention.run(queries);
-        size_t stride = row_bytes(layer.output);
+        size_t stride = row_bytes(reader);
         for (int q = 0; q < count; q++) {
             long node = first + q / heads_here;
-            encode(layer.output, attention.out[q], mixed_ + node * stride, (head + q % heads_here) * D, D);
+            encode(reader, attention.out[q], mixed_ + node * stride, (head + q % heads_here) * D, D);
         }
+    }
+
+    // What a node sees of its row.
+    Sight sight_of(const Layer& layer, int node) const {
+        int32_t tails = p_.tail_starts[node], first_seen = layer.window ? p_.positions[node] + 1 - layer.window : 0;
+        return {p_.tails + tails, p_.tail_starts[node + 1] - tails, p_.prefixes[node], first_seen < 0 ? 0 : first_seen};
     }
 
     const Decoder& d_;

@@ -194,6 +194,17 @@ inline f32x16 exp_of_negative(f32x16 x) {
 // The same of any number; that of 88 beyond 88.
 inline f32x16 exp(f32x16 x) { return exp_of_negative(x > 88.0f ? splat(88.0f) : x); }
 
+// The error function, to 1.5e-7 (Abramowitz and Stegun, 7.1.26).
+inline f32x16 erf(f32x16 x) {
+    f32x16 size = max(x, -x), t = 1.0f / (1.0f + 0.3275911f * size);
+    f32x16 y = fma(t, splat(1.061405429f), splat(-1.453152027f));
+    y = fma(y, t, splat(1.421413741f));
+    y = fma(y, t, splat(-0.284496736f));
+    y = fma(y, t, splat(0.254829592f));
+    f32x16 found = 1.0f - y * t * exp_of_negative(-x * x);
+    return x < 0.0f ? -found : found;
+}
+
 // cap tanh(x / cap)
 inline f32x16 capped(f32x16 x, float cap) { return cap - 2.0f * cap / (1.0f + exp(x * (2.0f / cap))); }
 

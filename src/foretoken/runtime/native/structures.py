@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foretoken.runtime.llama import JointInput
-from foretoken.runtime.native.c_structures import CDecoder, CLayer
+from foretoken.runtime.native.c_structures import CDecoder, CLayer, CNorm
 from foretoken.runtime.native.kept_weights import KeptWeights
 from foretoken.runtime.native.pack import CLinear, Format, PackedWeights
 from foretoken.runtime.native.packed import PackedDecoder, PackedLayer
@@ -38,10 +38,10 @@ class _Structures:
         """Everything but the layers."""
         sizes = self._sizes
         traits = asdict(sizes.traits)
-        del traits["learnt_scale"]  # rows have it already (`NativeDecoder.extend`)
+        del traits["learnt_scale"]  # rows have it already (`Network.extend`)
         return CDecoder(
             head=self._linear(self._packed.head()),
-            norm=self._float(sizes.norm),
+            norm=CNorm(self._float(sizes.norm)),
             embedding=self._kept.share(sizes.embedding.contiguous()).data_ptr(),
             vocabulary=len(sizes.embedding),
             hidden_size=sizes.hidden_size,
@@ -52,6 +52,7 @@ class _Structures:
             is_bf16=sizes.embedding.dtype == torch.bfloat16,
             epsilon=sizes.epsilon,
             scaling=sizes.scaling,
+            unplaced_token=-1,
             **traits,
             **self._joint(),
         )
@@ -64,7 +65,7 @@ class _Structures:
         if not isinstance(joint, JointInput):
             return {}
         return {
-            "embedding_norm": self._float(joint.embedding_norm),
+            "embedding_norm": CNorm(self._float(joint.embedding_norm)),
             "state_norm": self._float(joint.state_norm),
             "norm_before_residual": joint.norm_before_residual,
             "norm_output": joint.norm_output,
@@ -80,10 +81,10 @@ class _Structures:
             output=self._linear(weights.output),
             gate_up=(CLinear * 2)(*self._beside(weights.gate_up)),
             down=self._linear(weights.down),
-            attention_norm=self._float(weights.attention_norm),
+            attention_norm=CNorm(self._float(weights.attention_norm)),
             query_norm=self._float(weights.query_norm),
             key_norm=self._float(weights.key_norm),
-            mlp_norm=self._float(weights.mlp_norm),
+            mlp_norm=CNorm(self._float(weights.mlp_norm)),
             attention_after=self._float(weights.attention_after),
             mlp_after=self._float(weights.mlp_after),
             index=index,

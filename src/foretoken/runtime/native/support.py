@@ -10,7 +10,14 @@ from foretoken.runtime.llama import DecoderWeights, LlamaWeights
 from foretoken.runtime.native.build import NativeLibraryError, library
 from foretoken.runtime.native.pack import GROUP, Format
 
-__all__ = ["FORMATS", "MOST_HIDDEN_SIZE", "why_no_library", "why_not_native", "wrong_sizes"]
+__all__ = [
+    "FORMATS",
+    "MOST_HIDDEN_SIZE",
+    "why_no_library",
+    "why_not_native",
+    "wrong_shape",
+    "wrong_sizes",
+]
 
 _PLACES = ("cpu", "meta")
 _WIDTHS = (32, 64, 96, 128, 256)
@@ -54,11 +61,16 @@ def why_no_library() -> str | None:
 
 def wrong_sizes(weights: DecoderWeights) -> str | None:
     """Which of the sizes the kernels do not support; None if they support all."""
-    sizes = (weights.hidden_size, weights.inner_size)
-    if weights.width not in _WIDTHS:
-        return f"head_dim must be one of {', '.join(map(str, _WIDTHS))}, and is {weights.width}"
+    return wrong_shape(weights.width, weights.hidden_size, weights.inner_size)
+
+
+def wrong_shape(width: int, hidden_size: int, inner_size: int) -> str | None:
+    """The same of a head's width, of the residual stream, and of what an MLP computes within."""
+    sizes = (hidden_size, inner_size)
+    if width not in _WIDTHS:
+        return f"head_dim must be one of {', '.join(map(str, _WIDTHS))}, and is {width}"
     if any(size % GROUP for size in sizes):
         return f"hidden_size and intermediate_size must be multiples of {GROUP}, and are {sizes}"
-    if weights.hidden_size > MOST_HIDDEN_SIZE:
-        return f"hidden_size must be at most {MOST_HIDDEN_SIZE}, and is {weights.hidden_size}"
+    if hidden_size > MOST_HIDDEN_SIZE:
+        return f"hidden_size must be at most {MOST_HIDDEN_SIZE}, and is {hidden_size}"
     return None

@@ -1,9 +1,9 @@
 """`Seq2SeqNetwork`: encoder-decoders, with the decoder in few PyTorch operations.
 
-The encoder is the Transformers module itself, on packed linear layers. It runs once per source. The
-decoder runs in every step, and computes as `lean.py` does: on the nodes alone, with one product for
-query, key and value. Its two layouts differ in where norms stand, how positions enter, and in the
-MLP. Tests compare the logits with those of the Transformers module.
+The decoder computes as `lean.py` does: on the nodes alone, with one product for query, key and
+value. Its two layouts differ in where norms stand, how positions enter, and in the MLP. Tests
+compare the logits with those of the Transformers module. `native/seq2seq.py` is the same in C++,
+for one of the layouts.
 """
 
 from __future__ import annotations
@@ -11,39 +11,26 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from copy import copy
 from dataclasses import replace
-from typing import Any
-from weakref import WeakSet
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from foretoken.core.source import Source
 from foretoken.runtime.attention import attend_by_head, key_span
-from foretoken.runtime.cpu import Int8Linear, PackedLinear, pack
+from foretoken.runtime.cpu import Int8Linear, PackedLinear
 from foretoken.runtime.embedding import extended
 from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.kv_slab import KVSlab
 from foretoken.runtime.lean import DenseLinear, Linear, LinearLayer
 from foretoken.runtime.network import Need, PassOutput
-from foretoken.runtime.seq2seq.cross import CrossKeys, CrossStates, padded_state
-from foretoken.runtime.seq2seq.layers import (
-    Elementwise,
-    Layer,
-    head_of,
-    layer_of,
-    source_layer_of,
-)
+from foretoken.runtime.seq2seq.cross import CrossKeys, CrossStates
+from foretoken.runtime.seq2seq.encoder import EncoderSide
+from foretoken.runtime.seq2seq.layers import Elementwise, Layer, head_of, layer_of
 from foretoken.runtime.seq2seq.structure import describe
-from foretoken.runtime.share import share
-from foretoken.runtime.source_network import RowState, SourceNetwork
 
 __all__ = ["Seq2SeqNetwork"]
 
-PROBE_TOKENS = 5
 
-
-class Seq2SeqNetwork(SourceNetwork):
+class Seq2SeqNetwork(EncoderSide):
     """An encoder-decoder (see `Network`).
 
     Args:
@@ -61,38 +48,19 @@ class Seq2SeqNetwork(SourceNetwork):
         self, model: PreTrainedModel, linear: type[PackedLinear | Int8Linear] | None
     ) -> None:
         parts = describe(model)
+        super().__init__(model, parts, linear)
         kind: type[LinearLayer] = linear or DenseLinear
         self.least_nodes = kind.LEAST_ROWS
-        encoder = share(parts.encoder) if linear is None else pack(parts.encoder, linear)
-        self._encoder = encoder.train(False)
-        self._dtype, self._device = model.dtype, model.device
         self._embedding, self._scale = parts.embedding, parts.embedding_scale
         self._embedding_norm = parts.embedding_norm
         self._positions = parts.positions
         self._norm_first, self._final_norm = parts.norm_first, parts.final_norm
         first = parts.layers[0]
         self._heads, self._scaling = first.attention.heads, first.attention.scaling
-        self._width = first.attention.query.out_features // self._heads
-        self._cross_heads, self._cross_scaling = first.cross.heads, first.cross.scaling
+        self._cross_scaling = first.cross.scaling
         self._layers = [layer_of(index, layer, kind) for index, layer in enumerate(parts.layers)]
-        self._sources = [source_layer_of(layer.cross, kind) for layer in parts.layers]
-        self.encoded_size = first.cross.key.in_features
         self._head: Linear = head_of(parts.head, parts.logits_bias, kind)
         self._cross = CrossStates()
-        self.encoder_readers = WeakSet()
-        self._read_sizes(model.config)
-
-    def _read_sizes(self, config: Any) -> None:
-        """How long a source may be, and what it is made of."""
-        audio = config.model_type == "whisper"
-        self.num_bins = int(config.num_mel_bins) if audio else None
-        if audio:
-            self.source_vocab_size = 0
-            self.source_limit = 2 * int(config.max_source_positions)
-        else:
-            encoder: Any = self._encoder
-            self.source_vocab_size = int(encoder.get_input_embeddings().num_embeddings)
-            self.source_limit = getattr(config, "max_position_embeddings", None)
 
     @property
     def num_layers(self) -> int:
@@ -122,45 +90,6 @@ class Seq2SeqNetwork(SourceNetwork):
         other._layers = layers
         other._cross = CrossStates()
         return other
-
-    # The source
-
-    def encoded(self, source: Source) -> Tensor:
-        """See `SourceNetwork.encoded`."""
-        inputs = source.inputs(self._device, self._dtype)
-        encoded: Tensor = self._encoder(**inputs).last_hidden_state[0]
-        return encoded
-
-    def read(self, encoded: Tensor, *, keep: bool = False) -> RowState:
-        """See `SourceNetwork.read`."""
-        shape = (len(encoded), 2, self._cross_heads, -1)
-        # [L, 2, H, n, D]
-        both = torch.stack([layer(encoded).view(shape) for layer in self._sources]).permute(
-            0, 2, 3, 1, 4
-        )
-        kept = encoded if keep else encoded[:0].clone()
-        return padded_state(both[:, 0].contiguous(), both[:, 1].contiguous(), kept)
-
-    @property
-    def probe_source(self) -> Source:
-        """See `SourceNetwork.probe_source`."""
-        if self.num_bins is not None:
-            assert self.source_limit is not None
-            generator = torch.Generator().manual_seed(0)
-            return Source.of_audio(
-                torch.randn(self.num_bins, self.source_limit, generator=generator)
-            )
-        stride = max(1, self.source_vocab_size // PROBE_TOKENS)
-        return Source(tuple(i * stride % self.source_vocab_size for i in range(PROBE_TOKENS)))
-
-    def state_bytes(self, source: Source) -> int:
-        """See `SourceNetwork.state_bytes`."""
-        positions = len(source) if self.num_bins is None else len(source) // 2
-        cell = 2 * len(self._sources) * self._cross_heads * self._width + 1
-        kept = positions * self.encoded_size if self.keeps_encoded else 0
-        return (key_span(positions) * cell + kept) * self._dtype.itemsize
-
-    # A pass
 
     def forward(self, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:
         """See `Network.forward`."""
