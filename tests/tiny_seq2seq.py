@@ -70,6 +70,7 @@ WIDE: dict[str, Any] = {
     "encoder_attention_heads": 2,
     "decoder_attention_heads": 2,
 }
+WIDE_T5: dict[str, Any] = {"d_model": 64, "d_kv": 32, "initializer_factor": 1.5}
 """Fields for sizes that the native runtime supports."""
 
 SEQ2SEQ: dict[str, tuple[str, dict[str, Any]]] = {
@@ -82,15 +83,21 @@ SEQ2SEQ: dict[str, tuple[str, dict[str, Any]]] = {
     "pegasus": ("pegasus", {**BART, **PEGASUS, "forced_eos_token_id": 1}),
     "t5": ("t5", T5),
     "t5_v1_1": ("t5", {**T5, **GATED}),
+    "t5_wide": ("t5", {**T5, **WIDE_T5}),
     "whisper": ("whisper", AUDIO),
 }
 """Name -> model type and fields of its configuration."""
 
-NATIVE = ("bart", "mbart", "marian", "m2m_100", "pegasus", "whisper")
-"""The ones that the native runtime can run, if they are wide enough."""
+NATIVE = tuple(name for name in SEQ2SEQ if not name.endswith("_wide"))
+"""The ones to widen by `wide_fields`, so that the native runtime can run them."""
 
 TEXT = tuple(name for name in SEQ2SEQ if name != "whisper")
 """The ones that read text."""
+
+
+def wide_fields(name: str) -> dict[str, Any]:
+    """Fields of one of `NATIVE` for sizes that the native runtime supports."""
+    return WIDE_T5 if name.startswith("t5") else WIDE
 
 
 def seq2seq_config(name: str, *, vocab_size: int = VOCAB_SIZE, **overrides: Any) -> Any:

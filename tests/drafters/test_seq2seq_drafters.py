@@ -34,14 +34,16 @@ LAYERS = {
     "mbart": "decoder_layers",
     "mbart_wide": "decoder_layers",
     "t5": "num_decoder_layers",
+    "t5_wide": "num_decoder_layers",
 }
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mbart": {"eos_bias": 3.0},
     "mbart_wide": {"eos_bias": 3.0},
     "t5": {},
+    "t5_wide": {},
 }
-"""With rules of a generation config and without; table positions and relative ones; the wide one
-runs natively."""
+"""With rules of a generation config and without; table positions and relative ones. Wide ones run
+natively."""
 
 
 def with_layers(name: str, decoder_layers: int, **fields: Any) -> PreTrainedModel:
@@ -111,7 +113,7 @@ def check(name: str, method: str, rule: str, *params: SamplingParams) -> None:
     outputs = llm_of(name).generate(
         PROMPTS * len(params), repeated(params), speculative_config=config_of(name, method, rule)
     )
-    trees = name == "mbart_wide"
+    trees = name.endswith("_wide")
     assert bits(outputs, method, trees=trees) == bits(plain(name, *params), method, trees=trees)
     assert all(output.metrics.drafter_failure is None for output in outputs)
 

@@ -18,7 +18,7 @@ from foretoken.runtime.attention import (
 )
 from foretoken.runtime.network import Need
 from foretoken.runtime.target import Target
-from tests.tiny_seq2seq import NATIVE, SEQ2SEQ, WIDE, tiny_seq2seq
+from tests.tiny_seq2seq import NATIVE, SEQ2SEQ, tiny_seq2seq, wide_fields
 from tests.tiny_seq2seq import tiny_source as source_of
 
 TEXT_TOKENS = [(7 * i + 3) % 90 for i in range(40)]
@@ -39,7 +39,7 @@ def tiny_source(name: str = "bart", length: int = 9, seed: int = 1) -> Source:
 
 _LEAN = [(name, form) for name in SEQ2SEQ for form in ("float32", "bfloat16")]
 _NATIVE = [(name + _IN_CPP, form) for name in NATIVE for form in ("float32", "bfloat16")]
-_QUANTIZED = [(name + _IN_CPP, form) for name in ("bart", "mbart") for form in ("int8", "int4")]
+_QUANTIZED = [(name + _IN_CPP, form) for name in ("bart", "t5") for form in ("int8", "int4")]
 
 
 @pytest.fixture(
@@ -51,8 +51,9 @@ def whole(request: pytest.FixtureRequest) -> tuple[str, Target]:
     name, form = request.param
     dtype, quantization = FORMATS[form]
     runtime = "native" if name.endswith(_IN_CPP) else "lean"
-    sizes = WIDE if runtime == "native" else {}
-    model = tiny_seq2seq(name.removesuffix(_IN_CPP), dtype=dtype, **sizes)
+    base = name.removesuffix(_IN_CPP)
+    sizes = wide_fields(base) if runtime == "native" else {}
+    model = tiny_seq2seq(base, dtype=dtype, **sizes)
     target = Target(model, quantization=quantization, runtime=runtime)
     assert target.bit_exact
     return name, target

@@ -32,8 +32,10 @@ from tests.tiny_seq2seq import (
     SEQ2SEQ,
     VOCAB_SIZE,
     WIDE,
+    WIDE_T5,
     reference_logits,
     tiny_seq2seq,
+    wide_fields,
 )
 from tests.tiny_seq2seq import tiny_source as source_of
 
@@ -47,7 +49,8 @@ PARITY = {torch.float64: 1e-10, torch.float32: 3e-4}
 @cache
 def model_of(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     if name.endswith(_IN_CPP):
-        return tiny_seq2seq(name.removesuffix(_IN_CPP), **WIDE)
+        base = name.removesuffix(_IN_CPP)
+        return tiny_seq2seq(base, **wide_fields(base))
     return tiny_seq2seq(name, dtype=dtype)
 
 
@@ -412,7 +415,7 @@ def test_options_that_a_model_does_not_take(options: dict[str, Any], message: st
 @pytest.mark.parametrize(
     ("name", "fields", "message"),
     [
-        ("t5", {"d_model": 64, "d_kv": 32}, "does not support relative positions, which T5For"),
+        ("t5_v1_1", {**WIDE_T5, "feed_forward_proj": "gated-tanh"}, "T5.* with this configuration"),
         ("bart", {**WIDE, "activation_function": "tanh"}, "Bart.* with this configuration"),
         ("bart", {**WIDE, "decoder_ffn_dim": 40}, "must be multiples of 32"),
     ],

@@ -95,6 +95,8 @@ class CDecoder(Structure):
         ("position_embedding", c_void_p),
         ("embedded_positions", c_int64),
         ("unplaced_token", c_int64),
+        ("distance_bias", c_void_p),
+        ("distances", c_int64),
         ("norm_before_residual", c_int32),
         ("norm_output", c_int32),
         ("embedding_norm", CNorm),

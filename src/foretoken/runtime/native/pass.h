@@ -45,6 +45,10 @@ struct Decoder {
     // have none (-1).
     const float* position_embedding;
     int64_t embedded_positions, unplaced_token;
+    // What scores of self-attention get by the distance between a node and what it sees, [heads, distances]; the last
+    // one holds for larger distances, too (null). Not with windows.
+    const float* distance_bias;
+    int64_t distances;
     // A drafting head reads a state beside each token; its first layer's inputs are twice as wide:
     // the normalised embedding, then the normalised state. Null norms for a language model.
     int32_t norm_before_residual;  // whether the stream begins with the normalised state

@@ -1,4 +1,4 @@
-// One pass of a decoder: the Llama family, and encoder-decoders in the layout of BART.
+// One pass of a decoder: the Llama family, and encoder-decoders in the layouts of BART and T5.
 //
 // lean.py and seq2seq/network.py are the readable versions of the computation. Here one parallel region covers all layers, and
 // its threads share every part of a layer (team.h). Numbers stay in float32 between linear
@@ -461,12 +461,14 @@ private:
         }
         attention.scaling = d_.scaling;
         attention.cap = d_.score_cap;
+        attention.distances = d_.distances;
         Sight sights[QUERIES];
         const float* queries[QUERIES];
         int count = 0;
         for (int node = first; node < last; node++) {
             Sight sight = source ? Sight{nullptr, 0, (int32_t)source->positions, 0} : sight_of(layer, node);
             for (int i = 0; i < heads_here; i++, count++) {
+                if (d_.distance_bias && !source) sight.bias = d_.distance_bias + (head + i) * d_.distances;
                 sights[count] = sight;
                 queries[count] = qkv_ + ((long)node * heads() + head + i) * D;
             }

@@ -1,12 +1,11 @@
-"""`NativeSeq2Seq`: encoder-decoders in the layout of BART, with the decoder in C++.
-
-T5's relative positions bias the scores of attention, which the kernels do not do.
-"""
+"""`NativeSeq2Seq`: encoder-decoders in the layouts of BART and T5, with the decoder in C++."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,12 +22,18 @@ from foretoken.runtime.native.build import library
 from foretoken.runtime.native.c_structures import CDecoder, CLayer, CNorm, CPass, CSource
 from foretoken.runtime.native.kept_weights import KeptWeights
 from foretoken.runtime.native.network import DecoderParts, NativeNetwork, checked
-from foretoken.runtime.native.pack import CLinear, Format, pack
+from foretoken.runtime.native.pack import CLinear, Format, in_turns, pack
 from foretoken.runtime.native.packed import QUANTIZED
 from foretoken.runtime.native.support import FORMATS, wrong_shape
 from foretoken.runtime.seq2seq.encoder import EncoderSide
-from foretoken.runtime.seq2seq.positions import TablePositions
-from foretoken.runtime.seq2seq.structure import AttentionParts, LayerParts, Structure, describe
+from foretoken.runtime.seq2seq.positions import RelativePositions, TablePositions
+from foretoken.runtime.seq2seq.structure import (
+    AttentionParts,
+    LayerParts,
+    Scaled,
+    Structure,
+    describe,
+)
 from foretoken.runtime.source_network import RowState
 
 __all__ = ["NativeSeq2Seq", "why_not_native_seq2seq"]
@@ -53,24 +58,20 @@ def why_not_native_seq2seq(model: PreTrainedModel) -> str | None:
             f"not {model.dtype} on {model.device.type}"
         )
     parts = describe(model)
-    if not isinstance(parts.positions, TablePositions):
-        return f"it does not support relative positions, which {type(model).__name__} has"
     first = parts.layers[0]
     size, width = first.attention.query.in_features, _width(first.attention)
     if (reason := wrong_shape(width, size, first.down.in_features)) is not None:
         return reason
-    norms = list(_norms(parts))
-    usual = all(_is_usual(norm) for norm in norms) and len({norm.eps for norm in norms}) == 1
-    alike = len({_shape(each) for layer in parts.layers for each in _attentions(layer)}) == 1
-    scaled = _embedding_scale(parts) is not None
-    known = {_activation(layer) for layer in parts.layers}
-    if not (usual and alike and scaled and len(known) == 1 and None not in known):
+    alike: tuple[set[Any], ...] = (
+        {_shape(each) for layer in parts.layers for each in (layer.attention, layer.cross)},
+        {(_activation(layer), len(layer.up)) for layer in parts.layers},
+        {None if (norm := _Norm.of(each)) is None else norm.epsilon for each in _norms(parts)},
+        {layer.down.weight.dtype for layer in parts.layers} | {model.dtype},
+    )
+    known = _activation(first) is not None and _embedding_scale(parts) is not None
+    if any(len(kinds) > 1 or None in kinds for kinds in alike) or not known:
         return f"it does not support {type(model).__name__} with this configuration"
     return None
-
-
-def _attentions(layer: LayerParts) -> tuple[AttentionParts, AttentionParts]:
-    return layer.attention, layer.cross
 
 
 def _width(attention: AttentionParts) -> int:
@@ -82,22 +83,54 @@ def _shape(attention: AttentionParts) -> tuple[int, int, float]:
     return attention.heads, _width(attention), attention.scaling
 
 
-def _norms(parts: Structure) -> Iterator[nn.LayerNorm]:
+def _norms(parts: Structure) -> Iterator[nn.Module]:
     for norm in (parts.embedding_norm, parts.final_norm):
         if norm is not None and not isinstance(norm, nn.Identity):
-            yield norm  # type: ignore[misc]  # `_is_usual` looks
+            yield norm
     for layer in parts.layers:
-        yield from (layer.attention_norm, layer.cross_norm, layer.mlp_norm)  # type: ignore[misc]
+        yield from (layer.attention_norm, layer.cross_norm, layer.mlp_norm)
 
 
-def _is_usual(norm: nn.Module) -> bool:
-    return isinstance(norm, nn.LayerNorm) and norm.weight is not None and norm.bias is not None
+@dataclass(frozen=True)
+class _Norm:
+    """A norm, known by what it does: RMSNorm, or LayerNorm if there is a bias."""
+
+    weight: Tensor
+    bias: Tensor | None
+    epsilon: float
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Norm | None:
+        """None if it does something else."""
+        if isinstance(module, Scaled):
+            inner = cls.of(module.norm)
+            return inner and inner.times(module.factor)
+        epsilon = getattr(module, "eps", getattr(module, "variance_epsilon", None))
+        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        if weight is None or epsilon is None:
+            return None
+        found = cls(
+            weight.detach().float(), None if bias is None else bias.detach().float(), float(epsilon)
+        )
+        given = torch.linspace(-1, 2, len(weight), device=weight.device, dtype=weight.dtype)
+        close = 16 * torch.finfo(weight.dtype).eps
+        same = torch.allclose(found._computed(given.float()), module(given).float(), close, close)
+        return found if same else None
+
+    def _computed(self, x: Tensor) -> Tensor:
+        """[E] -> [E]."""
+        centred = x if self.bias is None else x - x.mean()
+        normal = centred * (centred.square().mean() + self.epsilon).rsqrt() * self.weight
+        return normal if self.bias is None else normal + self.bias
+
+    def times(self, factor: float) -> _Norm:
+        """The norm with a factor on its results."""
+        bias = None if self.bias is None else self.bias * factor
+        return _Norm(self.weight * factor, bias, self.epsilon)
 
 
 def _activation(layer: LayerParts) -> Activation | None:
-    """The activation of a layer without gates, known by what it does; None for others."""
-    if len(layer.up) > 1:
-        return None
+    """The activation of a layer, known by what it does; None for others."""
     given = torch.linspace(-6, 6, 49)
     found = layer.activation(given)
     alike = (
@@ -175,6 +208,11 @@ def _source(state: RowState | None) -> CSource:
     return CSource(state.keys.data_ptr(), state.values.data_ptr(), state.keys.shape[2], positions)
 
 
+def _gate_up(layer: LayerParts) -> LinearWeights:
+    merged = LinearWeights.of(*layer.up)
+    return merged if len(layer.up) == 1 else in_turns(merged)
+
+
 class _Packing:
     """Makes the C structures of a decoder.
 
@@ -199,13 +237,14 @@ class _Packing:
         )
 
     def _decoder(self, scale: float) -> CDecoder:
-        parts, positions = self._parts, self._parts.positions
-        assert isinstance(positions, TablePositions)
+        parts = self._parts
         first = parts.layers[0]
+        norm = _Norm.of(first.attention_norm)
+        activation = _activation(first)
+        assert norm is not None
+        assert activation is not None
         embedding = parts.embedding.weight
         assert isinstance(embedding, Tensor)
-        activation = _activation(first)
-        assert activation is not None
         return CDecoder(
             head=self._linear(self._head(), self._head_format),
             norm=self._norm(parts.final_norm),
@@ -217,19 +256,33 @@ class _Packing:
             width=_width(first.attention),
             intermediate=first.down.in_features,
             is_bf16=self._dtype == torch.bfloat16,
-            epsilon=next(_norms(parts)).eps,
+            epsilon=norm.epsilon,
             scaling=first.attention.scaling,
             embedding_scale=scale,
             residual_scale=1.0,
             logit_scale=1.0,
             activation=activation,
-            ungated=True,
+            ungated=len(first.up) == 1,
             norms_sums=not parts.norm_first,
-            position_embedding=self._floats(positions.table),
-            embedded_positions=len(positions.table),
-            unplaced_token=-1 if positions.without is None else positions.without,
             embedding_norm=self._norm(parts.embedding_norm),
+            **self._positions(),
         )
+
+    def _positions(self) -> dict[str, Any]:
+        """The fields of `CDecoder` that say how it knows positions."""
+        positions = self._parts.positions
+        if isinstance(positions, RelativePositions):
+            return {
+                "unplaced_token": -1,
+                "distance_bias": self._floats(positions.by_distance),
+                "distances": positions.by_distance.shape[1],
+            }
+        assert isinstance(positions, TablePositions)
+        return {
+            "position_embedding": self._floats(positions.table),
+            "embedded_positions": len(positions.table),
+            "unplaced_token": -1 if positions.without is None else positions.without,
+        }
 
     def _head(self) -> LinearWeights:
         head, more = LinearWeights.of(self._parts.head), self._parts.logits_bias
@@ -245,7 +298,7 @@ class _Packing:
             output=self._linears(attention.output),
             source_query=self._linears(cross.query),
             source_output=self._linears(cross.output),
-            gate_up=(CLinear * 2)(self._linears(*layer.up)),
+            gate_up=(CLinear * 2)(self._linear(_gate_up(layer), self._format)),
             down=self._linears(layer.down),
             attention_norm=self._norm(layer.attention_norm),
             source_norm=self._norm(layer.cross_norm),
@@ -266,10 +319,14 @@ class _Packing:
                 self._kept.keep(kept)
         return packed.c
 
-    def _norm(self, norm: nn.Module | None) -> CNorm:
-        if not isinstance(norm, nn.LayerNorm):
+    def _norm(self, module: nn.Module | None) -> CNorm:
+        if module is None or isinstance(module, nn.Identity):
             return CNorm()
-        return CNorm(self._floats(norm.weight), self._floats(norm.bias))
+        norm = _Norm.of(module)
+        assert norm is not None
+        return CNorm(
+            self._floats(norm.weight), None if norm.bias is None else self._floats(norm.bias)
+        )
 
     def _floats(self, weight: Tensor) -> int:
         return self._kept.keep(weight.detach().float().contiguous()).data_ptr()
