@@ -24,6 +24,8 @@ def spec_drafter_of(
     shape: str = "small",
     seed: int = 0,
     encoder: Literal["own", "target"] = "own",
+    *,
+    fewer_masks: bool = False,
 ) -> tuple[PreTrainedModel, SpecDrafterNotes]:
     """A Spec-Drafter with random weights for one of `SEQ2SEQ`."""
     torch.manual_seed(seed)
@@ -32,7 +34,7 @@ def spec_drafter_of(
     for parameter in lm.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     lm.train(False)
-    return lm, SpecDrafterNotes(num_masks, VOCAB_SIZE, VOCAB_SIZE, encoder)
+    return lm, SpecDrafterNotes(num_masks, VOCAB_SIZE, VOCAB_SIZE, encoder, fewer_masks)
 
 
 def save_spec_drafter(
@@ -44,10 +46,15 @@ def save_spec_drafter(
 
 @cache
 def random_spec_drafter(
-    name: str = "bart", num_masks: int = 5, encoder: Literal["own", "target"] = "own"
+    name: str = "bart",
+    num_masks: int = 5,
+    encoder: Literal["own", "target"] = "own",
+    *,
+    fewer_masks: bool = False,
 ) -> str:
     """A folder with random weights, until the tests are over."""
     folder = Path(tempfile.mkdtemp(prefix="foretoken-tests-"))
     atexit.register(shutil.rmtree, folder)
-    save_spec_drafter(folder, *spec_drafter_of(name, num_masks, encoder=encoder))
+    made = spec_drafter_of(name, num_masks, encoder=encoder, fewer_masks=fewer_masks)
+    save_spec_drafter(folder, *made)
     return str(folder)

@@ -135,6 +135,28 @@ def test_no_draft_is_longer_than_a_block(llm: LLM) -> None:
     assert max(map(len, drafted)) == MASKS
 
 
+@pytest.mark.parametrize("fewer", [False, True])
+def test_short_drafts_take_fewer_masks_if_that_was_learnt(
+    llm: LLM, fewer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: set[int] = set()
+    fill = Passes.fill
+
+    def counted(
+        passes: Passes, keys: list[int], pending: Any, num_masks: list[int], mask: int
+    ) -> list[Tensor]:
+        counts.update(num_masks)
+        return fill(passes, keys, pending, num_masks, mask)
+
+    monkeypatch.setattr(Passes, "fill", counted)
+    model = random_spec_drafter("bart", MASKS, fewer_masks=fewer)
+    for shape in ({"num_speculative_tokens": 2}, {"num_speculative_tokens": 6, "tree": [3, 1]}):
+        outputs = outputs_of(llm, model=model, **shape)
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in outputs_of(llm)]
+        assert all(output.metrics.num_draft_tokens for output in outputs)
+    assert max(counts) == (2 if fewer else MASKS)
+
+
 def test_sampled_drafts_come_from_the_blocks_distribution(llm: LLM) -> None:
     """With a temperature, levels are drawn one by one, from the same block."""
     params = SamplingParams(temperature=0.9, seed=5, max_tokens=9, logprobs=1)

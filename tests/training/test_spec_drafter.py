@@ -46,7 +46,12 @@ SOURCES = [list(tiny_source(length=length, seed=length).tokens) for length in (9
 
 
 def trainee_of(name: str = "bart", **options: Any) -> SpecDrafterTrainee:
-    lm, notes = spec_drafter_of(name, MASKS, encoder=options.get("encoder", "own"))
+    lm, notes = spec_drafter_of(
+        name,
+        MASKS,
+        encoder=options.get("encoder", "own"),
+        fewer_masks=options.get("fewer_masks", False),
+    )
     return SpecDrafterTrainee(lm, notes, SpecDrafterTrainingOptions(num_masks=MASKS, **options))
 
 
@@ -156,6 +161,26 @@ def test_the_loss_is_that_of_all_masks_inside_the_text() -> None:
     torch.testing.assert_close(learnt.losses[0], torch.cat(losses).mean(), rtol=0, atol=1e-4)
     assert learnt.right[:, 0, 0].tolist() == first
     assert learnt.counts.tolist() == [len(OUTPUTS)]
+
+
+def test_blocks_of_fewer_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All lengths are learnt: each is drawn in 60 batches, but for a chance below 1e-5."""
+    trainee = trainee_of(fewer_masks=True)
+    counts: set[int] = set()
+    blocks_of = trainee._blocks
+
+    def counted(tokens: Tensor, prefixes: Tensor, count: int) -> Any:
+        counts.add(count)
+        return blocks_of(tokens, prefixes, count)
+
+    monkeypatch.setattr(trainee, "_blocks", counted)
+    torch.manual_seed(0)
+    trainee.train()
+    assert all(trainee(batch_of(), 1).losses.isfinite().all() for _ in range(60))
+    assert counts == set(range(1, MASKS + 1))
+    counts.clear()
+    list(trainee.eval().outputs(batch_of(MASKS), MASKS))
+    assert counts == {MASKS}
 
 
 def test_prefixes_are_uniform() -> None:

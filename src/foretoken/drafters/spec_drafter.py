@@ -59,12 +59,15 @@ class SpecDrafterNotes:
         mask_token_id: their token.
         vocab_size: V, of the target.
         encoder: whose encoder its decoder reads.
+        fewer_masks: whether it has learnt blocks of fewer masks, too. Then a block has as many as
+            the draft has tokens.
     """
 
     num_masks: Annotated[int, Gt(0)]
     mask_token_id: Annotated[int, Gt(0)]
     vocab_size: Annotated[int, Gt(0)]
     encoder: Literal["own", "target"] = "own"
+    fewer_masks: bool = False
 
     def note(self) -> dict[str, Any]:
         """What `config.json` holds, among the notes on the training."""
@@ -95,7 +98,8 @@ class MaskScorer(BlockScorer):
 
     def pending(self, request: Request) -> list[int]:
         """See `OwnModel.pending`."""
-        self._masks[request.key] = min(self.most_depths, self.room(request))
+        depth = self._depths[request.key] if self._notes.fewer_masks else self.most_depths
+        self._masks[request.key] = min(depth, self.room(request))
         return super().pending(request)
 
     def _open_row(self, request: Request) -> None:
@@ -107,7 +111,7 @@ class MaskScorer(BlockScorer):
         open_row(self._model, key, source, encoded)
 
     def block(self, keys: Sequence[int], pending: Sequence[Sequence[int]]) -> list[Tensor]:
-        """See `BlockScorer.block`: always as many masks as in training, if they fit."""
+        """See `BlockScorer.block`: as many masks as in training, if they fit."""
         masks = [self._masks[key] for key in keys]
         found = self._model.fill(keys, pending, masks, self._notes.mask_token_id)
         return [logits[:, : self._notes.vocab_size] for logits in found]

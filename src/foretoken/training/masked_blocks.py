@@ -55,6 +55,8 @@ class SpecDrafterTrainingOptions(Config):
             the user (`fixed`).
         dropout: of its layers.
         label_smoothing: share of the loss that all tokens have alike.
+        fewer_masks: whether blocks of 1 to `num_masks` masks are learnt, of a random number in every
+            batch. Then short drafts take fewer masks, and less time.
         glancing: the share of wrong masks that are shown, at the first and at the last step.
     """
 
@@ -66,6 +68,7 @@ class SpecDrafterTrainingOptions(Config):
     answers: Literal["greedy", "beam", "fixed"] = "greedy"
     dropout: _Share = 0.1
     label_smoothing: _Share = 0.1
+    fewer_masks: bool = False
     glancing: tuple[_Share, _Share] = (0.5, 0.3)
 
     @model_validator(mode="after")
@@ -157,7 +160,7 @@ class SpecDrafterTrainee(Trainee):
         if not self.training:
             return super().forward(batch, num_levels)
         prefixes = some_prefixes(batch)
-        blocks = self._blocks(batch.tokens, prefixes)
+        blocks = self._blocks(batch.tokens, prefixes, self._count())
         labels, valid = _labels(batch, blocks.masks)
         source = self._encoded(batch)
         with torch.no_grad():
@@ -185,7 +188,7 @@ class SpecDrafterTrainee(Trainee):
         for row, place, prefix in zip(
             *(torch.split(each, size) for each in (rows, places, prefixes)), strict=True
         ):
-            blocks = self._blocks(batch.tokens[row], prefix)
+            blocks = self._blocks(batch.tokens[row], prefix, self.notes.num_masks)
             filled = self._filled(blocks, states[row], mask[row])
             found[row, place] = filled[:, :num_levels].to(found.dtype)
         for level in range(num_levels):
@@ -208,9 +211,14 @@ class SpecDrafterTrainee(Trainee):
         states: Tensor = lm.get_encoder()(batch.sources, attention_mask=mask).last_hidden_state
         return states, mask
 
-    def _blocks(self, tokens: Tensor, prefixes: Tensor) -> _Blocks:
-        """Masks behind prefixes [R] of texts [R, T]."""
-        count, mask = self.notes.num_masks, self.notes.mask_token_id
+    def _count(self) -> int:
+        """Masks of the blocks of a training batch."""
+        most = self.notes.num_masks
+        return int(torch.randint(1, most + 1, ())) if self.notes.fewer_masks else most
+
+    def _blocks(self, tokens: Tensor, prefixes: Tensor, count: int) -> _Blocks:
+        """So many masks behind prefixes [R] of texts [R, T]."""
+        mask = self.notes.mask_token_id
         columns = torch.arange(int(prefixes.max()) + count, device=tokens.device)
         known = columns < prefixes[:, None]
         kept = F.pad(tokens, (0, count), value=mask)[:, : len(columns)]

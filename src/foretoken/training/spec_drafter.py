@@ -113,7 +113,13 @@ class SpecDrafterTraining(TrainingMethod):
             if parts.reload is None:
                 raise ConfigError("from_target: load the target by name, or set it to false.")
             copy_target(parts.reload(), lm)
-        notes = SpecDrafterNotes(options.num_masks, vocab_size, vocab_size, options.encoder)
+        notes = SpecDrafterNotes(
+            options.num_masks,
+            vocab_size,
+            vocab_size,
+            options.encoder,
+            fewer_masks=options.fewer_masks,
+        )
         return SpecDrafterTrainee(lm, notes, options)
 
     def probed(self, trainee: Trainee, seen: Seen) -> Mapping[str, Any]:
