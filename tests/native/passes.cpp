@@ -1,5 +1,6 @@
-// Passes of small decoders with made-up weights, in the formats that have groups of 32 at most; of Llama's relatives, too. Prints sums over the bits of what they return, so
-// that builds for different processors can be compared. Ends with status 1 if bits depend on the pass: tokens in
+// Passes of small decoders with made-up weights, in the formats that have groups of 32 at most; of Llama's relatives and
+// of encoder-decoders, too. Prints sums over the bits of what they return, so that builds for different processors can be
+// compared. Ends with status 1 if bits depend on the pass: tokens in
 // one pass, in chunks, one by one, and as a path of a tree must have the same logits, with any number of threads.
 
 #include <cstdio>
@@ -66,12 +67,16 @@ struct Layers {
     }
 };
 
+enum class Kind { LLAMA, RELATIVE, BART, T5 };  // a relative has all that Llama has not
+
 struct Shape {
     int heads, key_heads, width, window;
-    bool relative = false;  // whether it has all that Llama has not
+    Kind kind = Kind::LLAMA;
+
+    bool reads_source() const { return kind == Kind::BART || kind == Kind::T5; }
 };
 
-constexpr int SIZE = 96, INNER = 160, VOCABULARY = 77, LAYERS = 2, TOKENS = 45, SLOTS = 300;
+constexpr int SIZE = 96, INNER = 160, VOCABULARY = 77, LAYERS = 2, TOKENS = 45, SLOTS = 300, SOURCE = 37, DISTANCES = 9;
 
 struct Model {
     Layers layers;
@@ -80,6 +85,7 @@ struct Model {
     Bytes embedding, keys[LAYERS], values[LAYERS], workspace;
     Buffers buffers[LAYERS];
     std::vector<float> cos, sin;
+    Source source{};
     Shape shape;
 
     Model(Format format, bool is_bf16, Shape of) : shape(of) {
@@ -92,11 +98,20 @@ struct Model {
             layer.output = layers.linear(format, of.heads * of.width, SIZE, random);
             layer.gate_up[0] = layers.linear(format, SIZE, 2 * INNER, random);
             layer.down = layers.linear(format, INNER, SIZE, random);
-            layer.attention_norm = layers.norm(SIZE, random);
-            layer.mlp_norm = layers.norm(SIZE, random);
+            bool centred = of.kind == Kind::BART;
+            layer.attention_norm = Norm{layers.norm(SIZE, random), centred ? layers.norm(SIZE, random) : nullptr};
+            layer.mlp_norm = Norm{layers.norm(SIZE, random), centred ? layers.norm(SIZE, random) : nullptr};
             layer.query_norm = i ? layers.norm(of.width, random) : nullptr;
             layer.key_norm = i ? layers.norm(of.width, random) : nullptr;
-            if (of.relative) {
+            if (of.reads_source()) {
+                layer.query_norm = layer.key_norm = nullptr;
+                layer.angles = -1;
+                layer.source_query = layers.linear(format, SIZE, of.heads * of.width, random);
+                layer.source_output = layers.linear(format, of.heads * of.width, SIZE, random);
+                layer.source_norm = layer.attention_norm;
+                if (centred) layer.gate_up[0] = layers.linear(format, SIZE, INNER, random);
+            }
+            if (of.kind == Kind::RELATIVE) {
                 layer.query_norm = layers.norm(of.heads * of.width, random);
                 layer.key_norm = layers.norm(of.key_heads * of.width, random);
                 layer.attention_after = layers.norm(SIZE, random);
@@ -125,7 +140,7 @@ struct Model {
         }
         decoder.layers = each;
         decoder.head = layers.linear(format == Format::INT4 ? Format::INT8 : format, SIZE, VOCABULARY, random);
-        decoder.norm = layers.norm(SIZE, random);
+        if (of.kind != Kind::BART) decoder.norm.weight = layers.norm(SIZE, random);
         decoder.embedding = embedding.data();
         decoder.vocabulary = VOCABULARY;
         decoder.num_layers = LAYERS;
@@ -138,13 +153,51 @@ struct Model {
         decoder.epsilon = 1e-5f;
         decoder.scaling = 0.125f;
         decoder.embedding_scale = decoder.residual_scale = decoder.logit_scale = 1;
-        if (of.relative) {
+        decoder.unplaced_token = -1;
+        if (of.reads_source()) make_source(random, is_bf16);
+        if (of.kind == Kind::BART) {
+            decoder.activation = Activation::GELU;
+            decoder.ungated = decoder.norms_sums = 1;
+            decoder.embedding_norm = each[0].mlp_norm;
+            decoder.position_embedding = numbers(TOKENS * SIZE, random);
+            decoder.embedded_positions = TOKENS;
+            decoder.unplaced_token = 5;
+        }
+        if (of.kind == Kind::T5) {
+            decoder.activation = Activation::RELU;
+            decoder.distance_bias = numbers(of.heads * DISTANCES, random);
+            decoder.distances = DISTANCES;
+        }
+        if (of.kind == Kind::RELATIVE) {
             decoder.embedding_scale = 3;
             decoder.residual_scale = decoder.logit_scale = 0.5f;
             decoder.logit_cap = 2;
             decoder.score_cap = 1.5f;
-            decoder.gelu = decoder.whole_norms = 1;
+            decoder.activation = Activation::GELU_TANH;
+            decoder.whole_norms = 1;
         }
+    }
+
+    // Floats that stay in memory.
+    const float* numbers(int count, Random& random) {
+        Bytes made(count * sizeof(float));
+        for (int i = 0; i < count; i++) ((float*)made.data())[i] = random.next();
+        layers.kept.push_back(made);
+        return (const float*)layers.kept.back().data();
+    }
+
+    void make_source(Random& random, bool is_bf16) {
+        size_t element = is_bf16 ? 2 : 4;
+        for (const uint8_t** part : {&source.keys, &source.values}) {
+            Bytes made(LAYERS * shape.heads * SOURCE * shape.width * element);
+            for (size_t i = 0; i < made.size() / element; i++) {
+                float x = random.next();
+                std::memcpy(made.data() + i * element, (uint8_t*)&x + 4 - element, element);
+            }
+            layers.kept.push_back(made);
+            *part = layers.kept.back().data();
+        }
+        source.span = source.positions = SOURCE;
     }
 
     // Logits of tokens `first` to `last` - 1, behind those before them. In a tree, every token has a sibling in
@@ -180,6 +233,7 @@ struct Model {
         pass.tails = tails.data();
         pass.scored_nodes = scored.data();
         pass.buffers = buffers;
+        pass.sources = &source;
         pass.cos = cos.data();
         pass.sin = sin.data();
         pass.angles = SLOTS;
@@ -229,7 +283,8 @@ int main() {
     const char* names[] = {"F32", "BF16", "INT8", "INT4", "INT5"};
     int wrong = 0;
     for (int format = 0; format < 5; format++)
-        for (Shape shape : {Shape{3, 1, 32, 0}, Shape{2, 2, 64, 5}, Shape{1, 1, 96, 0}, Shape{7, 1, 128, 20}, Shape{2, 1, 256, 7, true}})
+        for (Shape shape : {Shape{3, 1, 32, 0}, Shape{2, 2, 64, 5}, Shape{1, 1, 96, 0}, Shape{7, 1, 128, 20}, Shape{2, 1, 256, 7, Kind::RELATIVE},
+                            Shape{3, 3, 32, 0, Kind::BART}, Shape{2, 2, 64, 0, Kind::T5}})
             for (bool is_bf16 : {false, true}) wrong |= check(names[format], (Format)format, is_bf16, shape);
     return wrong;
 }

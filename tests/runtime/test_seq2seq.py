@@ -22,6 +22,7 @@ from foretoken.errors import CompatibilityError, ConfigError
 from foretoken.runtime.attention import KEY_BLOCK
 from foretoken.runtime.choose import network_for
 from foretoken.runtime.kv_slab import OverBudget
+from foretoken.runtime.native.seq2seq import NativeSeq2Seq
 from foretoken.runtime.network import Need, PassOutput
 from foretoken.runtime.rows import INTERNAL_KEY
 from foretoken.runtime.target import Target
@@ -429,6 +430,17 @@ def test_what_cpp_cannot_run(name: str, fields: dict[str, Any], message: str) ->
 
 def test_the_model_s_own_runtime_can_be_asked_for() -> None:
     assert network_for(model_of("bart in C++"), runtime="lean").name == "lean"
+
+
+@pytest.mark.parametrize("name", ["bart", "t5_v1_1"])
+def test_the_portable_kernels(name: str) -> None:
+    """See `test_native.py`."""
+    model, source = tiny_seq2seq(name, **wide_fields(name)), tiny_source()
+    target = Target(model)
+    target.network = NativeSeq2Seq(model, None, "-DFORETOKEN_PORTABLE")
+    open_row(target, 0, source, [])
+    (output,) = target.verify([0], [chain(TEXT_TOKENS)])
+    assert_close(output.scores, reference_logits(model, source, TEXT_TOKENS))
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "silu"])

@@ -55,8 +55,8 @@ class SpecDrafterTrainingOptions(Config):
             the user (`fixed`).
         dropout: of its layers.
         label_smoothing: share of the loss that all tokens have alike.
-        fewer_masks: whether blocks of 1 to `num_masks` masks are learnt, a random number in each
-            batch. Then short drafts take fewer masks, and less time.
+        fewer_masks: whether blocks of 1 to `num_masks` masks are learnt; the number is
+            drawn for each batch. Then short drafts take fewer masks, and less time.
         glancing: the share of wrong masks that are shown, at the first and at the last step.
     """
 
