@@ -213,6 +213,17 @@ def test_hidden_states_are_those_of_the_module(name: str, target: Target) -> Non
     assert_close(logits, output.scores)
 
 
+def test_learnt_embeddings(name: str, target: Target) -> None:
+    """Ids behind the vocabulary that stand for what the embedding returns for other tokens."""
+    decoder: Any = model_of(name).get_decoder()
+    first = target.network.extend(decoder.embed_tokens(torch.tensor([7, 9])))
+    open_row(target, 0, tiny_source(name), TEXT_TOKENS[:5])
+    (learnt,) = target.verify([0], [chain([3, first, first + 1])])
+    found = learnt.scores.clone()
+    (own,) = target.verify([0], [chain([3, 7, 9])])
+    assert_close(found, own.scores)
+
+
 def test_only_the_logits_that_are_needed(name: str, target: Target) -> None:
     open_row(target, 0, tiny_source(name), TEXT_TOKENS[:9])
     open_row(target, 1, tiny_source(name, seed=2), TEXT_TOKENS[:5])

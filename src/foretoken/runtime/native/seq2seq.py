@@ -232,9 +232,9 @@ class _Packing:
         layers = [self._layer(index, layer) for index, layer in enumerate(self._parts.layers)]
         scale = _embedding_scale(self._parts)
         assert scale is not None
-        return DecoderParts(
-            self._decoder(scale), layers, self._kept, AngleTables((), 0), learnt_scale=scale
-        )
+        learnt = self._parts.embedding_scale  # what the embedding does itself is in learnt rows
+        angles = AngleTables((), 0)
+        return DecoderParts(self._decoder(scale), layers, self._kept, angles, learnt_scale=learnt)
 
     def _decoder(self, scale: float) -> CDecoder:
         parts = self._parts
