@@ -58,17 +58,18 @@ def passes_of(model: PreTrainedModel) -> Passes:
 def test_a_block_is_the_models_own_pass(name: str) -> None:
     """Over committed tokens, too: the KV of masks is gone when the next block is filled."""
     model, _ = spec_drafter_of(name)
+    most = 1e-3 if name.endswith("_wide") else 1e-4  # the native runtime rounds in other places
     passes = passes_of(model)
     for start, stop, count in ((0, 3, MASKS), (3, 4, 2), (4, 8, MASKS)):
         (found,) = passes.fill([0], [TEXT[start:stop]], [count], MASK)
         expected = own_logits(model, TEXT[:stop], count)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(found, expected, rtol=0, atol=most)
         passes.commit(0, range(stop - start))
     torch.testing.assert_close(
         passes.verify([0], [chain([30])])[0].scores,
         reference_logits(model, tiny_source(), [*TEXT, 30])[-1:],
         rtol=0,
-        atol=1e-4,
+        atol=most,
     )
 
 

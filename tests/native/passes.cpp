@@ -166,7 +166,7 @@ struct Model {
         if (of.kind == Kind::T5) {
             decoder.activation = Activation::RELU;
             decoder.distance_bias = numbers(of.heads * DISTANCES, random);
-            decoder.distances = DISTANCES;
+            decoder.distances_before = DISTANCES - 1;
         }
         if (of.kind == Kind::RELATIVE) {
             decoder.embedding_scale = 3;

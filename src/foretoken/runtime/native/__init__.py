@@ -1,4 +1,4 @@
 """The CPU runtime in C++, compiled on the user's machine at its first use.
 
-It runs the Llama family, and the decoders of encoder-decoders.
+It runs the Llama family and encoder-decoders.
 """

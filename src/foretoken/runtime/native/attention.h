@@ -24,7 +24,8 @@ struct Sight {
     int32_t tail_length;
     int32_t prefix;
     int32_t first;
-    const float* bias = nullptr;  // [distances] added to scores, by the distance to the last slot; null for none
+    int32_t position = 0;         // rank of the node itself, if there is a bias
+    const float* bias = nullptr;  // added to scores, by the distance from a rank to the node; null for none
 
     int count() const { return prefix + tail_length; }
     int slot(int rank) const { return rank < prefix ? rank : tail[rank - prefix]; }
@@ -106,7 +107,7 @@ struct Attention {
     const Sight* sights;    // of each query
     int count;              // queries
     float scaling, cap;     // scores become cap tanh(score / cap), unless it is 0
-    int distances = 0;      // the last bias is that of all larger distances, too
+    int before = 0, behind = 0;  // biases are of distances -behind to before, and those of all larger ones, too
     alignas(64) Element queries[QUERIES][D];
     alignas(64) float out[QUERIES][D];  // the result
     f32x16 totals[QUERIES];             // of the weights so far
@@ -259,7 +260,7 @@ private:
         }
         if (cap != 0)
             for (int i = 0; i < end; i += LANES) store(row + i, capped(load<f32x16>(row + i), cap));
-        if (sights[q].bias) add_bias(sights[q].bias, sights[q].count() - 1 - rank, end, row);
+        if (sights[q].bias) add_bias(sights[q].bias, sights[q].position - rank, end, row);
         for (int i = 0; i < first; i++) row[i] = -INFINITY;
         for (int i = end; i % LANES; i++) row[i] = -INFINITY;
         f32x16 most = load<f32x16>(row);
@@ -282,11 +283,12 @@ private:
         totals[q] = total;
     }
 
-    // To the scores of ranks 0 to end - 1 of a block; `last` is the rank whose distance is 0.
-    void add_bias(const float* bias, int last, int end, float* row) const {
-        int far = std::min(std::max(0, last - distances + 2), end);
-        for (int i = 0; i < far; i++) row[i] += bias[distances - 1];
-        for (int i = far; i < end; i++) row[i] += bias[last - i];
+    // To the scores of ranks 0 to end - 1 of a block; that of distance 0 is `own`.
+    void add_bias(const float* bias, int own, int end, float* row) const {
+        int near = std::min(std::max(0, own - before), end), far = std::max(near, std::min(own + behind, end));
+        for (int i = 0; i < near; i++) row[i] += bias[before];
+        for (int i = near; i < far; i++) row[i] += bias[own - i];
+        for (int i = far; i < end; i++) row[i] += bias[-behind];
     }
 
     uint32_t weight(int place, int word) const { return ((const uint32_t*)weights[place])[word]; }

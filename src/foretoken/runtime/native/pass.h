@@ -45,17 +45,17 @@ struct Decoder {
     // have none (-1).
     const float* position_embedding;
     int64_t embedded_positions, unplaced_token;
-    // What scores of self-attention get by the distance between a node and what it sees, [heads, distances]; the last
-    // one holds for larger distances, too (null). Not with windows.
+    // What scores of self-attention get by the distance from what a node sees to the node, [heads, behind + 1 + before];
+    // the first and the last one hold for larger distances, too (null). Not with windows.
     const float* distance_bias;
-    int64_t distances;
+    int64_t distances_before, distances_behind;
     // A drafting head reads a state beside each token; its first layer's inputs are twice as wide:
     // the normalised embedding, then the normalised state. Null norms for a language model.
     int32_t norm_before_residual;  // whether the stream begins with the normalised state
-    int32_t norm_output;           // whether hidden states behind the last layer are normalised
+    int32_t norm_output;           // whether hidden states behind the last layer are normalised; an encoder's are, too
     Norm embedding_norm;           // of an encoder-decoder, too: of what the stream begins with
     const float* state_norm;
-    // Or the stream begins with this layer of embedding and state, as they are (EAGLE-1). Null weight if not.
+    // Or a head's stream begins with this layer of embedding and state, as they are (EAGLE-1). Null weight if not.
     Linear mix;
 };
 

@@ -1,4 +1,5 @@
-// One pass of a decoder: the Llama family, and encoder-decoders in the layouts of BART and T5.
+// One pass of a decoder: the Llama family, and encoder-decoders in the layouts of BART and T5. Their encoders, too:
+// there, every node sees all slots.
 //
 // lean.py and seq2seq/network.py are the readable versions of the computation. Here one parallel region covers all layers, and
 // its threads share every part of a layer (team.h). Numbers stay in float32 between linear
@@ -213,7 +214,7 @@ private:
     void keep_hidden_of(int layer, int node) {
         float normal[MOST_HIDDEN_SIZE];
         const float* from = stream_ + (long)node * d_.hidden_size;
-        if (d_.norm_output && layer == d_.num_layers) {
+        if (d_.norm_output && d_.norm.weight && layer == d_.num_layers) {
             normalise_row(from, d_.norm, d_.epsilon, d_.hidden_size, normal);
             from = normal;
         }
@@ -461,14 +462,15 @@ private:
         }
         attention.scaling = d_.scaling;
         attention.cap = d_.score_cap;
-        attention.distances = d_.distances;
+        attention.before = d_.distances_before;
+        attention.behind = d_.distances_behind;
         Sight sights[QUERIES];
         const float* queries[QUERIES];
         int count = 0;
         for (int node = first; node < last; node++) {
             Sight sight = source ? Sight{nullptr, 0, (int32_t)source->positions, 0} : sight_of(layer, node);
             for (int i = 0; i < heads_here; i++, count++) {
-                if (d_.distance_bias && !source) sight.bias = d_.distance_bias + (head + i) * d_.distances;
+                if (d_.distance_bias && !source) sight.bias = bias_of(head + i);
                 sights[count] = sight;
                 queries[count] = qkv_ + ((long)node * heads() + head + i) * D;
             }
@@ -486,7 +488,13 @@ private:
     // What a node sees of its row.
     Sight sight_of(const Layer& layer, int node) const {
         int32_t tails = p_.tail_starts[node], first_seen = layer.window ? p_.positions[node] + 1 - layer.window : 0;
-        return {p_.tails + tails, p_.tail_starts[node + 1] - tails, p_.prefixes[node], first_seen < 0 ? 0 : first_seen};
+        return {p_.tails + tails, p_.tail_starts[node + 1] - tails, p_.prefixes[node], first_seen < 0 ? 0 : first_seen,
+                p_.positions[node]};
+    }
+
+    // The bias of a head for a distance of 0.
+    const float* bias_of(long head) const {
+        return d_.distance_bias + head * (d_.distances_behind + 1 + d_.distances_before) + d_.distances_behind;
     }
 
     const Decoder& d_;

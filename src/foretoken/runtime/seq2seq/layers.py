@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from foretoken.runtime.lean import Linear, LinearLayer
 from foretoken.runtime.llama import LinearWeights
-from foretoken.runtime.seq2seq.structure import AttentionParts, LayerParts
+from foretoken.runtime.seq2seq.structure import AttentionParts, DecoderLayerParts, LayerParts
 
 __all__ = ["Elementwise", "Layer", "head_of", "layer_of", "source_layer_of"]
 
@@ -20,7 +20,7 @@ Elementwise: TypeAlias = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer: see `LayerParts`.
+    """One decoder layer: see `DecoderLayerParts`.
 
     Args:
         index: the layer's index in the slab and in row states.
@@ -52,7 +52,7 @@ class Layer:
         return self.down(self.activation(gate) * up)
 
 
-def layer_of(index: int, parts: LayerParts, kind: type[LinearLayer]) -> Layer:
+def layer_of(index: int, parts: DecoderLayerParts, kind: type[LinearLayer]) -> Layer:
     """One layer; `index` is its place."""
     # `forward` itself, because `nn.Module.__call__` would add overhead ten times a layer.
     attention, cross = parts.attention, parts.cross

@@ -23,7 +23,7 @@ from foretoken.runtime.kv_slab import KVSlab
 from foretoken.runtime.lean import DenseLinear, Linear, LinearLayer
 from foretoken.runtime.network import Need, PassOutput
 from foretoken.runtime.seq2seq.cross import CrossKeys, CrossStates
-from foretoken.runtime.seq2seq.encoder import EncoderSide
+from foretoken.runtime.seq2seq.encoder import EncoderSide, TorchEncoder
 from foretoken.runtime.seq2seq.layers import Elementwise, Layer, head_of, layer_of
 from foretoken.runtime.seq2seq.structure import describe
 
@@ -48,7 +48,7 @@ class Seq2SeqNetwork(EncoderSide):
         self, model: PreTrainedModel, linear: type[PackedLinear | Int8Linear] | None
     ) -> None:
         parts = describe(model)
-        super().__init__(model, parts, linear)
+        super().__init__(model, parts, linear, TorchEncoder(model, linear))
         kind: type[LinearLayer] = linear or DenseLinear
         self.least_nodes = kind.LEAST_ROWS
         self._embedding, self._scale = parts.embedding, parts.embedding_scale

@@ -70,22 +70,30 @@ class RelativePositions:
 
     Args:
         by_distance: [H, distances] the bias of each head; the last one holds for larger distances.
+        behind: how many of them, the first, are for what comes behind a node.
     """
 
     by_distance: Tensor
+    behind: int = 0
 
     @classmethod
-    def of(cls, attention: Any) -> RelativePositions:
-        """The biases of T5's first self-attention, which all layers share."""
+    def of(cls, attention: Any, *, both_ways: bool = False) -> RelativePositions:
+        """The biases of T5's first self-attention, which all layers share.
+
+        Args:
+            attention: the module.
+            both_ways: whether nodes see what comes behind them, as in an encoder.
+        """
         largest = int(attention.relative_attention_max_distance)
+        behind = largest if both_ways else 0
         buckets = attention._relative_position_bucket(
-            -torch.arange(largest + 1),
-            bidirectional=False,
+            -torch.arange(-behind, largest + 1),
+            bidirectional=both_ways,
             num_buckets=attention.relative_attention_num_buckets,
             max_distance=largest,
         )
         weight = attention.relative_attention_bias.weight.detach()
-        return cls(weight[buckets.to(weight.device)].T.contiguous())
+        return cls(weight[buckets.to(weight.device)].T.contiguous(), behind)
 
     def embedding(self, inputs: PassInputs) -> None:
         """See `Positions.embedding`."""
@@ -98,5 +106,6 @@ class RelativePositions:
         """
         ranks = (mask[:, 0] == 0).cumsum(-1) - 1  # [B, padded N, S]
         padded = F.pad(positions, (0, ranks.shape[1] - positions.shape[1]))
-        distances = (padded[:, :, None] - ranks).clamp(0, self.by_distance.shape[1] - 1)
+        distances = padded[:, :, None] - ranks + self.behind
+        distances = distances.clamp(0, self.by_distance.shape[1] - 1)
         return self.by_distance[:, distances].transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Finds the parts of a Transformers encoder-decoder that `network.py` computes with.
+"""Finds the parts of a Transformers encoder-decoder that networks compute with.
 
 Two layouts are known. BART's layers have named sublayers, and an embedding per position; mBART,
 Marian, M2M100, Pegasus and Whisper have the same. T5's layers are lists of sublayers, and relative
@@ -9,7 +9,7 @@ way, do not pass the checks of `probing.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,16 @@ from transformers import PreTrainedModel
 from foretoken.errors import CompatibilityError
 from foretoken.runtime.seq2seq.positions import Positions, RelativePositions, TablePositions
 
-__all__ = ["AttentionParts", "LayerParts", "Structure", "describe"]
+__all__ = [
+    "AttentionParts",
+    "DecoderLayerParts",
+    "LayerParts",
+    "Scaled",
+    "Stack",
+    "Structure",
+    "describe",
+    "describe_encoder",
+]
 
 
 @dataclass(frozen=True)
@@ -34,9 +43,9 @@ class AttentionParts:
     scaling: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerParts:
-    """One decoder layer: self-attention, cross-attention and MLP, each with its norm.
+    """One layer: self-attention and MLP, each with its norm.
 
     Args:
         up: the MLP's first linear layers: one, or two whose results are multiplied after the
@@ -46,32 +55,34 @@ class LayerParts:
 
     attention: AttentionParts
     attention_norm: nn.Module
-    cross: AttentionParts
-    cross_norm: nn.Module
     up: tuple[nn.Linear, ...]
     activation: nn.Module
     down: nn.Linear
     mlp_norm: nn.Module
 
 
-@dataclass(frozen=True)
-class Structure:
-    """The parts of an encoder-decoder.
+@dataclass(frozen=True, kw_only=True)
+class DecoderLayerParts(LayerParts):
+    """One decoder layer, which also has a cross-attention between the two others."""
+
+    cross: AttentionParts
+    cross_norm: nn.Module
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """An encoder, or what a decoder has in common with one.
 
     Args:
-        encoder: the encoder's module.
-        layers: of the decoder.
-        embedding: the decoder's, [..., ] token ids -> [..., E].
+        layers: of it.
+        embedding: [..., ] token ids -> [..., E].
         embedding_scale: factor on what it returns.
         embedding_norm: the norm behind the embedding; None if there is none.
-        positions: how the decoder knows them.
+        positions: how it knows them.
         norm_first: whether each sublayer's norm precedes it, or follows the residual sum.
-        final_norm: what lies between the last layer and the output layer.
-        head: the output layer.
-        logits_bias: [V] added to the logits; None if nothing is.
+        final_norm: what lies behind the last layer.
     """
 
-    encoder: PreTrainedModel
     layers: tuple[LayerParts, ...]
     embedding: nn.Module
     embedding_scale: float
@@ -79,6 +90,20 @@ class Structure:
     positions: Positions
     norm_first: bool
     final_norm: nn.Module
+
+
+@dataclass(frozen=True, kw_only=True)
+class Structure(Stack):
+    """The parts of an encoder-decoder: its decoder, and more.
+
+    Args:
+        encoder: the encoder's module.
+        head: the output layer.
+        logits_bias: [V] added to the logits; None if nothing is.
+    """
+
+    layers: tuple[DecoderLayerParts, ...]
+    encoder: PreTrainedModel
     head: nn.Linear
     logits_bias: Tensor | None
 
@@ -112,6 +137,26 @@ def describe(model: PreTrainedModel) -> Structure:
         return _relative(parts, decoder) if relative else _with_table(parts, decoder)
 
 
+def describe_encoder(model: PreTrainedModel) -> Stack | None:
+    """The parts of a model's encoder; None if it reads audio, or is of an unknown kind.
+
+    That of a drafter which reads the target's encoder has no layers, and is never run: None.
+    """
+    parts: Any = model
+    encoder = parts.get_encoder()
+    if not len(getattr(encoder, "block", getattr(encoder, "layers", ()))):
+        return None
+    with suppress(AttributeError, IndexError, TypeError):
+        if hasattr(encoder, "block"):
+            layers = tuple(_listed_layer(block.layer) for block in encoder.block)
+            attention = encoder.block[0].layer[0].SelfAttention
+            positions = RelativePositions.of(attention, both_ways=True)
+            return Stack(layers=layers, **_listed_stack(encoder), positions=positions)
+        layers = tuple(LayerParts(**_named_parts(layer)) for layer in encoder.layers)
+        return Stack(layers=layers, **_named_stack(parts, encoder))
+    return None
+
+
 @contextmanager
 def _refusing(name: str) -> Iterator[None]:
     try:
@@ -125,24 +170,29 @@ def _refusing(name: str) -> Iterator[None]:
 
 def _with_table(model: Any, decoder: Any) -> Structure:
     """BART's layout."""
-    final_norm = getattr(decoder, "layer_norm", None)
     bias = getattr(model, "final_logits_bias", None)
-    # Whisper has a scale that it does not use, and others' embeddings scale by themselves.
-    scales = (
-        not hasattr(decoder.embed_tokens, "embed_scale") and model.config.model_type != "whisper"
-    )
     return Structure(
         encoder=model.get_encoder(),
         layers=tuple(_named_layer(layer) for layer in decoder.layers),
-        embedding=decoder.embed_tokens,
-        embedding_scale=float(getattr(decoder, "embed_scale", 1.0)) if scales else 1.0,
-        embedding_norm=getattr(decoder, "layernorm_embedding", None),
-        positions=_table(model, decoder.embed_positions),
-        norm_first=final_norm is not None,
-        final_norm=nn.Identity() if final_norm is None else final_norm,
         head=_head(model),
         logits_bias=None if bias is None else bias[0].detach(),
+        **_named_stack(model, decoder),
     )
+
+
+def _named_stack(model: Any, stack: Any) -> dict[str, Any]:
+    """The fields of a `Stack` without the layers."""
+    final_norm = getattr(stack, "layer_norm", None)
+    # Whisper has a scale that it does not use, and others' embeddings scale by themselves.
+    scales = not hasattr(stack.embed_tokens, "embed_scale") and model.config.model_type != "whisper"
+    return {
+        "embedding": stack.embed_tokens,
+        "embedding_scale": float(getattr(stack, "embed_scale", 1.0)) if scales else 1.0,
+        "embedding_norm": getattr(stack, "layernorm_embedding", None),
+        "positions": _table(model, stack.embed_positions),
+        "norm_first": final_norm is not None,
+        "final_norm": nn.Identity() if final_norm is None else final_norm,
+    }
 
 
 def _head(model: Any) -> nn.Linear:
@@ -162,17 +212,24 @@ def _table(model: Any, embedding: Any) -> TablePositions:
     return TablePositions(rows[padding + 1 :], without=padding)
 
 
-def _named_layer(layer: Any) -> LayerParts:
-    return LayerParts(
-        attention=_named_attention(layer.self_attn),
-        attention_norm=layer.self_attn_layer_norm,
+def _named_layer(layer: Any) -> DecoderLayerParts:
+    return DecoderLayerParts(
         cross=_named_attention(layer.encoder_attn),
         cross_norm=layer.encoder_attn_layer_norm,
-        up=(layer.fc1,),
-        activation=layer.activation_fn,
-        down=layer.fc2,
-        mlp_norm=layer.final_layer_norm,
+        **_named_parts(layer),
     )
+
+
+def _named_parts(layer: Any) -> dict[str, Any]:
+    """The fields of `LayerParts`."""
+    return {
+        "attention": _named_attention(layer.self_attn),
+        "attention_norm": layer.self_attn_layer_norm,
+        "up": (layer.fc1,),
+        "activation": layer.activation_fn,
+        "down": layer.fc2,
+        "mlp_norm": layer.final_layer_norm,
+    }
 
 
 def _named_attention(part: Any) -> AttentionParts:
@@ -182,34 +239,53 @@ def _named_attention(part: Any) -> AttentionParts:
 
 def _relative(model: Any, decoder: Any) -> Structure:
     """T5's layout."""
-    norm = decoder.final_layer_norm
-    scaled = getattr(model.config, "scale_decoder_outputs", False)  # mT5 never does
+    fields = _listed_stack(decoder)
+    if getattr(model.config, "scale_decoder_outputs", False):  # mT5 never does
+        fields["final_norm"] = Scaled(decoder.final_layer_norm, model.config.d_model**-0.5)
     return Structure(
         encoder=model.get_encoder(),
-        layers=tuple(_listed_layer(block.layer) for block in decoder.block),
-        embedding=decoder.embed_tokens,
-        embedding_scale=1.0,
-        embedding_norm=None,
+        layers=tuple(_listed_decoder_layer(block.layer) for block in decoder.block),
         positions=RelativePositions.of(decoder.block[0].layer[0].SelfAttention),
-        norm_first=True,
-        final_norm=Scaled(norm, model.config.d_model**-0.5) if scaled else norm,
         head=_head(model),
         logits_bias=None,
+        **fields,
+    )
+
+
+def _listed_stack(stack: Any) -> dict[str, Any]:
+    """The fields of a `Stack` without layers and positions."""
+    return {
+        "embedding": stack.embed_tokens,
+        "embedding_scale": 1.0,
+        "embedding_norm": None,
+        "norm_first": True,
+        "final_norm": stack.final_layer_norm,
+    }
+
+
+def _listed_decoder_layer(parts: Any) -> DecoderLayerParts:
+    return DecoderLayerParts(
+        cross=_listed_attention(parts[1].EncDecAttention),
+        cross_norm=parts[1].layer_norm,
+        **_listed_parts(parts),
     )
 
 
 def _listed_layer(parts: Any) -> LayerParts:
-    mlp = parts[2].DenseReluDense
-    return LayerParts(
-        attention=_listed_attention(parts[0].SelfAttention),
-        attention_norm=parts[0].layer_norm,
-        cross=_listed_attention(parts[1].EncDecAttention),
-        cross_norm=parts[1].layer_norm,
-        up=(mlp.wi_0, mlp.wi_1) if hasattr(mlp, "wi_0") else (mlp.wi,),
-        activation=mlp.act,
-        down=mlp.wo,
-        mlp_norm=parts[2].layer_norm,
-    )
+    return LayerParts(**_listed_parts(parts))
+
+
+def _listed_parts(parts: Any) -> dict[str, Any]:
+    """The fields of `LayerParts`."""
+    mlp = parts[-1].DenseReluDense
+    return {
+        "attention": _listed_attention(parts[0].SelfAttention),
+        "attention_norm": parts[0].layer_norm,
+        "up": (mlp.wi_0, mlp.wi_1) if hasattr(mlp, "wi_0") else (mlp.wi,),
+        "activation": mlp.act,
+        "down": mlp.wo,
+        "mlp_norm": parts[-1].layer_norm,
+    }
 
 
 def _listed_attention(part: Any) -> AttentionParts:
