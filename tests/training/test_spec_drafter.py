@@ -95,7 +95,8 @@ def test_it_learns_what_is_served(name: str) -> None:
         prefix = OUTPUTS[row][: place + 1]
         found = torch.stack([trainee.logits(each[row, place], 0) for each in levels])
         expected = served(trainee, SOURCES[row], prefix)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+        most = 1e-3 if name.endswith("_wide") else 1e-4  # the native runtime rounds in other places
+        torch.testing.assert_close(found, expected, rtol=0, atol=most)
 
 
 @pytest.mark.parametrize("name", TEXT)
