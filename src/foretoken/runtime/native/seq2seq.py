@@ -19,8 +19,9 @@ from foretoken.runtime.native.build import library
 from foretoken.runtime.native.c_structures import CPass, CSource
 from foretoken.runtime.native.network import NativeNetwork, checked
 from foretoken.runtime.native.stacks import packed_stack, wrong_stack
-from foretoken.runtime.native.support import FORMATS
+from foretoken.runtime.native.support import wrong_place
 from foretoken.runtime.network import Need
+from foretoken.runtime.seq2seq.cross import are_same, states_of
 from foretoken.runtime.seq2seq.encoder import EncoderSide, TorchEncoder, probe_source
 from foretoken.runtime.seq2seq.positions import TablePositions
 from foretoken.runtime.seq2seq.structure import Stack, describe, describe_encoder
@@ -35,11 +36,8 @@ def why_not_native_seq2seq(model: PreTrainedModel) -> str | None:
     Raises:
         CompatibilityError: it is of an unknown kind.
     """
-    if model.device.type != "cpu" or model.dtype not in FORMATS:
-        return (
-            "it supports only float32 and bfloat16 on CPUs, "
-            f"not {model.dtype} on {model.device.type}"
-        )
+    if (reason := wrong_place(model, ("cpu",))) is not None:
+        return reason
     reason = wrong_stack(describe(model), model.dtype)
     return reason and f"{reason} of {type(model).__name__}"
 
@@ -128,24 +126,11 @@ class NativeSeq2Seq(EncoderSide, NativeNetwork):
 
     def _prepare(self, arguments: CPass, inputs: PassInputs, slab: KVSlab) -> None:
         super()._prepare(arguments, inputs, slab)
-        rows = range(inputs.first + len(inputs.rows))
-        states = [_state(slab, row) if row >= inputs.first else None for row in rows]
-        if not _are_same(states, self._read):
+        states = [None] * inputs.first + states_of(inputs, slab)  # by their rows in the slab
+        if not are_same(states, self._read):
             self._read = states
             self._sources_of_rows = (CSource * len(states))(*map(_source, states))
         arguments.sources = ctypes.addressof(self._sources_of_rows)
-
-
-def _state(slab: KVSlab, row: int) -> RowState | None:
-    """What a row reads; rows without nodes need not have read a source."""
-    found = slab.state(row)
-    return RowState(*found) if found else None
-
-
-def _are_same(states: Sequence[RowState | None], known: Sequence[RowState | None]) -> bool:
-    keys = ([None if each is None else each.keys for each in some] for some in (states, known))
-    first, second = keys
-    return len(first) == len(second) and all(a is b for a, b in zip(first, second, strict=True))
 
 
 def _source(state: RowState | None) -> CSource:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from transformers import PreTrainedModel
 
@@ -15,6 +17,7 @@ __all__ = [
     "MOST_HIDDEN_SIZE",
     "why_no_library",
     "why_not_native",
+    "wrong_place",
     "wrong_shape",
     "wrong_sizes",
 ]
@@ -34,11 +37,8 @@ def why_not_native(model: PreTrainedModel) -> str | None:
     """
     if family_of(model) is None:
         return f"it does not support {type(model).__name__}, or not with this configuration"
-    if model.device.type not in _PLACES or model.dtype not in FORMATS:
-        return (
-            "it supports only float32 and bfloat16 on CPUs, "
-            f"not {model.dtype} on {model.device.type}"
-        )
+    if (reason := wrong_place(model, _PLACES)) is not None:
+        return reason
     weights = LlamaWeights(model)
     if (reason := wrong_sizes(weights)) is not None:
         return reason
@@ -48,6 +48,20 @@ def why_not_native(model: PreTrainedModel) -> str | None:
     if embeddings < outputs:
         return f"the model has {outputs} output tokens and only {embeddings} embeddings"
     return None
+
+
+def wrong_place(model: PreTrainedModel, places: Collection[str]) -> str | None:
+    """Why the C++ code has no kernels for a model's dtype, or where it is; None if it has.
+
+    Args:
+        model: the module.
+        places: types of devices on which its weights may be.
+    """
+    if model.device.type in places and model.dtype in FORMATS:
+        return None
+    return (
+        f"it supports only float32 and bfloat16 on CPUs, not {model.dtype} on {model.device.type}"
+    )
 
 
 def why_no_library() -> str | None:

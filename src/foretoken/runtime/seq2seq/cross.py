@@ -14,7 +14,7 @@ from foretoken.runtime.inputs import PassInputs
 from foretoken.runtime.kv_slab import KVSlab
 from foretoken.runtime.source_network import RowState
 
-__all__ = ["CrossKeys", "CrossStates", "padded_state"]
+__all__ = ["CrossKeys", "CrossStates", "are_same", "padded_state", "states_of"]
 
 
 @dataclass(frozen=True)
@@ -67,19 +67,19 @@ class CrossStates:
 
     def of(self, inputs: PassInputs, slab: KVSlab) -> CrossKeys:
         """What the rows of a pass read. Rows without nodes need not have read a source."""
-        rows = range(inputs.first, inputs.first + len(inputs.rows))
-        states = [_row_state(slab, row) for row in rows]
-        if self._joined is None or not _same(states, self._states):
+        states = states_of(inputs, slab)
+        if self._joined is None or not are_same(states, self._states):
             self._states, self._joined = states, _join(states)
         return self._joined
 
 
-def _row_state(slab: KVSlab, row: int) -> RowState | None:
-    found = slab.state(row)
-    return RowState(*found) if found else None
+def states_of(inputs: PassInputs, slab: KVSlab) -> list[RowState | None]:
+    """What each row of a pass reads; None for rows that have not read a source."""
+    rows = range(inputs.first, inputs.first + len(inputs.rows))
+    return [RowState(*found) if (found := slab.state(row)) else None for row in rows]
 
 
-def _same(found: Sequence[RowState | None], known: Sequence[RowState | None]) -> bool:
+def are_same(found: Sequence[RowState | None], known: Sequence[RowState | None]) -> bool:
     """Whether these are the same tensors."""
     if len(found) != len(known):
         return False

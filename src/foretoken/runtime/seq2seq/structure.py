@@ -148,7 +148,7 @@ def describe_encoder(model: PreTrainedModel) -> Stack | None:
         return None
     with suppress(AttributeError, IndexError, TypeError):
         if hasattr(encoder, "block"):
-            layers = tuple(_listed_layer(block.layer) for block in encoder.block)
+            layers = tuple(LayerParts(**_listed_parts(block.layer)) for block in encoder.block)
             attention = encoder.block[0].layer[0].SelfAttention
             positions = RelativePositions.of(attention, both_ways=True)
             return Stack(layers=layers, **_listed_stack(encoder), positions=positions)
@@ -269,10 +269,6 @@ def _listed_decoder_layer(parts: Any) -> DecoderLayerParts:
         cross_norm=parts[1].layer_norm,
         **_listed_parts(parts),
     )
-
-
-def _listed_layer(parts: Any) -> LayerParts:
-    return LayerParts(**_listed_parts(parts))
 
 
 def _listed_parts(parts: Any) -> dict[str, Any]:
