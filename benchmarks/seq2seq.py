@@ -196,7 +196,7 @@ def measure_command(out: _Out, quick: _Quick = False, plan: _PlanFile = None) ->
     with _planned(quick, plan) as planned:
         llm, sample = _target(out, planned), _sample(out, planned)
         journal, drafters = _journal(out, planned), drafters_in(out, planned.drafters)
-        all_of_them = contestants(drafters)
+        all_of_them = contestants(planned.drafters, drafters)
         measure(llm, all_of_them, sample, planned.rounds, journal)
         batched = [one for one in all_of_them if one.name in _BATCHED]
         sources = sample.sources[: planned.batch_sentences]
@@ -214,7 +214,7 @@ def tables_command(out: _Out, quick: _Quick = False, plan: _PlanFile = None) -> 
             raise BenchmarkError(f"{out}: nothing is measured yet; run `measure` first.")
         journal, drafters = _journal(out, planned), drafters_in(out, planned.drafters)
         results = Results(journal.records, _sample(out, planned).references)
-        found = tables(results, drafters)
+        found = tables(results, planned.drafters, drafters)
         facts = machine(torch.device("cpu")) | {"dtype": planned.dtype}
         facts |= {"sentences": len(results.numbers), "drafters": ", ".join(drafters)}
         written = {"facts": facts, "tables": [each.as_dict() for each in found]}

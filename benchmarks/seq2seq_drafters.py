@@ -12,7 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -26,7 +26,7 @@ Shape = Literal["shared", "full", "balanced", "small"]
 SHAPES: tuple[Shape, ...] = ("shared", "full", "balanced", "small")
 """Of Spec-Drafters. `shared` reads the target's encoder and is a decoder of two layers; the others
 have an encoder of their own, as the paper's (see `new_masked_lm`)."""
-MAIN = "specdec-shared-25"
+MAIN = "specdec-shared"
 """The drafter of most tables: on a CPU, it learns most in a given time."""
 
 
@@ -35,7 +35,8 @@ class DrafterOptions(Config):
 
     Args:
         heads: numbers of blockwise heads, for a drafter each.
-        shapes: Spec-Drafters of 25 masks.
+        shapes: of Spec-Drafters.
+        num_masks: their masks.
         masks: numbers of masks of further Spec-Drafters, of the shape `shared`.
         answers: how the target writes what they learn.
         spec_set: `--set` of `foretoken train spec_drafter`. The published steps are far too many
@@ -47,6 +48,7 @@ class DrafterOptions(Config):
 
     heads: tuple[int, ...] = (10, 25)
     shapes: tuple[Shape, ...] = SHAPES
+    num_masks: int = 25
     masks: tuple[int, ...] = ()
     answers: Literal["greedy", "beam"] = "greedy"
     spec_set: tuple[str, ...] = (
@@ -60,8 +62,8 @@ class DrafterOptions(Config):
     def methods(self) -> dict[str, tuple[str, tuple[str, ...]]]:
         """Of each drafter by its name: the method, and its `--set`."""
         answers = f"answers={self.answers}"
-        spec = {f"specdec-{shape}-25": (shape, 25) for shape in self.shapes}
-        spec |= {f"specdec-shared-{masks}": ("shared", masks) for masks in self.masks}
+        spec = {f"specdec-{shape}": (shape, self.num_masks) for shape in self.shapes}
+        spec |= {f"{MAIN}-{masks}": ("shared", masks) for masks in self.masks}
         found: dict[str, tuple[str, tuple[str, ...]]] = {
             name: (
                 "spec_drafter",
@@ -73,6 +75,12 @@ class DrafterOptions(Config):
             f"blockwise-{heads}": ("blockwise", (f"num_heads={heads}", *self.heads_set))
             for heads in self.heads
         }
+
+    def drafter_of(self, k: int, drafters: Container[str]) -> str | None:
+        """Which of these drafts k tokens: one with k masks, or `MAIN` with its first ones."""
+        if (own := f"{MAIN}-{k}") in drafters:
+            return own
+        return MAIN if MAIN in drafters and k <= self.num_masks else None
 
 
 def _shape(shape: Shape) -> tuple[str, ...]:

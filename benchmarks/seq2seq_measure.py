@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import BenchmarkError
 from benchmarks.report import progress_bar
-from benchmarks.seq2seq_drafters import MAIN, SHAPES
+from benchmarks.seq2seq_drafters import MAIN, SHAPES, DrafterOptions
 from foretoken import LLM, SamplingParams
 from foretoken.bench.journal import Journal
 from foretoken.bench.rounds import order
@@ -80,8 +80,8 @@ def lossless(drafter: str) -> str:
     return f"{drafter} lossless"
 
 
-def contestants(drafters: Mapping[str, Path]) -> list[Contestant]:
-    """The baselines, and whatever the drafters that are there allow."""
+def contestants(options: DrafterOptions, drafters: Mapping[str, Path]) -> list[Contestant]:
+    """The baselines, and whatever those of the planned drafters that are there allow."""
     found = {each.name: each for each in (Contestant(BEAM, beams=5), Contestant(GREEDY))}
     for k in (10, 25):
         if (name := f"blockwise-{k}") in drafters:
@@ -89,10 +89,10 @@ def contestants(drafters: Mapping[str, Path]) -> list[Contestant]:
             _add(found, blockwise(k), base, k)
             _add(found, blockwise(k, "top_beta"), {**base, "acceptance": _rule()}, k)
     for shape in SHAPES:
-        if (name := f"specdec-{shape}-{K}") in drafters:
+        if (name := f"specdec-{shape}") in drafters:
             _add_spec(found, name, drafters[name], K)
     for k in LENGTHS:
-        if (own := drafter_of(k, drafters)) is not None:
+        if (own := options.drafter_of(k, drafters)) is not None:
             _add_spec(found, own, drafters[own], k)
     if MAIN in drafters:
         for beta in BETAS:
@@ -101,13 +101,6 @@ def contestants(drafters: Mapping[str, Path]) -> list[Contestant]:
         plain = {"method": "spec_drafter", "model": str(drafters[MAIN])}
         _add(found, lossless(MAIN), plain, K)
     return list(found.values())
-
-
-def drafter_of(k: int, drafters: Mapping[str, Any]) -> str | None:
-    """The Spec-Drafter for drafts of k tokens: one with k masks, or the first k of 25."""
-    if (own := f"specdec-shared-{k}") in drafters:
-        return own
-    return MAIN if MAIN in drafters and k <= K else None
 
 
 def _rule(beta: int = BETA, tau: float = TAU) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.report import markdown_table
-from benchmarks.seq2seq_drafters import MAIN, SHAPES
+from benchmarks.seq2seq_drafters import MAIN, SHAPES, DrafterOptions
 from benchmarks.seq2seq_measure import (
     BEAM,
     BETAS,
@@ -16,7 +16,6 @@ from benchmarks.seq2seq_measure import (
     TAUS,
     K,
     blockwise,
-    drafter_of,
     lossless,
     specdec,
 )
@@ -49,19 +48,21 @@ class Table(NamedTuple):
         }
 
 
-def tables(results: Results, drafters: Iterable[str]) -> list[Table]:
+def tables(results: Results, options: DrafterOptions, drafters: Iterable[str]) -> list[Table]:
     """All tables of which something was measured.
 
     Args:
         results: of the measurements.
+        options: the planned drafters.
         drafters: names of those that took part.
     """
     there = dict.fromkeys(drafters)
-    lengths = {k: specdec(own, k) for k in LENGTHS if (own := drafter_of(k, there)) is not None}
+    own = {k: name for k in LENGTHS if (name := options.drafter_of(k, there)) is not None}
+    lengths = {k: specdec(name, k) for k, name in own.items()}
     found = (
         _speeds(results, lengths),
         _ablation(results),
-        _block_lengths(results, lengths),
+        _block_lengths(results, lengths, options.num_masks),
         _tolerance(results),
         _batches(results),
         _relative(results, lengths),
@@ -108,7 +109,7 @@ def _speeds(results: Results, lengths: dict[int, str]) -> Table:
 def _ablation(results: Results) -> Table:
     named = [
         (f"heads, k {K}", blockwise(K, "top_beta")),
-        *((f"{shape}, k {K}", specdec(f"specdec-{shape}-{K}")) for shape in reversed(SHAPES)),
+        *((f"{shape}, k {K}", specdec(f"specdec-{shape}")) for shape in reversed(SHAPES)),
     ]
 
     def cells(name: str) -> list[str]:
@@ -124,10 +125,9 @@ def _ablation(results: Results) -> Table:
     return Table("Table 2: drafters, all with top_beta", header, _rows(results, named, cells))
 
 
-def _block_lengths(results: Results, lengths: dict[int, str]) -> Table:
-    named = [
-        (f"{k}" if f"shared-{k} " in name else f"{k} of {K}", name) for k, name in lengths.items()
-    ]
+def _block_lengths(results: Results, lengths: dict[int, str], most: int) -> Table:
+    first = {k for k, name in lengths.items() if name == specdec(MAIN, k) and k < most}
+    named = [(f"{k} of {most}" if k in first else f"{k}", name) for k, name in lengths.items()]
 
     def cells(name: str) -> list[str]:
         return [

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from foretoken.drafters.spec_drafter import SpecDrafterNotes
+from foretoken.drafters.transitions import Transitions, save_transitions
 from foretoken.training.draft_lm import write_lm
 from foretoken.training.masked_lm import new_masked_lm
 from tests.tiny_seq2seq import VOCAB_SIZE, seq2seq_config
@@ -26,6 +27,7 @@ def spec_drafter_of(
     encoder: Literal["own", "target"] = "own",
     *,
     fewer_masks: bool = False,
+    transitions: bool = False,
 ) -> tuple[PreTrainedModel, SpecDrafterNotes]:
     """A Spec-Drafter with random weights for one of `SEQ2SEQ`."""
     torch.manual_seed(seed)
@@ -34,7 +36,16 @@ def spec_drafter_of(
     for parameter in lm.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     lm.train(False)
-    return lm, SpecDrafterNotes(num_masks, VOCAB_SIZE, VOCAB_SIZE, encoder, fewer_masks)
+    sizes = (num_masks, VOCAB_SIZE, VOCAB_SIZE)
+    return lm, SpecDrafterNotes(*sizes, encoder, fewer_masks, transitions)
+
+
+def random_transitions(lm: Any, seed: int = 0) -> Transitions:
+    """Transitions for a Spec-Drafter that change most of its drafts."""
+    found = Transitions(size := lm.get_output_embeddings().weight.shape[1])
+    generator = torch.Generator().manual_seed(seed)
+    found.matrix.data = torch.randn(size, size, generator=generator)
+    return found
 
 
 def save_spec_drafter(
@@ -42,6 +53,8 @@ def save_spec_drafter(
 ) -> None:
     """Write it as one that was trained for a model called "tiny", which is no folder."""
     write_lm(lm, "tiny", folder, {**notes.note(), **more})
+    if notes.transitions:
+        save_transitions(random_transitions(lm), folder)
 
 
 @cache
@@ -51,10 +64,13 @@ def random_spec_drafter(
     encoder: Literal["own", "target"] = "own",
     *,
     fewer_masks: bool = False,
+    transitions: bool = False,
 ) -> str:
     """A folder with random weights, until the tests are over."""
     folder = Path(tempfile.mkdtemp(prefix="foretoken-tests-"))
     atexit.register(shutil.rmtree, folder)
-    made = spec_drafter_of(name, num_masks, encoder=encoder, fewer_masks=fewer_masks)
+    made = spec_drafter_of(
+        name, num_masks, encoder=encoder, fewer_masks=fewer_masks, transitions=transitions
+    )
     save_spec_drafter(folder, *made)
     return str(folder)

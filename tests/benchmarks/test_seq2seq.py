@@ -21,7 +21,6 @@ from benchmarks.seq2seq_measure import (
     GREEDY,
     Sample,
     contestants,
-    drafter_of,
     lossless,
     measure,
     measure_batches,
@@ -49,7 +48,7 @@ from foretoken.training.settings import TrainingSettings
 from tests.spec_drafters import save_spec_drafter
 
 GENERAL = TrainingSettings.field_names()
-SMALL = "specdec-small-25"
+SMALL = "specdec-small"
 TEXTS = [f"Choose File {number} - Open." for number in range(40)]
 SIZES = {"vocab_size": 300, "width": 16, "layers": 1, "feed_forward": 16, "heads": 2}
 OPTIONS = TargetOptions(
@@ -123,8 +122,8 @@ def save_drafter(folder: Path, shape: str, masks: int) -> None:
 def test_every_contestant_translates_every_sentence(trained: Path, tmp_path: Path) -> None:
     options = DrafterOptions(heads=(10, 25), shapes=("shared", "small"))
     for shape in options.shapes:
-        save_drafter(tmp_path / f"drafters/specdec-{shape}-25", shape, 25)
-    all_of_them = contestants(drafters_in(tmp_path, options))
+        save_drafter(tmp_path / f"drafters/specdec-{shape}", shape, 25)
+    all_of_them = contestants(options, drafters_in(tmp_path, options))
     names = [one.name for one in all_of_them]
     assert names[:2] == [BEAM, GREEDY]
     assert len(set(names)) == len(names) == 17
@@ -146,7 +145,9 @@ def test_every_contestant_translates_every_sentence(trained: Path, tmp_path: Pat
     assert results.same(lossless(MAIN), GREEDY) == 1
     assert results.draft_ms(specdec(MAIN)) > 0
     assert [point.size for point in results.batch_points(GREEDY)] == [1, 2]
-    assert "Table 2" in "".join(as_markdown(each) for each in tables(results, [MAIN, SMALL]))
+    assert "Table 2" in "".join(
+        as_markdown(each) for each in tables(results, DrafterOptions(), [MAIN, SMALL])
+    )
     save_figures(tmp_path / "x.png", results)
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
@@ -197,7 +198,7 @@ def test_figures_are_those_of_the_sentences_that_all_have_translated(results: Re
 
 
 def test_tables_have_a_row_for_whatever_was_measured(results: Results) -> None:
-    found = {each.title.split(":")[0]: each for each in tables(results, [MAIN])}
+    found = {each.title.split(":")[0]: each for each in tables(results, DrafterOptions(), [MAIN])}
     assert list(found) == [f"Table {n}" for n in (1, 2, 3, 4)] + ["Figure 5", "Table 6", "Figure 6"]
     assert [row[0] for row in found["Table 1"].rows] == [BEAM, GREEDY, "SpecDec, k 25"]
     _, greedy, spec = found["Table 1"].rows
@@ -225,15 +226,16 @@ def test_scores_are_sacrebleus() -> None:
     assert 20 < half.chrf < 80
 
 
-def test_drafts_have_their_own_drafter_or_the_first_tokens_of_25() -> None:
+def test_drafts_have_their_own_drafter_or_the_first_tokens_of_the_main_one() -> None:
     there = dict.fromkeys(["specdec-shared-10", MAIN])
-    found = [drafter_of(k, there) for k in (10, 15, 25, 30)]
+    found = [DrafterOptions().drafter_of(k, there) for k in (10, 15, 25, 30)]
     assert found == ["specdec-shared-10", MAIN, MAIN, None]
+    assert DrafterOptions(num_masks=30).drafter_of(30, there) == MAIN
 
 
 def test_commands_name_what_is_learnt() -> None:
     options = DrafterOptions(spec_set=("max_steps=5",), heads_set=(), answers="beam")
-    command = " ".join(train_command("specdec-small-25", Path("out"), options))
+    command = " ".join(train_command("specdec-small", Path("out"), options))
     assert command.startswith("foretoken train spec_drafter --model out/target --source ")
     assert command.endswith(
         "--set shape=small --set num_masks=25 --set answers=beam --set max_steps=5"

@@ -15,6 +15,7 @@ from torch import Tensor
 from foretoken import ConfigError
 from foretoken.core.source import Source
 from foretoken.drafters.spec_drafter import load_spec_drafter
+from foretoken.drafters.transitions import TokenTransitions
 from foretoken.errors import CompatibilityError
 from foretoken.runtime.choose import network_for
 from foretoken.runtime.passes import Passes
@@ -23,8 +24,10 @@ from foretoken.training import masked_blocks
 from foretoken.training.averaging import Averages
 from foretoken.training.batches import Batch, TrainingSet, collate
 from foretoken.training.conversations import Conversation
+from foretoken.training.draft_lm import output_layer
 from foretoken.training.feature_passes import compute_features
 from foretoken.training.features import FeatureCache, Features
+from foretoken.training.mask_rows import MaskRows, mask_rows, mask_states
 from foretoken.training.masked_blocks import (
     SpecDrafterTrainee,
     SpecDrafterTrainingOptions,
@@ -36,7 +39,7 @@ from foretoken.training.methods import training_method
 from foretoken.training.progress import Evaluation, Step
 from foretoken.training.settings import TrainingSettings
 from foretoken.training.trainer import Trainer
-from tests.spec_drafters import spec_drafter_of
+from tests.spec_drafters import random_transitions, spec_drafter_of
 from tests.tiny_seq2seq import CONTEXT, TEXT, VOCAB_SIZE, tiny_seq2seq, tiny_source
 from tests.training.world import computed, parts_of
 
@@ -51,8 +54,12 @@ def trainee_of(name: str = "bart", **options: Any) -> SpecDrafterTrainee:
         MASKS,
         encoder=options.get("encoder", "own"),
         fewer_masks=options.get("fewer_masks", False),
+        transitions=options.get("transitions", False),
     )
-    return SpecDrafterTrainee(lm, notes, SpecDrafterTrainingOptions(num_masks=MASKS, **options))
+    trainee = SpecDrafterTrainee(lm, notes, SpecDrafterTrainingOptions(num_masks=MASKS, **options))
+    if trainee.transitions is not None:
+        trainee.transitions = random_transitions(lm)
+    return trainee
 
 
 def features(tokens: Sequence[int], source: Sequence[int]) -> Features:
@@ -81,20 +88,32 @@ def served(trainee: SpecDrafterTrainee, source: Sequence[int], prefix: Sequence[
     return passes.fill([0], [prefix], [MASKS], VOCAB_SIZE)[0][:, :VOCAB_SIZE]
 
 
+def with_transitions(trainee: SpecDrafterTrainee, logits: Tensor, labels: Tensor) -> Tensor:
+    """[n, V] of a block's first logits, each behind the label in front of it."""
+    if trainee.transitions is None:
+        return logits
+    rows = output_layer(trainee.lm).weight[:VOCAB_SIZE]
+    transitions = TokenTransitions(trainee.transitions.matrix, rows)
+    return torch.cat([logits[:1], logits[1:] + transitions.behind(labels[:-1])])
+
+
 # What is learnt
 
 
+@pytest.mark.parametrize("transitions", [False, True])
 @pytest.mark.parametrize("name", TEXT)
 @torch.inference_mode()
-def test_it_learns_what_is_served(name: str) -> None:
+def test_it_learns_what_is_served(name: str, transitions: bool) -> None:
     """All prefixes of texts of different lengths: BART's drafter stands in for one of T5."""
-    trainee = trainee_of(name).eval()
+    trainee = trainee_of(name, transitions=transitions).eval()
     batch = batch_of(MASKS)
     levels = list(trainee.outputs(batch, MASKS))
     for row, place in ((0, 0), (0, 6), (1, 1), (2, 3)):
-        prefix = OUTPUTS[row][: place + 1]
+        prefix, labels = OUTPUTS[row][: place + 1], OUTPUTS[row][place + 1 :][:MASKS]
         found = torch.stack([trainee.logits(each[row, place], 0) for each in levels])
-        expected = served(trainee, SOURCES[row], prefix)
+        found = found[: len(labels)]  # behind the text there is no token in front of one
+        alone = served(trainee, SOURCES[row], prefix)[: len(labels)]
+        expected = with_transitions(trainee, alone, torch.tensor(labels))
         most = 1e-3 if name.endswith("_wide") else 1e-4  # the native runtime rounds in other places
         torch.testing.assert_close(found, expected, rtol=0, atol=most)
 
@@ -139,9 +158,14 @@ def test_evaluations_are_about_every_prefix(monkeypatch: pytest.MonkeyPatch) -> 
     assert learnt.counts.tolist() == [7 + 2 + 5, 6 + 1 + 4, 5 + 0 + 3]
 
 
-def test_the_loss_is_that_of_all_masks_inside_the_text() -> None:
-    """Without glancing and smoothing: the mean cross-entropy behind the prefixes drawn."""
-    trainee = trainee_of(glancing=(0.0, 0.0), label_smoothing=0.0, dropout=0.0)
+@pytest.mark.parametrize("options", [{}, {"prefixes": 3}, {"prefixes": 2, "transitions": True}])
+def test_the_loss_is_that_of_all_masks_inside_the_text(options: dict[str, Any]) -> None:
+    """Without glancing and smoothing: the mean cross-entropy behind the prefixes drawn.
+
+    Blocks behind several prefixes of a text have the logits that each has alone.
+    """
+    options = {"glancing": (0.0, 0.0), "label_smoothing": 0.0, "dropout": 0.0, **options}
+    trainee = trainee_of(**options)
     trainee.lm.config.dropout = 0.0
     modules: list[Any] = list(trainee.lm.modules())
     for module in modules:
@@ -149,51 +173,63 @@ def test_the_loss_is_that_of_all_masks_inside_the_text() -> None:
             module.dropout = 0.0
     batch = batch_of()
     torch.manual_seed(4)
-    prefixes = some_prefixes(batch)
+    prefixes, drawn = some_prefixes(batch, options.get("prefixes", 1))
     torch.manual_seed(4)
     learnt = trainee.train()(batch, 1)
-    losses, first = [], []
-    for tokens, source, size in zip(OUTPUTS, SOURCES, prefixes.tolist(), strict=True):
+    losses, first = [], torch.zeros_like(drawn)
+    for row, place in drawn.nonzero().tolist():
+        tokens, size = OUTPUTS[row], int(prefixes[row, place])
         labels = torch.tensor(tokens[size : size + MASKS])
         with torch.inference_mode():
-            logits = served(trainee, source, tokens[:size])[: len(labels)]
+            alone = served(trainee, SOURCES[row], tokens[:size])[: len(labels)]
+            logits = with_transitions(trainee, alone, labels)
         losses.append(F.cross_entropy(logits, labels, reduction="none"))
-        first.append(bool(logits[0].argmax() == labels[0]))
+        first[row, place] = bool(logits[0].argmax() == labels[0])
     torch.testing.assert_close(learnt.losses[0], torch.cat(losses).mean(), rtol=0, atol=1e-4)
-    assert learnt.right[:, 0, 0].tolist() == first
-    assert learnt.counts.tolist() == [len(OUTPUTS)]
+    assert torch.equal(learnt.right[:, 0], first)
+    assert learnt.counts.tolist() == [len(losses)]
 
 
 def test_blocks_of_fewer_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All lengths are learnt: each is drawn in 60 batches, but for a chance below 1e-5."""
+    """All lengths are learnt, the number of masks stays below that of a whole block.
+
+    Five masks are drawn with the lowest chance, 0.10: not in 150 batches, with one of 1e-7.
+    """
     trainee = trainee_of(fewer_masks=True)
-    counts: set[int] = set()
-    blocks_of = trainee._blocks
+    shapes: list[tuple[int, int]] = []
 
-    def counted(tokens: Tensor, prefixes: Tensor, count: int) -> Any:
-        counts.add(count)
-        return blocks_of(tokens, prefixes, count)
+    def counted(tokens: Tensor, prefixes: Tensor, count: int, mask: int) -> MaskRows:
+        shapes.append((count, prefixes.shape[1]))
+        return mask_rows(tokens, prefixes, count, mask)
 
-    monkeypatch.setattr(trainee, "_blocks", counted)
+    monkeypatch.setattr(masked_blocks, "mask_rows", counted)
     torch.manual_seed(0)
     trainee.train()
-    assert all(trainee(batch_of(), 1).losses.isfinite().all() for _ in range(60))
-    assert counts == set(range(1, MASKS + 1))
-    counts.clear()
+    assert all(trainee(batch_of(), 1).losses.isfinite().all() for _ in range(150))
+    assert set(shapes) == {(1, 5), (2, 2), (3, 1), (4, 1), (5, 1)}
+    shapes.clear()
     list(trainee.eval().outputs(batch_of(MASKS), MASKS))
-    assert counts == {MASKS}
+    assert set(shapes) == {(MASKS, 1)}
 
 
 def test_prefixes_are_uniform() -> None:
-    """1,000 draws of each of up to seven lengths: six standard deviations are 0.066 or less."""
+    """1,000 draws of two of up to seven lengths: six standard deviations are 0.1 or less."""
     torch.manual_seed(0)
     batch = batch_of()
-    drawn = torch.stack([some_prefixes(batch) for _ in range(1000)])
+    draws = [some_prefixes(batch, 2) for _ in range(1000)]
     for row, tokens in enumerate(OUTPUTS):
-        shares = torch.bincount(drawn[:, row], minlength=8)[1 : len(tokens)] / 1000
-        most = 6 * (0.25 / 1000) ** 0.5
-        assert (shares - 1 / (len(tokens) - 1)).abs().max() < most
-        assert float(shares.sum()) == pytest.approx(1)
+        lengths = [prefixes[row][drawn[row]].tolist() for prefixes, drawn in draws]
+        assert all(len(set(each)) == 2 for each in lengths)
+        shares = torch.bincount(torch.tensor(lengths).flatten(), minlength=8)[1:] / 1000
+        expected = torch.zeros(7)
+        expected[: len(tokens) - 1] = 2 / (len(tokens) - 1)
+        assert (shares - expected).abs().max() < 6 * (0.25 / 1000) ** 0.5
+
+
+def test_texts_with_fewer_prefixes() -> None:
+    prefixes, drawn = some_prefixes(batch_of(), 5)
+    assert drawn.sum(-1).tolist() == [5, 2, 5]
+    assert sorted(prefixes[1][drawn[1]].tolist()) == [1, 2]
 
 
 # Glancing
@@ -201,8 +237,8 @@ def test_prefixes_are_uniform() -> None:
 
 def test_so_many_places_are_chosen() -> None:
     torch.manual_seed(0)
-    places = torch.rand(50, 8) < 0.6
-    counts = (places.sum(-1) * torch.rand(50)).long()
+    places = torch.rand(50, 2, 8) < 0.6
+    counts = (places.sum(-1) * torch.rand(50, 2)).long()
     chosen = some_of(places, counts)
     assert torch.equal(chosen.sum(-1), counts)
     assert not (chosen & ~places).any()
@@ -211,15 +247,14 @@ def test_so_many_places_are_chosen() -> None:
 
 def test_labels_are_shown_and_not_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as a share of the wrong ones; they leave the loss."""
-    trainee = trainee_of(glancing=(0.5, 0.3))
-    passes: list[Tensor] = []
-    filled = trainee._filled
+    trainee = trainee_of(glancing=(0.5, 0.3), prefixes=2)
+    passes: list[MaskRows] = []
 
-    def watched(blocks: Any, *source: Tensor) -> Tensor:
-        passes.append(blocks.tokens)
-        return filled(blocks, *source)
+    def watched(lm: Any, rows: MaskRows, *source: Tensor) -> Tensor:
+        passes.append(rows)
+        return mask_states(lm, rows, *source)
 
-    monkeypatch.setattr(trainee, "_filled", watched)
+    monkeypatch.setattr(masked_blocks, "mask_states", watched)
     seen: list[Tensor] = []
     loss = F.cross_entropy
     monkeypatch.setattr(
@@ -229,16 +264,13 @@ def test_labels_are_shown_and_not_learnt(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     trainee.train()(batch := batch_of(), 1)
     first, second = passes
-    shown = first != second
-    assert (first[shown] == VOCAB_SIZE).all()
-    places = shown.nonzero()
-    for row, column in places.tolist():
-        assert second[row, column] == batch.tokens[row, column]
-    prefixes = (first != VOCAB_SIZE).sum(-1).tolist()
-    left = [len(tokens) - size for tokens, size in zip(OUTPUTS, prefixes, strict=True)]
-    learnable = sum(min(MASKS, count) for count in left)
-    assert 0 < len(places) <= learnable / 2
-    assert len(seen[0]) == learnable - len(places)
+    shown = first.tokens != second.tokens
+    assert (first.tokens[shown] == VOCAB_SIZE).all()
+    for row, column in (found := shown.nonzero().tolist()):
+        assert second.tokens[row, column] == batch.tokens[row, first.positions[row, column]]
+    inside = first.places <= batch.lengths[:, None, None]
+    assert 0 < len(found) <= int(inside.sum()) / 2
+    assert len(seen[0]) == int(inside.sum()) - len(found)
 
 
 def test_fewer_and_fewer_are_shown() -> None:
@@ -350,10 +382,19 @@ def test_averages(tmp_path: Path) -> None:
 
 def test_what_is_written_can_draft(pairs: Pairs, tmp_path: Path) -> None:
     parts = parts_of(pairs.target)
-    trainee = pairs.method.trainee(parts)
-    pairs.method.write(trainee, parts, tmp_path, {"seed": 0})
+    options = {"num_masks": 3, "shape": "small", "transitions": True}
+    method = training_method("spec_drafter", options)
+    trainee: Any = method.trainee(parts)
+    assert not trainee.transitions.matrix.any()  # it begins without them
+    trainee.transitions = random_transitions(trainee.lm)
+    method.write(trainee, parts, tmp_path, {"seed": 0})
     scorer, passes = load_spec_drafter(tmp_path, pairs.target)
     assert scorer.most_depths == 3
+    assert scorer.transitions is not None
+    added = scorer.transitions.behind(torch.tensor([5]))[0]
+    rows = trainee.lm.get_output_embeddings().weight[:VOCAB_SIZE]
+    expected = trainee.transitions(rows[5]) @ rows.T
+    torch.testing.assert_close(added, expected, rtol=0.05, atol=0.05)  # it is written in bfloat16
     assert passes.max_model_len == CONTEXT + 3
 
 

@@ -1,7 +1,8 @@
 """Drafting models that compute all levels of a draft in one pass: `parallel`, `spec_drafter`.
 
-The logits depend on the depth alone, not on the tokens drafted before. So all nodes of a level of a
-tree have the same children, and the q of each is exact: the model's distribution for this depth.
+The logits depend on the depth, and with `Transitions` on the token in front. So the q of each node
+is exact: the model's distribution for this depth behind its parent. Without transitions, all nodes
+of a level of a tree have the same children.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from foretoken.control import Budget
@@ -17,6 +19,7 @@ from foretoken.core.tree import TokenTree
 from foretoken.drafters.draft_model import OwnModel
 from foretoken.drafters.model_drafter import ModelDrafter
 from foretoken.drafters.product_tree import product_tree
+from foretoken.drafters.transitions import TokenTransitions
 from foretoken.request import Request
 from foretoken.runtime.network import GrownTree, GrowthLimit, GrowthPlan, PassOutput
 
@@ -28,9 +31,11 @@ class BlockScorer(OwnModel):
 
     Attributes:
         most_depths: most levels of a draft.
+        transitions: between the tokens that logits stand for; None if there are none.
     """
 
     most_depths: int
+    transitions: TokenTransitions | None = None
     _vocabulary: Tensor
 
     def prepare_blocks(self, most_depths: int, vocabulary: Tensor) -> None:
@@ -79,8 +84,13 @@ class BlockScorer(OwnModel):
             return logits[:1]
         depths = [depth - before_root for depth in tree.depths[num_computed:]]
         if len(set(depths)) > 1:  # the tree of a beam search
-            return logits[depths]
-        return logits[depths[0] : depths[0] + 1].expand(len(depths), -1)
+            found = logits[depths]
+        else:
+            found = logits[depths[0] : depths[0] + 1].expand(len(depths), -1)
+        if self.transitions is None:
+            return found
+        tokens = torch.tensor(tree.tokens[num_computed:], device=logits.device)
+        return found.float() + self.transitions.behind(tokens)
 
     def grow(
         self,
@@ -94,7 +104,7 @@ class BlockScorer(OwnModel):
             return None
         self._compute(keys, pending)
         return [
-            product_tree(self._levels[key][1], self._vocabulary, plan, limit)
+            product_tree(self._levels[key][1], self._vocabulary, plan, limit, self.transitions)
             for key, limit in zip(keys, limits, strict=True)
         ]
 

@@ -1,12 +1,71 @@
-"""Trees of most probable tokens whose logits depend on the depth alone."""
+"""Trees of most probable tokens, of logits that one pass has computed for all depths."""
 
 from __future__ import annotations
 
+from typing import Protocol
+
+import torch
 from torch import Tensor
 
+from foretoken.drafters.transitions import TokenTransitions
 from foretoken.runtime.network import GrownTree, GrowthLimit, GrowthPlan
 
 __all__ = ["product_tree"]
+
+_CANDIDATES = 16
+"""Tokens of a depth that transitions choose from."""
+
+
+class _Choices(Protocol):
+    """The most probable children of nodes."""
+
+    def children(self, level: int, place: int, width: int) -> tuple[list[int], list[float]]:
+        """Children of a node: their places among the candidates of their level, and probabilities.
+
+        Args:
+            level: that of the children.
+            place: that of their parent in the level above; 0 for those of the root.
+            width: their number.
+        """
+        ...
+
+
+class _Independent:
+    """Children that depend on their level alone."""
+
+    def __init__(self, probabilities: Tensor) -> None:
+        self._probabilities: list[list[float]] = probabilities.tolist()
+
+    def children(self, level: int, _place: int, width: int) -> tuple[list[int], list[float]]:
+        """See `_Choices.children`."""
+        return list(range(width)), self._probabilities[level][:width]
+
+
+class _Dependent:
+    """Children that depend on their parent, too.
+
+    Args:
+        probabilities: [K, C] of the candidates, without transitions.
+        added: [K - 1, C, C], see `TokenTransitions.between`.
+        width: most children of a node.
+    """
+
+    def __init__(self, probabilities: Tensor, added: Tensor, width: int) -> None:
+        # Nothing is added to the other tokens of the vocabulary, so their mass stays.
+        others = (1 - probabilities.sum(-1, keepdim=True)).clamp(min=1e-9)
+        scores = probabilities[1:, None].log() + added
+        rest = others[1:, None].log().expand(-1, added.shape[1], -1)
+        best = torch.cat([scores, rest], -1).softmax(-1)[..., :-1].topk(width)
+        self._first: list[float] = probabilities[0].tolist()
+        self._places: list[list[list[int]]] = best.indices.tolist()
+        self._probabilities: list[list[list[float]]] = best.values.tolist()
+
+    def children(self, level: int, place: int, width: int) -> tuple[list[int], list[float]]:
+        """See `_Choices.children`."""
+        if level == 0:
+            return list(range(width)), self._first[:width]
+        above = level - 1
+        return self._places[above][place][:width], self._probabilities[above][place][:width]
 
 
 class _Product:
@@ -17,18 +76,29 @@ class _Product:
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.probabilities: list[float] = []
+        self.places: list[int] = []  # of each node among the candidates of its level
         self._paths: list[float] = []  # the probability of the path down to each node
 
-    def add(self, parent: int, tokens: list[int], probabilities: list[float]) -> list[int]:
-        """Add children; returns those that may have children themselves."""
+    def add(
+        self, parent: int, tokens: list[int], places: list[int], probabilities: list[float]
+    ) -> list[int]:
+        """Add children; returns those that may have children themselves.
+
+        Args:
+            parent: their parent.
+            tokens: the candidates of their level.
+            places: which of them they are.
+            probabilities: theirs.
+        """
         limit, above = self._limit, self._paths[parent] if parent >= 0 else 1.0
         extendable = []
-        for token, probability in zip(tokens, probabilities, strict=True):
+        for place, probability in zip(places, probabilities, strict=True):
             if probability == 0:
                 break
-            self.tokens.append(token)
+            self.tokens.append(tokens[place])
             self.parents.append(parent)
             self.probabilities.append(probability)
+            self.places.append(place)
             self._paths.append(above * probability)
             if probability >= limit.min_token_prob and self._paths[-1] >= limit.min_path_prob:
                 extendable.append(len(self.tokens) - 1)
@@ -45,24 +115,38 @@ class _Product:
 
 
 def product_tree(
-    logits: Tensor, token_ids: Tensor, plan: GrowthPlan, limit: GrowthLimit
+    logits: Tensor,
+    token_ids: Tensor,
+    plan: GrowthPlan,
+    limit: GrowthLimit,
+    transitions: TokenTransitions | None = None,
 ) -> GrownTree:
-    """What `GrowingNetwork.grow` would grow if the logits did not depend on the drafted tokens.
+    """What `GrowingNetwork.grow` would grow, of logits that do not depend on the drafted tokens.
 
     Args:
         logits: [K, Vd] of the tokens at depths 1 to K, with K at least `limit.depth`.
         token_ids: [Vd] the tokens that logits stand for.
         plan: how the tree grows.
         limit: where it ends.
+        transitions: what a token adds to the logits behind it, among the best tokens of each depth.
     """
     widths = plan.widths[: limit.depth]
-    best = logits[: len(widths)].float().softmax(-1).topk(min(max(widths), logits.shape[-1]))
-    tokens, probabilities = token_ids[best.indices].tolist(), best.values.tolist()
+    width = min(max(widths), logits.shape[-1])
+    count = width if transitions is None else min(max(width, _CANDIDATES), logits.shape[-1])
+    best = logits[: len(widths)].float().softmax(-1).topk(count)
+    choices: _Choices = (
+        _Independent(best.values)
+        if transitions is None
+        else _Dependent(best.values, transitions.between(best.indices), width)
+    )
+    tokens: list[list[int]] = token_ids[best.indices].tolist()
     tree, frontier = _Product(limit), [-1]
-    for level, width in enumerate(widths):
+    for level, size in enumerate(widths):
         found: list[int] = []
         for parent in frontier:
-            found += tree.add(parent, tokens[level][:width], probabilities[level][:width])
+            place = tree.places[parent] if parent >= 0 else 0
+            children = choices.children(level, place, min(size, width))
+            found += tree.add(parent, tokens[level], *children)
         frontier = tree.best(found, plan.beam)
         if tree.is_full:
             break

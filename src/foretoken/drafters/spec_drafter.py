@@ -30,12 +30,15 @@ from foretoken.drafters.block import BlockScorer
 from foretoken.drafters.heads.folder import (
     CONFIG,
     Verifier,
+    check_tensors,
     existing_folder,
     read_json,
+    read_tensors,
     validated,
 )
 from foretoken.drafters.heads.probe import check_target
 from foretoken.drafters.options.models import SpecDrafterOptions
+from foretoken.drafters.transitions import FILE, MATRIX, TokenTransitions
 from foretoken.errors import CompatibilityError, ModelError
 from foretoken.models.support import check_supported, context_length
 from foretoken.request import Request
@@ -61,6 +64,7 @@ class SpecDrafterNotes:
         encoder: whose encoder its decoder reads.
         fewer_masks: whether it has learnt blocks of fewer masks, too. Then a block has as many as
             the draft has tokens.
+        transitions: whether there are `Transitions` between its tokens.
     """
 
     num_masks: Annotated[int, Gt(0)]
@@ -68,6 +72,7 @@ class SpecDrafterNotes:
     vocab_size: Annotated[int, Gt(0)]
     encoder: Literal["own", "target"] = "own"
     fewer_masks: bool = False
+    transitions: bool = False
 
     def note(self) -> dict[str, Any]:
         """What `config.json` holds, among the notes on the training."""
@@ -81,13 +86,18 @@ class MaskScorer(BlockScorer):
         model: the Spec-Drafter.
         notes: its sizes.
         encoder: rows of the model whose encoder it reads; None if the encoder is its own.
+        transitions: see `BlockScorer.transitions`.
     """
 
     def __init__(
-        self, model: Passes, notes: SpecDrafterNotes, encoder: SourceRows | None = None
+        self,
+        model: Passes,
+        notes: SpecDrafterNotes,
+        encoder: SourceRows | None = None,
+        transitions: TokenTransitions | None = None,
     ) -> None:
         super().__init__(model)
-        self._notes, self._encoder = notes, encoder
+        self._notes, self._encoder, self.transitions = notes, encoder, transitions
         vocabulary = torch.arange(notes.vocab_size, device=model.device)
         self.prepare_blocks(notes.num_masks, vocabulary)
         self._masks: dict[int, int] = {}  # request key -> masks of its next block
@@ -142,16 +152,28 @@ def load_spec_drafter(path: str | Path, target: Target) -> tuple[MaskScorer, Pas
     check_supported(model, length := context_length(model.config, None))
     if model.get_output_embeddings().out_features <= notes.mask_token_id:
         raise ModelError(f"{folder / CONFIG}: the drafter has no token {notes.mask_token_id}.")
+    transitions = None
+    if notes.transitions:
+        rows = model.get_output_embeddings().weight.detach()[: notes.vocab_size]
+        transitions = _transitions(folder / FILE, rows)
     network = network_for(model, target.quantization, target.runtime)
     passes = Passes(network, length, target.dtype, target.device)
     _check_tokens(folder, passes, notes, target)
     check_target(folder, Verifier(str(given.get("target", "another model"))), given, target)
     if notes.encoder == "own":
-        return MaskScorer(passes, notes), passes
+        return MaskScorer(passes, notes, None, transitions), passes
     assert target.source_network is not None, "the strategy has checked this"
-    scorer = MaskScorer(passes, notes, target)
+    scorer = MaskScorer(passes, notes, target, transitions)
     target.source_network.encoder_readers.add(scorer)
     return scorer, passes
+
+
+def _transitions(path: Path, rows: Tensor) -> TokenTransitions:
+    """Those of a file, for a drafter whose output layer has these rows [V, E]."""
+    size = rows.shape[1]
+    tensors = read_tensors(path)
+    check_tensors(path, tensors, {MATRIX: rows.new_empty(size, size)}, "a Spec-Drafter")
+    return TokenTransitions(tensors[MATRIX].to(rows.device), rows)
 
 
 def _check_tokens(folder: Path, model: Passes, notes: SpecDrafterNotes, target: Target) -> None:

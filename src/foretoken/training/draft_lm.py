@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,7 +213,13 @@ def _folder(name: str) -> Path | None:
         return None
 
 
-def write_lm(lm: PreTrainedModel, target: str, folder: Path, notes: Mapping[str, Any]) -> None:
+def write_lm(
+    lm: PreTrainedModel,
+    target: str,
+    folder: Path,
+    notes: Mapping[str, Any],
+    more: Sequence[Callable[[Path], None]] = (),
+) -> None:
     """Write a model in bfloat16, with the tokenizer and the generation config of the target.
 
     Each file appears complete or not at all, `config.json` last.
@@ -223,6 +229,7 @@ def write_lm(lm: PreTrainedModel, target: str, folder: Path, notes: Mapping[str,
         target: name of the target; without a folder of this name, neither of the two is written.
         folder: made if it does not exist.
         notes: on the training, for `config.json`.
+        more: they write further files into a folder.
 
     Raises:
         ModelError: the folder cannot be written.
@@ -232,6 +239,8 @@ def write_lm(lm: PreTrainedModel, target: str, folder: Path, notes: Mapping[str,
     try:
         beside.mkdir(parents=True)
         _save(lm, target, beside, notes)
+        for write in more:
+            write(beside)
         for file in sorted(beside.iterdir(), key=lambda path: path.name == "config.json"):
             file.replace(folder / file.name)
     except (OSError, SafetensorError) as error:

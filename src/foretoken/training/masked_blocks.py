@@ -4,6 +4,7 @@
 
 for a prefix of p tokens, drawn uniformly for each text and step, and k masks behind it, which are
 predicted at once. Labels end with the text; masks behind it learn nothing. The loss is smoothed.
+A step can learn from several prefixes of a text, each with masks of its own (`mask_rows.py`).
 
 Training glances (GLAT, Qian et al., arXiv 2008.07905): of the masks, as many as a share of those
 that were wrong in a first pass, drawn at random, get their label in place of the mask and leave the
@@ -14,7 +15,7 @@ code of the authors.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +26,11 @@ from transformers import PreTrainedModel
 
 from foretoken.core.config import Config
 from foretoken.drafters.spec_drafter import SpecDrafterNotes
+from foretoken.drafters.transitions import Transitions
 from foretoken.training.batches import Batch
 from foretoken.training.draft_lm import output_layer
 from foretoken.training.losses import LOSSES
+from foretoken.training.mask_rows import MaskRows, mask_rows, mask_states
 from foretoken.training.trainee import Learnt, Trainee
 
 __all__ = ["SpecDrafterTrainee", "SpecDrafterTrainingOptions", "some_of", "some_prefixes"]
@@ -56,7 +59,13 @@ class SpecDrafterTrainingOptions(Config):
         dropout: of its layers.
         label_smoothing: share of the loss that all tokens have alike.
         fewer_masks: whether blocks of 1 to `num_masks` masks are learnt; the number is
-            drawn for each batch. Then short drafts take fewer masks, and less time.
+            drawn for each batch, short ones more often. Then short drafts take fewer masks, and
+            less time.
+        transitions: whether a token of a draft also depends on the one before it, see
+            `Transitions`. In the paper it does not.
+        prefixes: how many prefixes of a text a step learns from, each with a block of its own; the
+            paper's is one. A text teaches more with more of them, and is computed once for all.
+            Where blocks are shorter (`fewer_masks`), so many masks serve more prefixes.
         glancing: the share of wrong masks that are shown, at the first and at the last step.
     """
 
@@ -69,6 +78,8 @@ class SpecDrafterTrainingOptions(Config):
     dropout: _Share = 0.1
     label_smoothing: _Share = 0.1
     fewer_masks: bool = False
+    transitions: bool = False
+    prefixes: Annotated[int, Ge(1), Le(256)] = 1
     glancing: tuple[_Share, _Share] = (0.5, 0.3)
 
     @model_validator(mode="after")
@@ -84,21 +95,6 @@ class SpecDrafterTrainingOptions(Config):
     def halved(self) -> bool:
         """Whether the drafter's widths are half of the target's."""
         return self.size < _HALVED_BELOW and self.encoder == "own"
-
-
-class _Blocks(NamedTuple):
-    """R texts with a block of k masks behind a prefix of each, W columns.
-
-    Args:
-        tokens: [R, W].
-        sees: [R, 1, W, W] which columns each column sees: those of a prefix what precedes them,
-            those behind it all of the prefix and of the masks.
-        masks: [R, k] the columns of the masks.
-    """
-
-    tokens: Tensor
-    sees: Tensor
-    masks: Tensor
 
 
 class SpecDrafterTrainee(Trainee):
@@ -121,6 +117,9 @@ class SpecDrafterTrainee(Trainee):
         super().__init__(vocabulary, notes.vocab_size, LOSSES["ce"], notes.num_masks)
         self._lm = [lm]  # in a list: its embedding has several names, and a checkpoint needs one
         self.weights = nn.ParameterList(lm.parameters())
+        self.transitions = (
+            Transitions(output_layer(lm).weight.shape[1]) if notes.transitions else None
+        )
         self.notes, self._options = notes, options
         self.reads_encoder = notes.encoder == "target"
         self.shown = options.glancing[0]
@@ -156,26 +155,45 @@ class SpecDrafterTrainee(Trainee):
         self.shown = first + (last - first) * step / total
 
     def forward(self, batch: Batch, num_levels: int) -> Learnt:
-        """Of one prefix of each text in training; see `Trainee.forward` for evaluations."""
+        """Of some prefixes of each text in training; see `Trainee.forward` for evaluations."""
         if not self.training:
             return super().forward(batch, num_levels)
-        prefixes = some_prefixes(batch)
-        blocks = self._blocks(batch.tokens, prefixes, self._count())
-        labels, valid = _labels(batch, blocks.masks)
+        count = self._count()
+        # Shorter blocks leave room for more prefixes.
+        most = self._options.prefixes * self.notes.num_masks // count
+        prefixes, drawn = some_prefixes(batch, most)
+        rows = mask_rows(batch.tokens, prefixes, count, self.notes.mask_token_id)
+        labels, valid = _labels(batch, rows.places)
+        valid &= drawn[..., None]
         source = self._encoded(batch)
         with torch.no_grad():
-            guesses = self.logits(self._filled(blocks, *source), 0).argmax(-1)
-            wrong = (guesses != labels) & valid
-            shown = some_of(valid, (self.shown * wrong.sum(-1)).long())
-        tokens = blocks.tokens.scatter(
-            1, blocks.masks, torch.where(shown, labels, self.notes.mask_token_id)
-        )
-        logits = self.logits(self._filled(blocks._replace(tokens=tokens), *source), 0)
+            right = torch.zeros_like(valid)
+            right[valid] = _are_best(self._behind(rows, source, valid, batch), labels[valid])
+            wrong = (valid & ~right).sum(-1)
+            shown = some_of(valid, (self.shown * wrong).long())
         learnt = valid & ~shown
+        logits = self._behind(rows.showing(shown, labels), source, learnt, batch)
         smoothing = self._options.label_smoothing
-        loss = F.cross_entropy(logits[learnt], labels[learnt], label_smoothing=smoothing)
-        right = ((guesses == labels) & valid)[:, :1, None]
-        return Learnt(loss[None], right, valid[:, 0].sum()[None])
+        loss = F.cross_entropy(logits, labels[learnt], label_smoothing=smoothing)
+        return Learnt(loss[None], right[:, None, :, 0], valid[..., 0].sum()[None])
+
+    def _behind(
+        self, rows: MaskRows, source: tuple[Tensor, Tensor], chosen: Tensor, batch: Batch
+    ) -> Tensor:
+        """[N, V] the logits at those masks [R, P, k] that are chosen."""
+        states = mask_states(self.lm, rows, *source)[chosen]
+        if self.transitions is not None:
+            before = batch.tokens.gather(
+                1, (rows.places.flatten(1) - 1).clamp(max=batch.tokens.shape[1] - 1)
+            ).view_as(rows.places)
+            added = self.transitions(self._rows(before[chosen]))
+            first = torch.arange(chosen.shape[-1], device=chosen.device).expand_as(chosen) == 0
+            states = states + added.masked_fill(first[chosen][:, None], 0)
+        return self.logits(states, 0)
+
+    def _rows(self, tokens: Tensor) -> Tensor:
+        """[..., E] the output layer's rows of tokens."""
+        return F.embedding(tokens, output_layer(self.lm).weight)
 
     def outputs(self, batch: Batch, num_levels: int) -> Iterator[Tensor]:
         """See `Trainee.outputs`: states of the masks behind every prefix that is a root."""
@@ -188,18 +206,26 @@ class SpecDrafterTrainee(Trainee):
         for row, place, prefix in zip(
             *(torch.split(each, size) for each in (rows, places, prefixes)), strict=True
         ):
-            blocks = self._blocks(batch.tokens[row], prefix, self.notes.num_masks)
-            filled = self._filled(blocks, states[row], mask[row])
+            blocks = mask_rows(
+                batch.tokens[row], prefix[:, None], self.notes.num_masks, self.notes.mask_token_id
+            )
+            filled = mask_states(self.lm, blocks, states[row], mask[row])[:, 0]
             found[row, place] = filled[:, :num_levels].to(found.dtype)
         for level in range(num_levels):
-            yield found[:, :, level]
+            states = found[:, :, level]
+            if level and self.transitions is not None:
+                before = self._rows(batch.levels.inputs[:, level])
+                states = states + self.transitions(before).to(states)
+            yield states
 
     def logits(self, outputs: Tensor, level: int) -> Tensor:
         """See `Trainee.logits`: without that of the mask."""
-        logits = output_layer(self.lm)(outputs)
+        layer, size = output_layer(self.lm), self.notes.vocab_size
         bias = getattr(self.lm, "final_logits_bias", None)
-        total: Tensor = logits if bias is None else logits + bias[0]
-        return total[..., : self.notes.vocab_size].float()
+        added = layer.bias if bias is None else bias[0]
+        return F.linear(
+            outputs, layer.weight[:size], added if added is None else added[:size]
+        ).float()
 
     def _encoded(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """[B, S, E] what the encoder makes of the sources, and [B, S] where they are."""
@@ -212,51 +238,39 @@ class SpecDrafterTrainee(Trainee):
         return states, mask
 
     def _count(self) -> int:
-        """Masks of the blocks of a training batch."""
+        """Masks of the blocks of a training batch: short ones are drawn more often."""
         most = self.notes.num_masks
-        return int(torch.randint(1, most + 1, ())) if self.notes.fewer_masks else most
-
-    def _blocks(self, tokens: Tensor, prefixes: Tensor, count: int) -> _Blocks:
-        """So many masks behind prefixes [R] of texts [R, T]."""
-        mask = self.notes.mask_token_id
-        columns = torch.arange(int(prefixes.max()) + count, device=tokens.device)
-        known = columns < prefixes[:, None]
-        kept = F.pad(tokens, (0, count), value=mask)[:, : len(columns)]
-        in_order = columns <= columns[:, None]
-        in_block = columns < (prefixes + count)[:, None, None]
-        sees = torch.where(known[:, :, None], in_order, in_block)
-        masks = prefixes[:, None] + columns[:count]
-        return _Blocks(torch.where(known, kept, mask), sees[:, None], masks)
-
-    def _filled(self, blocks: _Blocks, states: Tensor, source_mask: Tensor) -> Tensor:
-        """[R, k, E] the states of the masks, for R encoded sources."""
-        lm: Any = self.lm
-        decoder = lm.get_decoder()
-        hidden: Tensor = decoder(
-            input_ids=blocks.tokens,
-            attention_mask=blocks.sees,
-            encoder_hidden_states=states,
-            encoder_attention_mask=source_mask,
-            use_cache=False,
-        ).last_hidden_state
-        return hidden.gather(1, blocks.masks[..., None].expand(-1, -1, hidden.shape[-1]))
+        if not self.notes.fewer_masks:
+            return most
+        return min(most, int((most + 1) ** torch.rand(()).item()))
 
 
-def some_prefixes(batch: Batch) -> Tensor:
-    """[B] the length of a prefix of each text, uniform among those in front of a part to learn."""
-    counts = batch.levels.valid[:, 0].sum(-1)
-    chosen = (torch.rand(len(counts), device=counts.device) * counts).long()
-    return batch.roots.gather(1, chosen[:, None])[:, 0] + 1
+def some_prefixes(batch: Batch, count: int) -> tuple[Tensor, Tensor]:
+    """Lengths of prefixes of each text, drawn among those in front of a part to learn.
+
+    Returns:
+        [B, P] different prefixes of each text, and whether there are so many of them.
+    """
+    valid = batch.levels.valid[:, 0]
+    scores = torch.rand(valid.shape, device=valid.device).masked_fill(~valid, -1.0)
+    best = scores.topk(min(count, valid.shape[1]), dim=-1)
+    return batch.roots.gather(1, best.indices) + 1, best.values >= 0
 
 
-def _labels(batch: Batch, masks: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, k] the tokens at these places of the texts, and whether there are any."""
-    valid = masks <= batch.lengths[:, None]
-    return batch.tokens.gather(1, masks.clamp(max=batch.tokens.shape[1] - 1)), valid
+def _are_best(logits: Tensor, labels: Tensor) -> Tensor:
+    """[N] whether labels have the highest logit; much faster on a CPU than `argmax`."""
+    return logits.gather(1, labels[:, None])[:, 0] >= logits.amax(-1)
+
+
+def _labels(batch: Batch, places: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, P, k] the tokens at these places of the texts, and whether there are any."""
+    valid = places <= batch.lengths[:, None, None]
+    within = places.clamp(max=batch.tokens.shape[1] - 1)
+    return batch.tokens.gather(1, within.flatten(1)).view_as(within), valid
 
 
 def some_of(places: Tensor, counts: Tensor) -> Tensor:
-    """[B, k] a random choice of `counts` [B] of the true `places` [B, k]."""
+    """[..., k] a random choice of `counts` [...] of the true `places` [..., k]."""
     scores = torch.rand(places.shape, device=places.device).masked_fill(~places, -1.0)
     ranks = scores.argsort(-1, descending=True).argsort(-1)
-    return (ranks < counts[:, None]) & places
+    return (ranks < counts[..., None]) & places

@@ -73,7 +73,7 @@ def new_masked_lm(
     if halved:
         _halve(config)
     kind: Any = AutoModelForSeq2SeqLM
-    lm: Any = kind.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    lm: Any = kind.from_config(config, dtype=torch.float32, attn_implementation="eager")
     if not own_encoder:
         _freeze_encoder(lm)
     return cast(PreTrainedModel, lm)

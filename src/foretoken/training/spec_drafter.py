@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from foretoken.core.config import Config
 from foretoken.drafters.heads.probe import Probe, Seen
 from foretoken.drafters.spec_drafter import SpecDrafterNotes
+from foretoken.drafters.transitions import save_transitions
 from foretoken.errors import ConfigError
 from foretoken.training.draft_lm import write_lm
 from foretoken.training.masked_blocks import SpecDrafterTrainee, SpecDrafterTrainingOptions
@@ -119,6 +121,7 @@ class SpecDrafterTraining(TrainingMethod):
             vocab_size,
             options.encoder,
             fewer_masks=options.fewer_masks,
+            transitions=options.transitions,
         )
         return SpecDrafterTrainee(lm, notes, options)
 
@@ -131,4 +134,10 @@ class SpecDrafterTraining(TrainingMethod):
     ) -> None:
         """See `TrainingMethod.write`: a Hugging Face folder."""
         assert isinstance(trainee, SpecDrafterTrainee)
-        write_lm(trainee.lm, parts.name, folder, {**trainee.notes.note(), **notes})
+        write_lm(
+            trainee.lm,
+            parts.name,
+            folder,
+            {**trainee.notes.note(), **notes},
+            [partial(save_transitions, trainee.transitions)] if trainee.transitions else (),
+        )

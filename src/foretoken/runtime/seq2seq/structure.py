@@ -203,13 +203,23 @@ def _head(model: Any) -> nn.Linear:
 
 
 def _table(model: Any, embedding: Any) -> TablePositions:
-    """The embedding of each position; M2M100 makes its own, of any length."""
-    if not hasattr(embedding, "weights"):
-        return TablePositions(embedding.weight.detach()[getattr(embedding, "offset", 0) :])
+    without = None if isinstance(embedding, nn.Embedding) else int(embedding.padding_idx)
+    return TablePositions(position_table(model, embedding).detach(), without)
+
+
+def position_table(model: Any, embedding: Any) -> Tensor:
+    """[positions, E] the embedding of each position; M2M100 makes its own, of any length.
+
+    Args:
+        model: an encoder-decoder that embeds positions.
+        embedding: `embed_positions` of its encoder or decoder.
+    """
+    if isinstance(embedding, nn.Embedding):
+        return embedding.weight[getattr(embedding, "offset", 0) :]
     padding = int(embedding.padding_idx)
     size = padding + 1 + int(model.config.max_position_embeddings)
-    rows = embedding.get_embedding(size, embedding.embedding_dim, padding).to(embedding.weights)
-    return TablePositions(rows[padding + 1 :], without=padding)
+    rows: Tensor = embedding.get_embedding(size, embedding.embedding_dim, padding)
+    return rows.to(embedding.weights)[padding + 1 :]
 
 
 def _named_layer(layer: Any) -> DecoderLayerParts:

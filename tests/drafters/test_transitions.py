@@ -1,0 +1,210 @@
+"""Transitions: what a drafted token adds to the logits of the next, in chains, trees and draws."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from foretoken import LLM, SamplingParams
+from foretoken.core.acceptance import RULES
+from foretoken.core.tree import TokenTree
+from foretoken.drafters import product_tree as product_trees
+from foretoken.drafters.product_tree import product_tree
+from foretoken.drafters.spec_drafter import load_spec_drafter
+from foretoken.drafters.transitions import FILE, TokenTransitions
+from foretoken.request import Request
+from foretoken.runtime.network import GrowthLimit, GrowthPlan
+from foretoken.runtime.target import Target
+from tests.drafters.heads.folders import Fault, assert_refused
+from tests.matrix import takes_any_tree
+from tests.spec_drafters import random_spec_drafter, save_spec_drafter, spec_drafter_of
+from tests.tiny_seq2seq import CONTEXT, VOCAB_SIZE, tiny_seq2seq, tiny_source
+
+DEPTH, SIZE, WIDTH = 4, 12, 8
+MASKS = 5
+SOURCES = [list(tiny_source(length=length, seed=length).tokens) for length in (9, 30)]
+
+
+def transitions_of(size: int = SIZE, seed: int = 0) -> TokenTransitions:
+    generator = torch.Generator().manual_seed(seed)
+    matrix = torch.randn(WIDTH, WIDTH, generator=generator) / 2
+    return TokenTransitions(matrix, torch.randn(size, WIDTH, generator=generator))
+
+
+def logits_of(seed: int = 1) -> Tensor:
+    return torch.randn(DEPTH, SIZE, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def test_between_candidates_is_a_part_of_what_is_behind_tokens() -> None:
+    transitions = transitions_of()
+    candidates = torch.tensor([[3, 1, 7], [0, 11, 2], [5, 5, 4]])
+    found = transitions.between(candidates)
+    assert found.shape == (2, 3, 3)
+    for level in range(2):
+        behind = transitions.behind(candidates[level])
+        torch.testing.assert_close(found[level], behind[:, candidates[level + 1]])
+
+
+def test_behind_a_token_is_its_bilinear_form() -> None:
+    torch.manual_seed(0)
+    matrix, rows = torch.randn(WIDTH, WIDTH), torch.randn(SIZE, WIDTH)
+    found = TokenTransitions(matrix, rows).behind(torch.tensor([4]))[0]
+    expected = torch.stack([rows[w] @ matrix @ rows[4] for w in range(SIZE)])
+    torch.testing.assert_close(found, expected)
+
+
+# Trees
+
+
+def grown(logits: Tensor, transitions: TokenTransitions | None, plan: GrowthPlan) -> Any:
+    limit = GrowthLimit(DEPTH, nodes=None, scored=100)
+    return product_tree(logits, torch.arange(SIZE), plan, limit, transitions)
+
+
+@pytest.mark.parametrize("widths", [(1, 1, 1, 1), (3, 2, 1, 2)])
+def test_children_are_the_best_behind_their_parent(widths: tuple[int, ...]) -> None:
+    """Of a vocabulary that is smaller than the number of candidates, so the tree is exact."""
+    logits, transitions = logits_of(), transitions_of()
+    tree = grown(logits, transitions, GrowthPlan(widths))
+    found: dict[int, list[tuple[int, float]]] = {}
+    for token, parent, probability in zip(
+        tree.tokens, tree.parents, tree.probabilities, strict=True
+    ):
+        found.setdefault(parent, []).append((token, probability))
+    depths = {-1: 0}
+    for node, parent in enumerate(tree.parents):
+        depths[node] = depths[parent] + 1
+    for parent, children in found.items():
+        scores = logits[depths[parent]]
+        if parent >= 0:
+            scores = scores + transitions.behind(torch.tensor([tree.tokens[parent]]))[0]
+        best = scores.softmax(-1).topk(widths[depths[parent]])
+        assert [token for token, _ in children] == best.indices.tolist()
+        assert [p for _, p in children] == pytest.approx(best.values.tolist(), abs=1e-5)
+    assert len(tree.tokens) == sum(torch.tensor(widths).cumprod(0).tolist())
+
+
+def test_candidates_are_the_best_without_transitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token behind them is not drafted, and keeps its share of the probability."""
+    monkeypatch.setattr(product_trees, "_CANDIDATES", 2)
+    logits, transitions = logits_of(), transitions_of()
+    tree = grown(logits, transitions, GrowthPlan((1,) * DEPTH))
+    for level in range(1, DEPTH):
+        best = logits[level].topk(2).indices
+        assert tree.tokens[level] in best
+        added = torch.zeros(SIZE)
+        before = torch.tensor([tree.tokens[level - 1]])
+        added[best] = transitions.behind(before)[0, best]
+        expected = (logits[level] + added).softmax(-1)[tree.tokens[level]]
+        assert tree.probabilities[level] == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_a_matrix_of_zeros_changes_nothing() -> None:
+    nothing = TokenTransitions(torch.zeros(WIDTH, WIDTH), torch.randn(SIZE, WIDTH))
+    for widths in ((1, 1, 1, 1), (3, 2, 2, 1)):
+        plan = GrowthPlan(widths)
+        found, expected = grown(logits_of(), nothing, plan), grown(logits_of(), None, plan)
+        assert (found.tokens, found.parents) == (expected.tokens, expected.parents)
+        assert found.probabilities == pytest.approx(expected.probabilities, abs=1e-5)
+
+
+# In the engine
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(tiny_seq2seq("bart", eos_bias=2.0))
+
+
+def outputs_of(llm: LLM, temperature: float = 0, **fields: Any) -> Any:
+    params = SamplingParams(temperature=temperature, seed=5, max_tokens=9)
+    model = random_spec_drafter("bart", MASKS, transitions=True)
+    config = {"method": "spec_drafter", "model": model, "controller": "fixed", **fields}
+    return llm.generate(SOURCES, params, speculative_config=config if fields else None)
+
+
+@pytest.mark.parametrize("shape", [{}, {"tree": [3, 2]}, {"tree": "dynamic"}])
+@pytest.mark.parametrize("temperature", [0, 0.9])
+def test_drafts_change_no_output(llm: LLM, shape: dict[str, Any], temperature: float) -> None:
+    plain = [output.token_ids for output in outputs_of(llm, temperature)]
+    for rule in (name for name in RULES if not shape or takes_any_tree(name)):
+        outputs = outputs_of(llm, temperature, acceptance=rule, **shape)
+        assert all(output.metrics.drafter_failure is None for output in outputs)
+        assert all(output.metrics.num_draft_tokens for output in outputs)
+        if RULES[rule].lossless and (temperature == 0 or rule == "coupled"):
+            assert [output.token_ids for output in outputs] == plain
+
+
+def test_drafts_are_other_ones(llm: LLM) -> None:
+    """The first tokens of a draft are alike with and without, and the others are not."""
+    model = random_spec_drafter("bart", MASKS)
+    drafts = [
+        [step.drafted for output in outputs for step in output.trace.steps if step.drafted]
+        for outputs in (outputs_of(llm, acceptance="coupled"), outputs_of(llm, model=model))
+    ]
+    first = [each[0] for each in drafts]
+    assert first[0][0] == first[1][0]
+    assert first[0][1:] != first[1][1:]
+
+
+@torch.inference_mode()
+def test_logits_of_nodes_are_those_behind_their_tokens() -> None:
+    """q of drawn tokens is exact: it is the softmax of these."""
+    target = Target(tiny_seq2seq("bart"))
+    without, _one = load_spec_drafter(random_spec_drafter("bart", MASKS), target)
+    scorer, _other = load_spec_drafter(random_spec_drafter("bart", MASKS, transitions=True), target)
+    assert scorer.transitions is not None
+    pending = (2, 20, 21)
+    request = Request(
+        pending,
+        SamplingParams(),
+        vocab_size=VOCAB_SIZE,
+        max_model_len=CONTEXT,
+        source=tiny_source(),
+    )
+    found = []
+    for each in (without, scorer):
+        each.admit([request], 8)
+        key = request.key
+        each.expect({key: 3})
+        each.pending(request)
+        root = TokenTree(pending, (-1, 0, 1))
+        tree = TokenTree((*pending, 7, 8), (-1, 0, 1, 2, 2))
+        first = each.verify([key], [root], [0])[0].scores.clone()
+        found.append((first, each.verify([key], [tree], [3])[0].scores))
+    torch.testing.assert_close(found[0][0], found[1][0])
+    expected = found[0][1] + scorer.transitions.behind(torch.tensor([7, 8]))
+    torch.testing.assert_close(found[1][1], expected)
+
+
+# Files
+
+
+def _wrong_size(folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"matrix": torch.zeros(3, 3)}, folder / FILE)
+
+
+FAULTS: dict[str, Fault] = {
+    "missing": (
+        lambda folder: (folder / FILE).unlink(),
+        "does not exist: the folder is incomplete",
+    ),
+    "truncated": (
+        lambda folder: (folder / FILE).write_bytes((folder / FILE).read_bytes()[:40]),
+        "cannot be read",
+    ),
+    "of another size": (_wrong_size, r"'matrix' has shape \[3, 3\]"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_damaged_file(fault: str, tmp_path: Path) -> None:
+    save_spec_drafter(tmp_path, *spec_drafter_of(transitions=True))
+    target = Target(tiny_seq2seq("bart"))
+    assert_refused(tmp_path, FAULTS[fault], lambda folder: load_spec_drafter(folder, target))
