@@ -13,10 +13,11 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.acceptance import RULES
 from foretoken.core.tree import TokenTree
 from foretoken.drafters import product_tree as product_trees
-from foretoken.drafters.product_tree import product_tree
+from foretoken.drafters.product_tree import product_chain, product_tree
 from foretoken.drafters.spec_drafter import load_spec_drafter
 from foretoken.drafters.transitions import FILE, TokenTransitions
 from foretoken.request import Request
+from foretoken.runtime.choose import network_for
 from foretoken.runtime.network import GrowthLimit, GrowthPlan
 from foretoken.runtime.target import Target
 from tests.drafters.heads.folders import Fault, assert_refused
@@ -110,6 +111,40 @@ def test_a_matrix_of_zeros_changes_nothing() -> None:
         found, expected = grown(logits_of(), nothing, plan), grown(logits_of(), None, plan)
         assert (found.tokens, found.parents) == (expected.tokens, expected.parents)
         assert found.probabilities == pytest.approx(expected.probabilities, abs=1e-5)
+
+
+def best_chain(logits: Tensor, transitions: TokenTransitions | None) -> Any:
+    network: Any = network_for(tiny_seq2seq("bart_wide"), runtime="native")
+    return network.best_chain(logits, None if transitions is None else transitions.tables)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("least", [(0.0, 0.0), (0.2, 0.0), (0.0, 0.05)])
+def test_native_chains_are_those_of_the_tree(
+    dtype: torch.dtype, least: tuple[float, float]
+) -> None:
+    """20 chains of 6 tokens, out of a vocabulary with more tokens than candidates."""
+    generator = torch.Generator().manual_seed(0)
+    matrix, rows = (torch.randn(n, 32, generator=generator) / 4 for n in (32, 50))
+    plan, limits = GrowthPlan((1,) * 6), GrowthLimit(6, None, 100, *least)
+    lengths = set()
+    for transitions in (None, TokenTransitions(matrix.to(dtype), rows.to(dtype))):
+        for _ in range(10):
+            logits = 3 * torch.randn(6, 50, generator=generator)
+            chain = best_chain(logits, transitions)
+            found = product_chain(chain, torch.arange(50), plan, limits)
+            expected = product_tree(logits, torch.arange(50), plan, limits, transitions)
+            assert (found.tokens, found.parents) == (expected.tokens, expected.parents)
+            assert found.probabilities == pytest.approx(expected.probabilities, rel=1e-4)
+            lengths.add(len(found.tokens))
+    assert (len(lengths) > 1) == any(least)
+
+
+def test_what_native_chains_do_not_take() -> None:
+    logits, rows = torch.randn(3, 50), torch.randn(50, 24)
+    assert best_chain(logits, TokenTransitions(torch.zeros(24, 24), rows)) is None
+    assert best_chain(logits.bfloat16(), None) is None
+    assert best_chain(logits, TokenTransitions(torch.zeros(16, 16), rows[:, :16].half())) is None
 
 
 # In the engine

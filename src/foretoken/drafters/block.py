@@ -18,10 +18,16 @@ from foretoken.control import Budget
 from foretoken.core.tree import TokenTree
 from foretoken.drafters.draft_model import OwnModel
 from foretoken.drafters.model_drafter import ModelDrafter
-from foretoken.drafters.product_tree import product_tree
+from foretoken.drafters.product_tree import product_chain, product_tree
 from foretoken.drafters.transitions import TokenTransitions
 from foretoken.request import Request
-from foretoken.runtime.network import GrownTree, GrowthLimit, GrowthPlan, PassOutput
+from foretoken.runtime.network import (
+    ChainingNetwork,
+    GrownTree,
+    GrowthLimit,
+    GrowthPlan,
+    PassOutput,
+)
 
 __all__ = ["BlockDrafter", "BlockScorer"]
 
@@ -41,6 +47,8 @@ class BlockScorer(OwnModel):
     def prepare_blocks(self, most_depths: int, vocabulary: Tensor) -> None:
         """Say how deep drafts can be, and which tokens [Vd] the logits stand for."""
         self.most_depths, self._vocabulary = most_depths, vocabulary
+        network = self._model.network
+        self._chaining = network if isinstance(network, ChainingNetwork) else None
         self._depths: dict[int, int] = {}  # request key -> levels of its draft
         # Request key -> number of nodes before the root, and [K, Vd] the logits of all levels.
         self._levels: dict[int, tuple[int, Tensor]] = {}
@@ -104,9 +112,18 @@ class BlockScorer(OwnModel):
             return None
         self._compute(keys, pending)
         return [
-            product_tree(self._levels[key][1], self._vocabulary, plan, limit, self.transitions)
+            self._grown(self._levels[key][1], plan, limit)
             for key, limit in zip(keys, limits, strict=True)
         ]
+
+    def _grown(self, logits: Tensor, plan: GrowthPlan, limit: GrowthLimit) -> GrownTree:
+        widths = plan.widths[: limit.depth]
+        if max(widths) == 1 and self._chaining is not None:
+            tables = None if self.transitions is None else self.transitions.tables
+            chain = self._chaining.best_chain(logits[: len(widths)], tables)
+            if chain is not None:
+                return product_chain(chain, self._vocabulary, plan, limit)
+        return product_tree(logits, self._vocabulary, plan, limit, self.transitions)
 
     def finish_draft(self, request: Request, num_tokens: int) -> None:
         """See `OwnModel.finish_draft`."""

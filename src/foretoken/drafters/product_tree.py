@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from foretoken.drafters.transitions import TokenTransitions
 from foretoken.runtime.network import GrownTree, GrowthLimit, GrowthPlan
 
-__all__ = ["product_tree"]
+__all__ = ["product_chain", "product_tree"]
 
 _CANDIDATES = 16
 """Tokens of a depth that transitions choose from."""
+_MOST = 60.0
+"""What transitions add to a logit, at most: its exponential is a number of 32 bits."""
 
 
 class _Choices(Protocol):
@@ -33,8 +35,8 @@ class _Choices(Protocol):
 class _Independent:
     """Children that depend on their level alone."""
 
-    def __init__(self, probabilities: Tensor) -> None:
-        self._probabilities: list[list[float]] = probabilities.tolist()
+    def __init__(self, probabilities: list[list[float]]) -> None:
+        self._probabilities = probabilities
 
     def children(self, level: int, _place: int, width: int) -> tuple[list[int], list[float]]:
         """See `_Choices.children`."""
@@ -51,11 +53,10 @@ class _Dependent:
     """
 
     def __init__(self, probabilities: Tensor, added: Tensor, width: int) -> None:
+        weights = probabilities[1:, None] * added.clamp(max=_MOST).exp()
         # Nothing is added to the other tokens of the vocabulary, so their mass stays.
-        others = (1 - probabilities.sum(-1, keepdim=True)).clamp(min=1e-9)
-        scores = probabilities[1:, None].log() + added
-        rest = others[1:, None].log().expand(-1, added.shape[1], -1)
-        best = torch.cat([scores, rest], -1).softmax(-1)[..., :-1].topk(width)
+        total = weights.sum(-1, keepdim=True) + (1 - probabilities[1:].sum(-1))[:, None, None]
+        best = (weights / total).topk(width)
         self._first: list[float] = probabilities[0].tolist()
         self._places: list[list[list[int]]] = best.indices.tolist()
         self._probabilities: list[list[list[float]]] = best.values.tolist()
@@ -135,17 +136,50 @@ def product_tree(
     count = width if transitions is None else min(max(width, _CANDIDATES), logits.shape[-1])
     best = logits[: len(widths)].float().softmax(-1).topk(count)
     choices: _Choices = (
-        _Independent(best.values)
+        _Independent(best.values.tolist())
         if transitions is None
         else _Dependent(best.values, transitions.between(best.indices), width)
     )
-    tokens: list[list[int]] = token_ids[best.indices].tolist()
+    return _grown(token_ids[best.indices].tolist(), choices, plan, limit, width)
+
+
+def product_chain(
+    chain: tuple[Sequence[int], Sequence[float]],
+    token_ids: Tensor,
+    plan: GrowthPlan,
+    limit: GrowthLimit,
+) -> GrownTree:
+    """`product_tree` for one child per node, of what `ChainingNetwork.best_chain` has chosen.
+
+    Args:
+        chain: [K] places in the vocabulary of the logits, and [K] their probabilities.
+        token_ids: [Vd] the tokens that logits stand for.
+        plan: how the tree grows.
+        limit: where it ends.
+    """
+    tokens, probabilities = token_ids[list(chain[0])].tolist(), chain[1]
+    choices = _Independent([[each] for each in probabilities])
+    return _grown([[token] for token in tokens], choices, plan, limit, 1)
+
+
+def _grown(
+    tokens: list[list[int]], choices: _Choices, plan: GrowthPlan, limit: GrowthLimit, most: int
+) -> GrownTree:
+    """The tree of the children chosen.
+
+    Args:
+        tokens: [K, C] the candidates of each level.
+        choices: among them.
+        plan: how the tree grows.
+        limit: where it ends.
+        most: children of a node.
+    """
     tree, frontier = _Product(limit), [-1]
-    for level, size in enumerate(widths):
+    for level, size in enumerate(plan.widths[: limit.depth]):
         found: list[int] = []
         for parent in frontier:
             place = tree.places[parent] if parent >= 0 else 0
-            children = choices.children(level, place, min(size, width))
+            children = choices.children(level, place, min(size, most))
             found += tree.add(parent, tokens[level], *children)
         frontier = tree.best(found, plan.beam)
         if tree.is_full:

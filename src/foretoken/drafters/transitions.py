@@ -48,7 +48,7 @@ class Transitions(nn.Module):
 
 
 class TokenTransitions:
-    """Transitions between the tokens of a drafter.
+    """Transitions between the tokens of a drafter. They take as much memory as its output layer.
 
     Args:
         matrix: [E, E] M.
@@ -56,11 +56,17 @@ class TokenTransitions:
     """
 
     def __init__(self, matrix: Tensor, rows: Tensor) -> None:
-        self._matrix, self._rows = matrix.to(rows), rows
+        self._rows = rows.contiguous()
+        self._added = rows @ matrix.T.to(rows)
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """[V, E] what tokens add to states behind them, and [V, E] W."""
+        return self._added, self._rows
 
     def behind(self, tokens: Tensor) -> Tensor:
         """[N, V] what is added to the logits behind tokens [N]."""
-        return (self._rows[tokens] @ self._matrix.T @ self._rows.T).float()
+        return (self._added[tokens] @ self._rows.T).float()
 
     def between(self, candidates: Tensor) -> Tensor:
         """What candidates for a place add to the logits of those for the next.
@@ -71,8 +77,8 @@ class TokenTransitions:
         Returns:
             [K - 1, C, C] for each of a place, the logits that those of the next place get.
         """
-        rows = self._rows[candidates]
-        return torch.bmm(rows[:-1] @ self._matrix.T, rows[1:].transpose(1, 2)).float()
+        above, below = self._added[candidates[:-1]], self._rows[candidates[1:]]
+        return torch.bmm(above.float(), below.float().transpose(1, 2))
 
 
 def save_transitions(transitions: Transitions, folder: Path) -> None:

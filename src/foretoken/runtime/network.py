@@ -24,6 +24,7 @@ from foretoken.runtime.vector_math import prepare_vector_math
 
 __all__ = [
     "LOGITS",
+    "ChainingNetwork",
     "ContinuingNetwork",
     "GrowingNetwork",
     "GrownTree",
@@ -232,6 +233,26 @@ class GrowingNetwork(ABC):
         Returns:
             [R] the trees.
         """
+
+
+@runtime_checkable
+class ChainingNetwork(Network, Protocol):
+    """A network that chooses the tokens of a chain faster than PyTorch's operations."""
+
+    def best_chain(
+        self, logits: Tensor, transitions: tuple[Tensor, Tensor] | None
+    ) -> tuple[list[int], list[float]] | None:
+        """The most probable token of each level, each behind the one before.
+
+        Args:
+            logits: [K, V] of all levels.
+            transitions: A and W [V, E]: behind a token u, the logit of w gets A_u^T W_w more, if w
+                is among the best 16 of its level; None if nothing is added.
+
+        Returns:
+            [K] tokens and [K] their probabilities; None if it cannot, for these types and sizes.
+        """
+        ...
 
 
 @runtime_checkable

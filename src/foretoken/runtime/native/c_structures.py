@@ -19,6 +19,7 @@ from ctypes import (
 from foretoken.runtime.native.pack import CLinear
 
 __all__ = [
+    "CBlockChain",
     "CBuffers",
     "CDecoder",
     "CDraw",
@@ -205,6 +206,22 @@ class CTrees(Structure):
         ("draws", c_void_p),
         ("sources", c_void_p),
         ("shown", c_void_p),
+    )
+
+
+class CBlockChain(Structure):
+    """`BlockChain` in block_chain.h."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("added", c_void_p),
+        ("rows", c_void_p),
+        ("tokens", c_void_p),
+        ("probabilities", c_void_p),
+        ("levels", c_int32),
+        ("vocabulary", c_int32),
+        ("size", c_int32),
+        ("is_bf16", c_int32),
     )
 
 

@@ -3,6 +3,7 @@
 
 #include <omp.h>
 
+#include "block_chain.h"
 #include "fusing.h"
 #include "growth.h"
 #include "run.h"
@@ -46,6 +47,10 @@ void foretoken_fuse(const foretoken::Fusion* fusion) {
     }
 }
 
+void foretoken_chain(const foretoken::BlockChain* chain) {
+    chain->choose();
+}
+
 size_t foretoken_row_bytes(const foretoken::Linear* layer) {
     return foretoken::row_bytes(*layer);
 }
@@ -63,6 +68,7 @@ void foretoken_sizes(int32_t* sizes) {
     sizes[7] = sizeof(Fusion);
     sizes[8] = sizeof(Draw);
     sizes[9] = sizeof(Source);
-    sizes[10] = MOST_HIDDEN_SIZE;
+    sizes[10] = sizeof(BlockChain);
+    sizes[11] = MOST_HIDDEN_SIZE;
 }
 }

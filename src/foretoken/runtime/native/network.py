@@ -17,6 +17,7 @@ from ctypes import (
     Array,
     addressof,
     byref,
+    c_float,
     c_int32,
     c_size_t,
     sizeof,
@@ -33,6 +34,7 @@ from foretoken.runtime.kv_slab import KVSlab
 from foretoken.runtime.native.angles import AngleTables
 from foretoken.runtime.native.arguments import NodeArrays, TreeArrays
 from foretoken.runtime.native.c_structures import (
+    CBlockChain,
     CBuffers,
     CDecoder,
     CDraw,
@@ -189,6 +191,33 @@ class NativeNetwork(GrowingNetwork):
             )
         return trees.grown(made.logits)
 
+    def best_chain(
+        self, logits: Tensor, transitions: tuple[Tensor, Tensor] | None
+    ) -> tuple[list[int], list[float]] | None:
+        """See `ChainingNetwork.best_chain`."""
+        logits = logits.contiguous()
+        added, rows = transitions or (None, None)
+        if logits.dtype != torch.float32 or not (rows is None or _can_be_read(rows)):
+            return None
+        levels = len(logits)
+        tokens, probabilities = (c_int32 * levels)(), (c_float * levels)()
+        self._library.foretoken_chain(
+            byref(
+                CBlockChain(
+                    logits=logits.data_ptr(),
+                    added=None if added is None else added.data_ptr(),
+                    rows=None if rows is None else rows.data_ptr(),
+                    tokens=addressof(tokens),
+                    probabilities=addressof(probabilities),
+                    levels=levels,
+                    vocabulary=logits.shape[1],
+                    size=0 if rows is None else rows.shape[1],
+                    is_bf16=rows is not None and rows.dtype == torch.bfloat16,
+                )
+            )
+        )
+        return list(tokens), list(probabilities)
+
     def _pass(self, inputs: PassInputs, need: Need, later: int = 0, rows: int = 0) -> _Pass:
         """A pass, with memory for one over `later` nodes and for `rows` rows of logits, too."""
         nodes = NodeArrays(inputs, need)
@@ -251,14 +280,20 @@ def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="cpu")
 
 
+def _can_be_read(rows: Tensor) -> bool:
+    """Whether chains can be chosen with transitions of this kind."""
+    known = rows.dtype in (torch.float32, torch.bfloat16)
+    return known and rows.shape[1] % 16 == 0 and rows.is_contiguous()
+
+
 def checked(loaded: CDLL) -> CDLL:
     """The library, after a check that its structures have the sizes of the Python ones."""
     loaded.foretoken_workspace.restype = loaded.foretoken_row_bytes.restype = c_size_t
-    sizes = (c_int32 * 11)()
+    sizes = (c_int32 * 12)()
     loaded.foretoken_sizes(sizes)
     structures = (
         *(CLinear, CLayer, CDecoder, CBuffers, CPass, CTree, CTrees, CFusion, CDraw),
-        CSource,
+        *(CSource, CBlockChain),
     )
     ours = [sizeof(each) for each in structures]
     assert list(sizes) == [*ours, MOST_HIDDEN_SIZE]
