@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from foretoken import LLM, CompatibilityError, ModelError, SamplingParams
 from foretoken.core.acceptance import RULES
 from foretoken.core.tree import chain
+from foretoken.drafters import spec_drafter
 from foretoken.drafters.heads.probe import Probe, look
 from foretoken.drafters.spec_drafter import SpecDrafterNotes, load_spec_drafter
 from foretoken.runtime.choose import network_for
@@ -156,6 +157,38 @@ def test_short_drafts_take_fewer_masks_if_that_was_learnt(
         assert [o.token_ids for o in outputs] == [o.token_ids for o in outputs_of(llm)]
         assert all(output.metrics.num_draft_tokens for output in outputs)
     assert max(counts) == (2 if fewer else MASKS)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "expected"),
+    [
+        (torch.bfloat16, None, "int8"),
+        (torch.bfloat16, "none", None),
+        (torch.float32, None, None),
+        (torch.float32, "int8", "int8"),
+    ],
+)
+def test_the_drafters_weights_are_rounded(
+    dtype: torch.dtype,
+    given: str | None,
+    expected: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And not the target's, so that the output stays the same."""
+    asked: list[str | None] = []
+
+    def noted(model: Any, quantization: str | None, runtime: str) -> Any:
+        asked.append(quantization)
+        return network_for(model, quantization, runtime)
+
+    monkeypatch.setattr(spec_drafter, "network_for", noted)
+    target: Any = tiny_seq2seq("bart_wide")
+    llm = LLM(target.to(dtype), runtime="native")
+    model = random_spec_drafter("bart_wide", MASKS)
+    outputs = outputs_of(llm, model=model, draft_quantization=given)
+    assert asked == [expected]
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in outputs_of(llm)]
+    assert all(output.metrics.num_draft_tokens for output in outputs)
 
 
 def test_sampled_drafts_come_from_the_blocks_distribution(llm: LLM) -> None:

@@ -42,10 +42,10 @@ class BlockScorer(OwnModel):
 
     most_depths: int
     transitions: TokenTransitions | None = None
-    _vocabulary: Tensor
+    _vocabulary: Tensor | None
 
-    def prepare_blocks(self, most_depths: int, vocabulary: Tensor) -> None:
-        """Say how deep drafts can be, and which tokens [Vd] the logits stand for."""
+    def prepare_blocks(self, most_depths: int, vocabulary: Tensor | None = None) -> None:
+        """Say how deep drafts can be, and which tokens [Vd] logits stand for, if not 0, 1, ..."""
         self.most_depths, self._vocabulary = most_depths, vocabulary
         network = self._model.network
         self._chaining = network if isinstance(network, ChainingNetwork) else None

@@ -124,7 +124,8 @@ def build_spec_drafter(parts: DrafterParts) -> Drafter:
     from foretoken.drafters.block import BlockDrafter
     from foretoken.drafters.spec_drafter import load_spec_drafter
 
-    scorer, rows = load_spec_drafter(parts.model, parts.target)
+    quantization = parts.options.draft_quantization
+    scorer, rows = load_spec_drafter(parts.model, parts.target, quantization)
     parts.share_memory(rows)
     shape = shape_of(parts.options)
     return BlockDrafter(scorer, parts.options, shape, coupled=parts.coupled)

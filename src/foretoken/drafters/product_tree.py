@@ -117,7 +117,7 @@ class _Product:
 
 def product_tree(
     logits: Tensor,
-    token_ids: Tensor,
+    token_ids: Tensor | None,
     plan: GrowthPlan,
     limit: GrowthLimit,
     transitions: TokenTransitions | None = None,
@@ -126,7 +126,7 @@ def product_tree(
 
     Args:
         logits: [K, Vd] of the tokens at depths 1 to K, with K at least `limit.depth`.
-        token_ids: [Vd] the tokens that logits stand for.
+        token_ids: [Vd] the tokens that logits stand for; None if these are 0, 1, ...
         plan: how the tree grows.
         limit: where it ends.
         transitions: what a token adds to the logits behind it, among the best tokens of each depth.
@@ -140,12 +140,13 @@ def product_tree(
         if transitions is None
         else _Dependent(best.values, transitions.between(best.indices), width)
     )
-    return _grown(token_ids[best.indices].tolist(), choices, plan, limit, width)
+    tokens = best.indices if token_ids is None else token_ids[best.indices]
+    return _grown(tokens.tolist(), choices, plan, limit, width)
 
 
 def product_chain(
     chain: tuple[Sequence[int], Sequence[float]],
-    token_ids: Tensor,
+    token_ids: Tensor | None,
     plan: GrowthPlan,
     limit: GrowthLimit,
 ) -> GrownTree:
@@ -153,11 +154,13 @@ def product_chain(
 
     Args:
         chain: [K] places in the vocabulary of the logits, and [K] their probabilities.
-        token_ids: [Vd] the tokens that logits stand for.
+        token_ids: see `product_tree`.
         plan: how the tree grows.
         limit: where it ends.
     """
-    tokens, probabilities = token_ids[list(chain[0])].tolist(), chain[1]
+    tokens, probabilities = chain
+    if token_ids is not None:
+        tokens = token_ids[list(tokens)].tolist()
     choices = _Independent([[each] for each in probabilities])
     return _grown([[token] for token in tokens], choices, plan, limit, 1)
 

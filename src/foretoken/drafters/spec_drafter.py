@@ -98,8 +98,7 @@ class MaskScorer(BlockScorer):
     ) -> None:
         super().__init__(model)
         self._notes, self._encoder, self.transitions = notes, encoder, transitions
-        vocabulary = torch.arange(notes.vocab_size, device=model.device)
-        self.prepare_blocks(notes.num_masks, vocabulary)
+        self.prepare_blocks(notes.num_masks)
         self._masks: dict[int, int] = {}  # request key -> masks of its next block
 
     def admit(self, requests: Sequence[Request], num_nodes: int) -> Sequence[Request]:
@@ -132,8 +131,15 @@ class MaskScorer(BlockScorer):
         self._masks.pop(request.key, None)
 
 
-def load_spec_drafter(path: str | Path, target: Target) -> tuple[MaskScorer, Passes]:
+def load_spec_drafter(
+    path: str | Path, target: Target, quantization: str | None = None
+) -> tuple[MaskScorer, Passes]:
     """The drafter of a folder for a target, and its KV rows.
+
+    Args:
+        path: the folder.
+        target: the target.
+        quantization: see `SpecDrafterOptions.draft_quantization`.
 
     Raises:
         ModelError: the folder does not exist, is damaged, or holds another model.
@@ -156,7 +162,7 @@ def load_spec_drafter(path: str | Path, target: Target) -> tuple[MaskScorer, Pas
     if notes.transitions:
         rows = model.get_output_embeddings().weight.detach()[: notes.vocab_size]
         transitions = _transitions(folder / FILE, rows)
-    network = network_for(model, target.quantization, target.runtime)
+    network = network_for(model, _quantization(target, quantization), target.runtime)
     passes = Passes(network, length, target.dtype, target.device)
     _check_tokens(folder, passes, notes, target)
     check_target(folder, Verifier(str(given.get("target", "another model"))), given, target)
@@ -166,6 +172,14 @@ def load_spec_drafter(path: str | Path, target: Target) -> tuple[MaskScorer, Pas
     scorer = MaskScorer(passes, notes, target, transitions)
     target.source_network.encoder_readers.add(scorer)
     return scorer, passes
+
+
+def _quantization(target: Target, given: str | None) -> str | None:
+    """Of the drafter's weights; a draft in int8 takes less time, and is hardly less exact."""
+    if given is not None:
+        return None if given == "none" else given
+    native = target.network.name == "native" and target.dtype == torch.bfloat16
+    return target.quantization or ("int8" if native else None)
 
 
 def _transitions(path: Path, rows: Tensor) -> TokenTransitions:

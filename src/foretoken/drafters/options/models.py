@@ -104,7 +104,14 @@ class StateHeadOptions(TreeOptions):
 
 
 class SpecDrafterOptions(TreeOptions):
-    """Options of `spec_drafter`: those of trees."""
+    """Options of `spec_drafter`, besides those of trees.
+
+    Args:
+        draft_quantization: of the drafter's weights. None chooses: as the target's, or int8 on the
+            native runtime if the target runs in bfloat16. The output does not depend on it.
+    """
+
+    draft_quantization: Literal["none", "int8"] | None = None
 
 
 class EarlyExitOptions(TreeOptions):

@@ -10,16 +10,16 @@ struct BlockChain {
     static constexpr int CANDIDATES = LANES;
     static constexpr float MOST = 60.0f;  // that transitions add to a logit: its exponential is finite
 
-    const float* logits;           // [levels, vocabulary]
+    const float* logits;           // [levels, vocabulary], `stride` numbers from level to level
     const uint8_t *added, *rows;   // [vocabulary, size] each, or null: levels do not depend on one another
     int32_t* tokens;               // [levels]
     float* probabilities;          // [levels]
-    int32_t levels, vocabulary, size, is_bf16;
+    int32_t levels, vocabulary, stride, size, is_bf16;
 
     void choose() const {
         Ranking best;
         for (int level = 0; level < levels; level++) {
-            best.rank(logits + (long)level * vocabulary, vocabulary, added ? CANDIDATES : 1);
+            best.rank(logits + (long)level * stride, vocabulary, added ? CANDIDATES : 1);
             if (added && level) follow(best, tokens[level - 1]);
             tokens[level] = best.tokens[0];
             probabilities[level] = best.values[0];

@@ -220,6 +220,7 @@ class CBlockChain(Structure):
         ("probabilities", c_void_p),
         ("levels", c_int32),
         ("vocabulary", c_int32),
+        ("stride", c_int32),
         ("size", c_int32),
         ("is_bf16", c_int32),
     )

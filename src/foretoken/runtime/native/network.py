@@ -195,9 +195,9 @@ class NativeNetwork(GrowingNetwork):
         self, logits: Tensor, transitions: tuple[Tensor, Tensor] | None
     ) -> tuple[list[int], list[float]] | None:
         """See `ChainingNetwork.best_chain`."""
-        logits = logits.contiguous()
         added, rows = transitions or (None, None)
-        if logits.dtype != torch.float32 or not (rows is None or _can_be_read(rows)):
+        readable = logits.dtype == torch.float32 and logits.stride(1) == 1
+        if not readable or not (rows is None or _can_be_read(rows)):
             return None
         levels = len(logits)
         tokens, probabilities = (c_int32 * levels)(), (c_float * levels)()
@@ -211,6 +211,7 @@ class NativeNetwork(GrowingNetwork):
                     probabilities=addressof(probabilities),
                     levels=levels,
                     vocabulary=logits.shape[1],
+                    stride=logits.stride(0),
                     size=0 if rows is None else rows.shape[1],
                     is_bf16=rows is not None and rows.dtype == torch.bfloat16,
                 )
