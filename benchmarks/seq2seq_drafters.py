@@ -14,7 +14,9 @@ import subprocess
 import sys
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge
 
 from benchmarks import BenchmarkError
 from foretoken.core.config import Config
@@ -36,7 +38,7 @@ class DrafterOptions(Config):
     Args:
         heads: numbers of blockwise heads, for a drafter each.
         shapes: of Spec-Drafters.
-        num_masks: their masks.
+        num_masks: their masks, as many as the longest drafts measured.
         masks: numbers of masks of further Spec-Drafters, of the shape `shared`.
         answers: how the target writes what they learn.
         spec_set: `--set` of `foretoken train spec_drafter`. The published steps are far too many
@@ -48,7 +50,7 @@ class DrafterOptions(Config):
 
     heads: tuple[int, ...] = (10, 25)
     shapes: tuple[Shape, ...] = SHAPES
-    num_masks: int = 25
+    num_masks: Annotated[int, Ge(25)] = 25
     masks: tuple[int, ...] = ()
     answers: Literal["greedy", "beam"] = "greedy"
     spec_set: tuple[str, ...] = (

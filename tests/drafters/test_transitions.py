@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from foretoken.core.tree import TokenTree
 from foretoken.drafters import product_tree as product_trees
 from foretoken.drafters.product_tree import product_chain, product_tree
 from foretoken.drafters.spec_drafter import load_spec_drafter
-from foretoken.drafters.transitions import FILE, TokenTransitions
+from foretoken.drafters.transitions import TRANSITIONS_FILE, TokenTransitions
 from foretoken.request import Request
 from foretoken.runtime.choose import network_for
 from foretoken.runtime.network import GrowthLimit, GrowthPlan
@@ -55,7 +56,35 @@ def test_behind_a_token_is_its_bilinear_form() -> None:
     matrix, rows = torch.randn(WIDTH, WIDTH), torch.randn(SIZE, WIDTH)
     found = TokenTransitions(matrix, rows).behind(torch.tensor([4]))[0]
     expected = torch.stack([rows[w] @ matrix @ rows[4] for w in range(SIZE)])
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found, expected - expected.mean())
+
+
+@torch.inference_mode()
+def test_what_all_logits_get_alike_does_not_count() -> None:
+    """With rows that have much in common, tokens behind the candidates keep their share."""
+    torch.manual_seed(0)
+    matrix, rows = torch.randn(WIDTH, WIDTH), torch.randn(40, WIDTH)
+    logits = torch.randn(DEPTH, 40)
+    limit, plan = GrowthLimit(DEPTH, None, 100), GrowthPlan((1,) * DEPTH)
+    for common in (0.0, 3.0):
+        transitions = TokenTransitions(matrix / 8, rows + common)
+        tree = product_tree(logits, None, plan, limit, transitions)
+        for level in range(1, DEPTH):
+            before = torch.tensor(tree.tokens[level - 1 : level])
+            exact = (logits[level] + transitions.behind(before)[0]).softmax(-1)
+            assert tree.probabilities[level] == pytest.approx(
+                float(exact[tree.tokens[level]]), abs=0.1
+            )
+
+
+def test_probabilities_are_never_negative() -> None:
+    """Though all tokens are candidates, and all transitions are far below zero."""
+    for seed in range(50):
+        torch.manual_seed(seed)
+        transitions = TokenTransitions(-20 * torch.eye(WIDTH), torch.randn(SIZE, WIDTH))
+        logits = 4 * torch.randn(DEPTH, SIZE)
+        tree = grown(logits, transitions, GrowthPlan((1,) * DEPTH))
+        assert min(tree.probabilities) >= 0
 
 
 # Trees
@@ -91,7 +120,7 @@ def test_children_are_the_best_behind_their_parent(widths: tuple[int, ...]) -> N
 
 def test_candidates_are_the_best_without_transitions(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token behind them is not drafted, and keeps its share of the probability."""
-    monkeypatch.setattr(product_trees, "_CANDIDATES", 2)
+    monkeypatch.setattr(product_trees, "CHAIN_CANDIDATES", 2)
     logits, transitions = logits_of(), transitions_of()
     tree = grown(logits, transitions, GrowthPlan((1,) * DEPTH))
     for level in range(1, DEPTH):
@@ -222,18 +251,15 @@ def test_logits_of_nodes_are_those_behind_their_tokens() -> None:
 def _wrong_size(folder: Path) -> None:
     from safetensors.torch import save_file
 
-    save_file({"matrix": torch.zeros(3, 3)}, folder / FILE)
+    save_file({"matrix": torch.zeros(3, 3)}, folder / TRANSITIONS_FILE)
 
 
 FAULTS: dict[str, Fault] = {
     "missing": (
-        lambda folder: (folder / FILE).unlink(),
+        lambda folder: (folder / TRANSITIONS_FILE).unlink(),
         "does not exist: the folder is incomplete",
     ),
-    "truncated": (
-        lambda folder: (folder / FILE).write_bytes((folder / FILE).read_bytes()[:40]),
-        "cannot be read",
-    ),
+    "truncated": (lambda folder: os.truncate(folder / TRANSITIONS_FILE, 40), "cannot be read"),
     "of another size": (_wrong_size, r"'matrix' has shape \[3, 3\]"),
 }
 

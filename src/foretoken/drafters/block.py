@@ -47,8 +47,6 @@ class BlockScorer(OwnModel):
     def prepare_blocks(self, most_depths: int, vocabulary: Tensor | None = None) -> None:
         """Say how deep drafts can be, and which tokens [Vd] logits stand for, if not 0, 1, ..."""
         self.most_depths, self._vocabulary = most_depths, vocabulary
-        network = self._model.network
-        self._chaining = network if isinstance(network, ChainingNetwork) else None
         self._depths: dict[int, int] = {}  # request key -> levels of its draft
         # Request key -> number of nodes before the root, and [K, Vd] the logits of all levels.
         self._levels: dict[int, tuple[int, Tensor]] = {}
@@ -117,10 +115,10 @@ class BlockScorer(OwnModel):
         ]
 
     def _grown(self, logits: Tensor, plan: GrowthPlan, limit: GrowthLimit) -> GrownTree:
-        widths = plan.widths[: limit.depth]
-        if max(widths) == 1 and self._chaining is not None:
+        network, widths = self._model.network, plan.widths[: limit.depth]
+        if max(widths) == 1 and isinstance(network, ChainingNetwork):
             tables = None if self.transitions is None else self.transitions.tables
-            chain = self._chaining.best_chain(logits[: len(widths)], tables)
+            chain = network.best_chain(logits[: len(widths)], tables)
             if chain is not None:
                 return product_chain(chain, self._vocabulary, plan, limit)
         return product_tree(logits, self._vocabulary, plan, limit, self.transitions)

@@ -8,14 +8,15 @@ from typing import Protocol
 from torch import Tensor
 
 from foretoken.drafters.transitions import TokenTransitions
-from foretoken.runtime.network import GrownTree, GrowthLimit, GrowthPlan
+from foretoken.runtime.network import (
+    CHAIN_CANDIDATES,
+    MOST_ADDED,
+    GrownTree,
+    GrowthLimit,
+    GrowthPlan,
+)
 
 __all__ = ["product_chain", "product_tree"]
-
-_CANDIDATES = 16
-"""Tokens of a depth that transitions choose from."""
-_MOST = 60.0
-"""What transitions add to a logit, at most: its exponential is a number of 32 bits."""
 
 
 class _Choices(Protocol):
@@ -53,9 +54,10 @@ class _Dependent:
     """
 
     def __init__(self, probabilities: Tensor, added: Tensor, width: int) -> None:
-        weights = probabilities[1:, None] * added.clamp(max=_MOST).exp()
+        weights = probabilities[1:, None] * added.clamp(max=MOST_ADDED).exp()
         # Nothing is added to the other tokens of the vocabulary, so their mass stays.
-        total = weights.sum(-1, keepdim=True) + (1 - probabilities[1:].sum(-1))[:, None, None]
+        others = (1 - probabilities[1:].sum(-1)).clamp(min=0)
+        total = weights.sum(-1, keepdim=True) + others[:, None, None]
         best = (weights / total).topk(width)
         self._first: list[float] = probabilities[0].tolist()
         self._places: list[list[list[int]]] = best.indices.tolist()
@@ -133,7 +135,7 @@ def product_tree(
     """
     widths = plan.widths[: limit.depth]
     width = min(max(widths), logits.shape[-1])
-    count = width if transitions is None else min(max(width, _CANDIDATES), logits.shape[-1])
+    count = width if transitions is None else min(max(width, CHAIN_CANDIDATES), logits.shape[-1])
     best = logits[: len(widths)].float().softmax(-1).topk(count)
     choices: _Choices = (
         _Independent(best.values.tolist())

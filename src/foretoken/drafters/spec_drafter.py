@@ -8,9 +8,10 @@ text in every pass. Ours attends to the text causally, so its KV is kept, and a 
 new tokens and the masks; the masks see the text and one another, as in the paper.
 
 `foretoken train spec_drafter` writes the folder: a Hugging Face model with one token more than the
-target, the mask. Its `config.json` says how many masks it was trained with, and whether the encoder
-is its own. If it is the target's, the folder has an encoder without layers, which is never run: the
-drafter's decoder reads what the target's encoder made of the source.
+target, the mask, and `transitions.safetensors` if there are `Transitions`. Its `config.json` says
+how many masks it was trained with, and whether the encoder is its own. If it is the target's, the
+folder has an encoder without layers, which is never run: the drafter's decoder reads what the
+target's encoder made of the source.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Annotated, Any, Literal
 import torch
 from annotated_types import Gt
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from foretoken import models
 from foretoken.drafters.admission import open_row
@@ -38,17 +40,21 @@ from foretoken.drafters.heads.folder import (
 )
 from foretoken.drafters.heads.probe import check_target
 from foretoken.drafters.options.models import SpecDrafterOptions
-from foretoken.drafters.transitions import FILE, MATRIX, TokenTransitions
+from foretoken.drafters.transitions import MATRIX, TRANSITIONS_FILE, TokenTransitions
 from foretoken.errors import CompatibilityError, ModelError
 from foretoken.models.support import check_supported, context_length
 from foretoken.request import Request
 from foretoken.runtime.choose import network_for
+from foretoken.runtime.cpu import check_quantization
+from foretoken.runtime.native.seq2seq import why_not_native_seq2seq
 from foretoken.runtime.passes import Passes
 from foretoken.runtime.source_rows import SourceRows
 from foretoken.runtime.target import Target
 
 __all__ = ["MaskScorer", "SpecDrafterNotes", "SpecDrafterOptions", "load_spec_drafter"]
 
+_LONG = 15
+"""From so many masks on, processors with AMX fill them faster in bfloat16 than in int8."""
 NOTES = "spec_drafter"
 """Where `SpecDrafterNotes` are among the notes on the training in `config.json`."""
 
@@ -161,8 +167,8 @@ def load_spec_drafter(
     transitions = None
     if notes.transitions:
         rows = model.get_output_embeddings().weight.detach()[: notes.vocab_size]
-        transitions = _transitions(folder / FILE, rows)
-    network = network_for(model, _quantization(target, quantization), target.runtime)
+        transitions = _transitions(folder / TRANSITIONS_FILE, rows)
+    network = network_for(model, _quantization(model, notes, target, quantization), target.runtime)
     passes = Passes(network, length, target.dtype, target.device)
     _check_tokens(folder, passes, notes, target)
     check_target(folder, Verifier(str(given.get("target", "another model"))), given, target)
@@ -174,12 +180,18 @@ def load_spec_drafter(
     return scorer, passes
 
 
-def _quantization(target: Target, given: str | None) -> str | None:
-    """Of the drafter's weights; a draft in int8 takes less time, and is hardly less exact."""
+def _quantization(
+    model: PreTrainedModel, notes: SpecDrafterNotes, target: Target, given: str | None
+) -> str | None:
+    """Of the drafter's weights. A short draft in int8 takes less time, and is hardly less exact."""
     if given is not None:
-        return None if given == "none" else given
-    native = target.network.name == "native" and target.dtype == torch.bfloat16
-    return target.quantization or ("int8" if native else None)
+        asked = None if given == "none" else given
+        check_quantization(asked, target.device, "draft_quantization")
+        return asked
+    short = notes.fewer_masks or notes.num_masks < _LONG
+    native = target.network.name == "native" and why_not_native_seq2seq(model) is None
+    faster = short and native and target.dtype == torch.bfloat16
+    return target.quantization or ("int8" if faster else None)
 
 
 def _transitions(path: Path, rows: Tensor) -> TokenTransitions:

@@ -6,9 +6,9 @@ what depends on the token before: the logit of a token w behind a token u is
 
     logit(w | u) = logit(w) + W_w^T M W_u
 
-with the rows W of the output layer, and a learnt matrix M that is zero at first. Sun et al., "Fast
-Structured Decoding for Sequence Models", arXiv 1910.11555, have such terms between the tokens of a
-parallel decoder, of two low-rank tables.
+with the rows W of the output layer, and a learnt matrix M [E, E] that is zero at first. Sun et al.,
+"Fast Structured Decoding for Sequence Models", arXiv 1910.11555, have such terms between the tokens
+of a parallel decoder, of two low-rank tables.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-__all__ = ["FILE", "MATRIX", "TokenTransitions", "Transitions", "save_transitions"]
+__all__ = ["MATRIX", "TRANSITIONS_FILE", "TokenTransitions", "Transitions", "save_transitions"]
 
-FILE, MATRIX = "transitions.safetensors", "matrix"
+TRANSITIONS_FILE, MATRIX = "transitions.safetensors", "matrix"
+"""The file, and the name of its only tensor."""
 
 
 class Transitions(nn.Module):
@@ -48,7 +49,10 @@ class Transitions(nn.Module):
 
 
 class TokenTransitions:
-    """Transitions between the tokens of a drafter. They take as much memory as its output layer.
+    """Transitions between the tokens of a drafter: two tables of the size of its output layer.
+
+    What a token adds to all logits alike is left out. It changes no distribution, but it would
+    count where transitions are added to some tokens only, see `between`.
 
     Args:
         matrix: [E, E] M.
@@ -56,12 +60,12 @@ class TokenTransitions:
     """
 
     def __init__(self, matrix: Tensor, rows: Tensor) -> None:
-        self._rows = rows.contiguous()
         self._added = rows @ matrix.T.to(rows)
+        self._rows = (rows - rows.float().mean(0)).to(rows)
 
     @property
     def tables(self) -> tuple[Tensor, Tensor]:
-        """[V, E] what tokens add to states behind them, and [V, E] W."""
+        """[V, E] what tokens add to states behind them, and [V, E] W minus its mean."""
         return self._added, self._rows
 
     def behind(self, tokens: Tensor) -> Tensor:
@@ -83,4 +87,5 @@ class TokenTransitions:
 
 def save_transitions(transitions: Transitions, folder: Path) -> None:
     """Write them as a file of their own."""
-    save_file({MATRIX: transitions.matrix.detach().to("cpu", torch.bfloat16)}, folder / FILE)
+    matrix = transitions.matrix.detach().to("cpu", torch.bfloat16)
+    save_file({MATRIX: matrix}, folder / TRANSITIONS_FILE)

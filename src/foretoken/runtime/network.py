@@ -23,7 +23,9 @@ from foretoken.runtime.kv_slab import KVSlab
 from foretoken.runtime.vector_math import prepare_vector_math
 
 __all__ = [
+    "CHAIN_CANDIDATES",
     "LOGITS",
+    "MOST_ADDED",
     "ChainingNetwork",
     "ContinuingNetwork",
     "GrowingNetwork",
@@ -235,10 +237,16 @@ class GrowingNetwork(ABC):
         """
 
 
-@runtime_checkable
-class ChainingNetwork(Network, Protocol):
+CHAIN_CANDIDATES = 16
+"""Tokens of a level that transitions are added to, the most probable ones."""
+MOST_ADDED = 60.0
+"""What transitions add to a logit, at most: its exponential is a finite number of 32 bits."""
+
+
+class ChainingNetwork(ABC):
     """A network that chooses the tokens of a chain faster than PyTorch's operations."""
 
+    @abstractmethod
     def best_chain(
         self, logits: Tensor, transitions: tuple[Tensor, Tensor] | None
     ) -> tuple[list[int], list[float]] | None:
@@ -246,13 +254,13 @@ class ChainingNetwork(Network, Protocol):
 
         Args:
             logits: [K, V] of all levels.
-            transitions: A and W [V, E]: behind a token u, the logit of w gets A_u^T W_w more, if w
-                is among the best 16 of its level; None if nothing is added.
+            transitions: A and W [V, E]: behind a token u, the logit of w gets A_u^T W_w more (up to
+                `MOST_ADDED`) if w is among the best `CHAIN_CANDIDATES` of its level; None if
+                nothing is added.
 
         Returns:
             [K] tokens and [K] their probabilities; None if it cannot, for these types and sizes.
         """
-        ...
 
 
 @runtime_checkable

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from foretoken.runtime.seq2seq.structure import position_table
 
@@ -81,10 +81,10 @@ def mask_states(lm: Any, rows: MaskRows, encoded: Tensor, source_mask: Tensor) -
         source_mask: [R, S] where they are.
     """
     decoder = lm.get_decoder()
-    with _at_positions(lm, decoder, rows.positions):
+    with _at_positions(lm, decoder, rows):
         hidden: Tensor = decoder(
             input_ids=rows.tokens,
-            attention_mask=_added(rows.sees),
+            attention_mask=_additive_mask(rows.sees),
             encoder_hidden_states=encoded,
             encoder_attention_mask=source_mask,
             use_cache=False,
@@ -93,7 +93,7 @@ def mask_states(lm: Any, rows: MaskRows, encoded: Tensor, source_mask: Tensor) -
     return masks.reshape(*rows.places.shape, masks.shape[-1])
 
 
-def _added(sees: Tensor) -> Tensor:
+def _additive_mask(sees: Tensor) -> Tensor:
     """What attention adds to its scores."""
     device = sees.device.type
     low = torch.is_autocast_enabled(device)
@@ -103,13 +103,15 @@ def _added(sees: Tensor) -> Tensor:
 
 
 @contextmanager
-def _at_positions(lm: Any, decoder: Any, positions: Tensor) -> Iterator[None]:
-    """Within it, tokens of the decoder are at these positions.
+def _at_positions(lm: Any, decoder: Any, rows: MaskRows) -> Iterator[None]:
+    """Within it, the decoder's tokens are at the positions of these rows.
 
     Its own forward pass counts columns, and takes no positions.
     """
     module = decoder.embed_positions
-    found = F.embedding(positions, position_table(lm, module))
+    found = F.embedding(rows.positions, position_table(lm, module))
+    if not isinstance(module, nn.Embedding):  # M2M100's: padding has none
+        found = found.masked_fill((rows.tokens == module.padding_idx)[..., None], 0)
     module.forward = lambda *_given, **_named: found
     try:
         yield

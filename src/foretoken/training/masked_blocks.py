@@ -4,7 +4,8 @@
 
 for a prefix of p tokens, drawn uniformly for each text and step, and k masks behind it, which are
 predicted at once. Labels end with the text; masks behind it learn nothing. The loss is smoothed.
-A step can learn from several prefixes of a text, each with masks of its own (`mask_rows.py`).
+Beyond the paper, a step can learn from several prefixes of a text, each with masks of its own
+(`mask_rows.py`), and with `Transitions`, y_(p + j - 1) is given, too.
 
 Training glances (GLAT, Qian et al., arXiv 2008.07905): of the masks, as many as a share of those
 that were wrong in a first pass, drawn at random, get their label in place of the mask and leave the
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import FiniteFloat, model_validator
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from foretoken.core.config import Config
@@ -36,6 +38,9 @@ from foretoken.training.trainee import Learnt, Trainee
 __all__ = ["SpecDrafterTrainee", "SpecDrafterTrainingOptions", "some_of", "some_prefixes"]
 
 _HALVED_BELOW = 0.25
+_LOGITS = 1 << 25
+"""Logits of one part of a step; those of a batch of the published size are one part if there are
+few tokens."""
 _PLACES = 8192
 """Tokens and masks of a pass, when all prefixes of a batch are evaluated."""
 
@@ -65,7 +70,8 @@ class SpecDrafterTrainingOptions(Config):
             `Transitions`. In the paper it does not.
         prefixes: how many prefixes of a text a step learns from, each with a block of its own; the
             paper's is one. A text teaches more with more of them, and is computed once for all.
-            Where blocks are shorter (`fewer_masks`), so many masks serve more prefixes.
+            With `fewer_masks`, there are more of them where blocks are shorter: a text always has
+            about `prefixes` times `num_masks` masks.
         glancing: the share of wrong masks that are shown, at the first and at the last step.
     """
 
@@ -168,19 +174,45 @@ class SpecDrafterTrainee(Trainee):
         source = self._encoded(batch)
         with torch.no_grad():
             right = torch.zeros_like(valid)
-            right[valid] = _are_best(self._behind(rows, source, valid, batch), labels[valid])
+            states = self._states(rows, source, valid, batch)
+            right[valid] = torch.cat(
+                [
+                    _are_best(self.logits(part, 0), wanted)
+                    for part, wanted in self._parts_of(states, labels[valid])
+                ]
+            )
             wrong = (valid & ~right).sum(-1)
             shown = some_of(valid, (self.shown * wrong).long())
         learnt = valid & ~shown
-        logits = self._behind(rows.showing(shown, labels), source, learnt, batch)
-        smoothing = self._options.label_smoothing
-        loss = F.cross_entropy(logits, labels[learnt], label_smoothing=smoothing)
+        states = self._states(rows.showing(shown, labels), source, learnt, batch)
+        loss = self._mean_loss(states, labels[learnt])
         return Learnt(loss[None], right[:, None, :, 0], valid[..., 0].sum()[None])
 
-    def _behind(
+    def _mean_loss(self, states: Tensor, labels: Tensor) -> Tensor:
+        """Of masks with states [N, E]."""
+        parts = self._parts_of(states, labels)
+        if len(parts) == 1:
+            return self._loss_of(states, labels) / max(1, len(labels))
+        # Logits of one part at a time are in memory; they are computed again for the gradients.
+        losses: list[Tensor] = [
+            checkpoint(self._loss_of, *part, use_reentrant=False) for part in parts
+        ]
+        return torch.stack(losses).sum() / len(labels)
+
+    def _loss_of(self, states: Tensor, labels: Tensor) -> Tensor:
+        smoothing = self._options.label_smoothing
+        logits = self.logits(states, 0)
+        return F.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="sum")
+
+    def _parts_of(self, states: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """States and labels of so many masks that their logits fit `_LOGITS`."""
+        size = max(1, _LOGITS // self.notes.vocab_size)
+        return list(zip(torch.split(states, size), torch.split(labels, size), strict=True))
+
+    def _states(
         self, rows: MaskRows, source: tuple[Tensor, Tensor], chosen: Tensor, batch: Batch
     ) -> Tensor:
-        """[N, V] the logits at those masks [R, P, k] that are chosen."""
+        """[N, E] what `logits` reads at those masks [R, P, k] that are chosen."""
         states = mask_states(self.lm, rows, *source)[chosen]
         if self.transitions is not None:
             before = batch.tokens.gather(
@@ -189,7 +221,7 @@ class SpecDrafterTrainee(Trainee):
             added = self.transitions(self._rows(before[chosen]))
             first = torch.arange(chosen.shape[-1], device=chosen.device).expand_as(chosen) == 0
             states = states + added.masked_fill(first[chosen][:, None], 0)
-        return self.logits(states, 0)
+        return states
 
     def _rows(self, tokens: Tensor) -> Tensor:
         """[..., E] the output layer's rows of tokens."""
@@ -221,11 +253,11 @@ class SpecDrafterTrainee(Trainee):
     def logits(self, outputs: Tensor, level: int) -> Tensor:
         """See `Trainee.logits`: without that of the mask."""
         layer, size = output_layer(self.lm), self.notes.vocab_size
-        bias = getattr(self.lm, "final_logits_bias", None)
-        added = layer.bias if bias is None else bias[0]
-        return F.linear(
-            outputs, layer.weight[:size], added if added is None else added[:size]
-        ).float()
+        more = getattr(self.lm, "final_logits_bias", None)
+        biases = [layer.bias, None if more is None else more[0]]
+        given = [bias[:size] for bias in biases if bias is not None]
+        bias = sum(given[1:], given[0]) if given else None
+        return F.linear(outputs, layer.weight[:size], bias).float()
 
     def _encoded(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """[B, S, E] what the encoder makes of the sources, and [B, S] where they are."""
@@ -258,7 +290,10 @@ def some_prefixes(batch: Batch, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _are_best(logits: Tensor, labels: Tensor) -> Tensor:
-    """[N] whether labels have the highest logit; much faster on a CPU than `argmax`."""
+    """[N] whether no logit is above the label's; much faster on a CPU than `argmax`.
+
+    With mixed precision some logits are equal, so it is true a little more often.
+    """
     return logits.gather(1, labels[:, None])[:, 0] >= logits.amax(-1)
 
 

@@ -1,5 +1,8 @@
 """The networks of Spec-Drafters: encoder-decoders with a token for masks.
 
+Masks differ by their positions alone, so the decoder learns its positions, also those of classes
+that keep them fixed (Marian, Pegasus).
+
 A drafter has the class of its target, so that it can start from the target's encoder. T5's relative
 positions cannot tell later masks apart, so drafters of T5 are BARTs.
 """
@@ -11,6 +14,7 @@ from copy import deepcopy
 from typing import Any, cast
 
 import torch
+from torch import nn
 from transformers import AutoModelForSeq2SeqLM, BartConfig, PreTrainedConfig, PreTrainedModel
 
 from foretoken.errors import CompatibilityError, ConfigError
@@ -76,11 +80,15 @@ def new_masked_lm(
     lm: Any = kind.from_config(config, dtype=torch.float32, attn_implementation="eager")
     if not own_encoder:
         _freeze_encoder(lm)
+    positions = lm.get_decoder().embed_positions
+    if isinstance(positions, nn.Embedding):
+        positions.weight.requires_grad_(True)
+        lm._keys_to_ignore_on_save = None  # Marian would leave them out
     return cast(PreTrainedModel, lm)
 
 
 def _freeze_encoder(lm: Any) -> None:
-    """Learn nothing in what the decoder and the output layer do not share."""
+    """Learn nothing in what neither the decoder nor the output layer reads."""
     read = {
         id(w) for part in (lm.get_decoder(), lm.get_output_embeddings()) for w in part.parameters()
     }

@@ -108,7 +108,8 @@ class SpecDrafterOptions(TreeOptions):
 
     Args:
         draft_quantization: of the drafter's weights. None chooses: as the target's, or int8 on the
-            native runtime if the target runs in bfloat16. The output does not depend on it.
+            native runtime if the target runs in bfloat16 and blocks may be short. The output does
+            not depend on it.
     """
 
     draft_quantization: Literal["none", "int8"] | None = None

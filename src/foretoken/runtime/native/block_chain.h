@@ -7,19 +7,18 @@
 namespace foretoken {
 
 struct BlockChain {
-    static constexpr int CANDIDATES = LANES;
-    static constexpr float MOST = 60.0f;  // that transitions add to a logit: its exponential is finite
-
     const float* logits;           // [levels, vocabulary], `stride` numbers from level to level
     const uint8_t *added, *rows;   // [vocabulary, size] each, or null: levels do not depend on one another
     int32_t* tokens;               // [levels]
     float* probabilities;          // [levels]
     int32_t levels, vocabulary, stride, size, is_bf16;
+    int32_t candidates;            // tokens of a level that transitions are added to, the most probable ones
+    float most;                    // that they add to a logit
 
     void choose() const {
         Ranking best;
         for (int level = 0; level < levels; level++) {
-            best.rank(logits + (long)level * stride, vocabulary, added ? CANDIDATES : 1);
+            best.rank(logits + (long)level * stride, vocabulary, added ? candidates : 1);
             if (added && level) follow(best, tokens[level - 1]);
             tokens[level] = best.tokens[0];
             probabilities[level] = best.values[0];
@@ -34,7 +33,7 @@ private:
         for (int i = 0; i < best.count; i++) {
             float more = is_bf16 ? dot<bf16>(before, best.tokens[i]) : dot<float>(before, best.tokens[i]);
             total -= best.values[i];
-            best.values[i] *= exp(splat(more < MOST ? more : MOST))[0];
+            best.values[i] *= exp(splat(more > most ? most : more))[0];
             if (best.values[i] > largest) largest = best.values[first = i];
         }
         total = total > 0.0f ? total : 0.0f;

@@ -223,6 +223,8 @@ class CBlockChain(Structure):
         ("stride", c_int32),
         ("size", c_int32),
         ("is_bf16", c_int32),
+        ("candidates", c_int32),
+        ("most", c_float),
     )
 
 

@@ -50,6 +50,9 @@ from foretoken.runtime.native.pack import CLinear
 from foretoken.runtime.native.support import MOST_HIDDEN_SIZE
 from foretoken.runtime.native.threads import num_threads
 from foretoken.runtime.network import (
+    CHAIN_CANDIDATES,
+    MOST_ADDED,
+    ChainingNetwork,
     GrowingNetwork,
     GrownTree,
     GrowthLimit,
@@ -93,7 +96,7 @@ class _Pass:
     kept: list[object]
 
 
-class NativeNetwork(GrowingNetwork):
+class NativeNetwork(GrowingNetwork, ChainingNetwork):
     """A decoder in C++ (see `Network`).
 
     Args:
@@ -199,6 +202,10 @@ class NativeNetwork(GrowingNetwork):
         readable = logits.dtype == torch.float32 and logits.stride(1) == 1
         if not readable or not (rows is None or _can_be_read(rows)):
             return None
+        if added is not None and rows is not None:
+            assert (added.shape, added.dtype) == (rows.shape, rows.dtype)
+            assert added.is_contiguous()
+            assert len(rows) >= logits.shape[1]
         levels = len(logits)
         tokens, probabilities = (c_int32 * levels)(), (c_float * levels)()
         self._library.foretoken_chain(
@@ -214,6 +221,8 @@ class NativeNetwork(GrowingNetwork):
                     stride=logits.stride(0),
                     size=0 if rows is None else rows.shape[1],
                     is_bf16=rows is not None and rows.dtype == torch.bfloat16,
+                    candidates=CHAIN_CANDIDATES,
+                    most=MOST_ADDED,
                 )
             )
         )
