@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -186,6 +186,24 @@ def test_beams_and_cascades() -> None:
         assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
         assert all(output.metrics.drafter_failure is None for output in outputs)
         assert all(output.metrics.num_draft_tokens for output in outputs)
+
+
+@pytest.mark.parametrize("encoder", ["own", "target"])
+@pytest.mark.parametrize(("fewer_masks", "transitions"), [(True, False), (True, True)])
+def test_beams_with_all_that_was_learnt(
+    encoder: Literal["own", "target"], fewer_masks: bool, transitions: bool
+) -> None:
+    llm = LLM(tiny_seq2seq("bart", eos_bias=2.0))
+    model = random_spec_drafter(
+        "bart", MASKS, encoder, fewer_masks=fewer_masks, transitions=transitions
+    )
+    given = {"method": "spec_drafter", "model": model, "controller": "fixed"}
+    beams = SamplingParams(temperature=0, max_tokens=9, beam_width=3)
+    outputs = llm.generate(SOURCES, beams, speculative_config=given)
+    plain = llm.generate(SOURCES, beams)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
+    assert all(output.metrics.drafter_failure is None for output in outputs)
+    assert all(output.metrics.num_draft_tokens for output in outputs)
 
 
 def test_an_encoder_of_another_width_is_refused(tmp_path: Path) -> None:

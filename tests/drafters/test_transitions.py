@@ -179,14 +179,16 @@ def test_what_native_chains_do_not_take() -> None:
 # In the engine
 
 
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return LLM(tiny_seq2seq("bart", eos_bias=2.0))
+@pytest.fixture(scope="module", params=["bart", "bart_wide"])
+def llm(request: pytest.FixtureRequest) -> LLM:
+    """With PyTorch operations, and native."""
+    return LLM(tiny_seq2seq(request.param, eos_bias=2.0))
 
 
 def outputs_of(llm: LLM, temperature: float = 0, **fields: Any) -> Any:
     params = SamplingParams(temperature=temperature, seed=5, max_tokens=9)
-    model = random_spec_drafter("bart", MASKS, transitions=True)
+    name = "bart_wide" if llm.runtime == "native" else "bart"
+    model = random_spec_drafter(name, MASKS, "target", transitions=True)
     config = {"method": "spec_drafter", "model": model, "controller": "fixed", **fields}
     return llm.generate(SOURCES, params, speculative_config=config if fields else None)
 
@@ -205,7 +207,8 @@ def test_drafts_change_no_output(llm: LLM, shape: dict[str, Any], temperature: f
 
 def test_drafts_are_other_ones(llm: LLM) -> None:
     """The first tokens of a draft are alike with and without, and the others are not."""
-    model = random_spec_drafter("bart", MASKS)
+    name = "bart_wide" if llm.runtime == "native" else "bart"
+    model = random_spec_drafter(name, MASKS, "target")
     drafts = [
         [step.drafted for output in outputs for step in output.trace.steps if step.drafted]
         for outputs in (outputs_of(llm, acceptance="coupled"), outputs_of(llm, model=model))

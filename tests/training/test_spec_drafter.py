@@ -35,6 +35,7 @@ from foretoken.training.masked_blocks import (
     some_prefixes,
 )
 from foretoken.training.masked_lm import copy_target, new_masked_lm
+from foretoken.training.memory import training_bytes
 from foretoken.training.methods import training_method
 from foretoken.training.progress import Evaluation, Step
 from foretoken.training.settings import TrainingSettings
@@ -515,6 +516,40 @@ def test_starting_from_t5_is_refused() -> None:
     lm = new_masked_lm(target.config, VOCAB_SIZE, MASKS, "small")
     with pytest.raises(CompatibilityError, match="from_target: a drafter of T5"):
         copy_target(target, lm)
+
+
+def test_memory_grows_with_the_masks() -> None:
+    """With more prefixes of a text, more is kept for its gradients."""
+    target = Target(tiny_seq2seq("bart"))
+    settings = TrainingSettings(batch_tokens=1024, mixed_precision="no")
+    found = []
+    for prefixes in (1, 8):
+        method = training_method("spec_drafter", {"num_masks": MASKS, "prefixes": prefixes})
+        made = method.trainee(parts_of(target))
+        small, large = (
+            training_bytes(made, 0, 32, settings.model_copy(update={"batch_tokens": size})).memory
+            for size in (1024, 2048)
+        )
+        found.append(large - small)
+    assert found[1] > 1.2 * found[0]
+
+
+def test_many_logits_are_learnt_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss and the gradients are those of one part."""
+    found = []
+    for most in (masked_blocks._LOGITS, 2 * VOCAB_SIZE):
+        monkeypatch.setattr(masked_blocks, "_LOGITS", most)
+        trainee = trainee_of(prefixes=2, dropout=0.0, glancing=(0.5, 0.5))
+        torch.manual_seed(0)
+        learnt = trainee.train()(batch_of(), 1)
+        learnt.losses.sum().backward()
+        gradients = [weight.grad for weight in trainee.parameters() if weight.grad is not None]
+        found.append((learnt, gradients))
+    (whole, expected), (parts, gradients) = found
+    torch.testing.assert_close(parts.losses, whole.losses)
+    assert torch.equal(parts.right, whole.right)
+    for each, other in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(each, other, rtol=1e-3, atol=1e-5)
 
 
 def test_the_published_values_and_their_size() -> None:

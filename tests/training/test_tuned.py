@@ -346,7 +346,8 @@ def test_memory_is_known_beforehand() -> None:
     assert of_own < total
     assert sizes[0].disk == 2 * 4 * (total + moments)
     batch = sizes[1].memory - sizes[0].memory
-    assert sizes[0].memory - batch == 4 * (2 * total + moments)
+    # Angles and masks are those of all conversations.
+    assert 0 <= sizes[0].memory - batch - 4 * (2 * total + moments) < 0.1 * batch
     assert sizes[2].memory - sizes[1].memory == batch
     # At least the states between the layers are kept, of the copy as well.
     assert batch > 512 * 64 * 4 * 2

@@ -140,9 +140,10 @@ class ModelDrafter(Drafter):
     def _grow_at_once(self, growths: Sequence[Growth]) -> None:
         """Draft trees in one call, if the scorer can.
 
-        `_expand` would grow the same trees level by level. Only where tokens are forbidden, by the
-        model's own rules or as bad words, it drafts others in the place of most probable ones; here
-        they are cut off with what is below them.
+        `_expand` would grow the same trees level by level, but for unlikely tokens that transitions
+        make the best ones. Only where tokens are forbidden, by the model's own rules or as bad
+        words, it drafts others in the place of most probable ones; here they are cut off with what
+        is below them.
         """
         if isinstance(self._scorer, GrowingScorer):
             for growth in growths:

@@ -77,7 +77,7 @@ def new_masked_lm(
     if halved:
         _halve(config)
     kind: Any = AutoModelForSeq2SeqLM
-    lm: Any = kind.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    lm: Any = kind.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     if not own_encoder:
         _freeze_encoder(lm)
     positions = lm.get_decoder().embed_positions

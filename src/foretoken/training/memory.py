@@ -18,7 +18,7 @@ from foretoken.training.trainee import Trainee
 __all__ = ["TrainingBytes", "training_bytes"]
 
 _SAMPLE = 128
-"""Tokens of the conversation on which activations are counted, at most."""
+"""Tokens of the conversations on which activations are counted, at most."""
 
 
 @dataclass(frozen=True)
@@ -55,22 +55,26 @@ def training_bytes(
         for weight in group["params"]
     )
     trainee.at_step(1, 1)  # in the last step, nothing is left out any more
-    size = min(_SAMPLE, settings.max_length)
-    sizes = size // 2, size
-    half, whole = (_kept_bytes(trainee, num_layers, hidden_size, settings, each) for each in sizes)
-    batch = settings.batch_tokens * (whole - half) // (sizes[1] - sizes[0])
-    copies = max(0, half - (whole - half) * sizes[0] // (sizes[1] - sizes[0]))
+    # What grows is counted by texts: some drafters have as many masks for a text of any length.
+    one, two = (_kept_bytes(trainee, num_layers, hidden_size, settings, n) for n in (1, 2))
+    batch = settings.batch_tokens * (two - one) // _size(settings)
+    copies = max(0, 2 * one - two)
     states = 4 * (2 * weights + moments)
     return TrainingBytes(states + copies + batch, 2 * 4 * (weights + moments))
 
 
-def _kept_bytes(
-    trainee: Trainee, num_layers: int, hidden_size: int, settings: TrainingSettings, size: int
-) -> int:
-    """Bytes of the tensors that a step keeps for the gradients of so many tokens.
+def _size(settings: TrainingSettings) -> int:
+    return min(_SAMPLE, settings.max_length)
 
-    With mixed precision there are copies of weights among them, which do not grow with the tokens.
+
+def _kept_bytes(
+    trainee: Trainee, num_layers: int, hidden_size: int, settings: TrainingSettings, count: int
+) -> int:
+    """Bytes of the tensors that a step keeps for the gradients of so many conversations.
+
+    With mixed precision there are copies of weights among them, which do not grow with these.
     """
+    size = _size(settings)
     hidden, scales = quantize(torch.zeros(size, num_layers, hidden_size))
     tokens = torch.zeros(size, dtype=torch.long)
     top = tokens.unsqueeze(-1).expand(-1, TOP_K)
@@ -92,7 +96,7 @@ def _kept_bytes(
     dtype = torch.bfloat16 if settings.mixed_precision == "bf16" else torch.float16
     enabled = settings.mixed_precision != "no"
     levels = max(1, settings.levels)
-    batch = send_to_device(collate([sample], levels, trainee.first_learnt), device)
+    batch = send_to_device(collate([sample] * count, levels, trainee.first_learnt), device)
     with (
         torch.random.fork_rng([device] if device.type == "cuda" else []),
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
