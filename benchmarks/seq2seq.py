@@ -34,6 +34,7 @@ from benchmarks.seq2seq_drafters import MAIN, DrafterOptions, drafters_in, train
 from benchmarks.seq2seq_measure import (
     BEAM,
     GREEDY,
+    SHORT,
     Sample,
     contestants,
     lossless,
@@ -203,7 +204,7 @@ def measure_command(out: _Out, quick: _Quick = False, plan: _PlanFile = None) ->
         measure_batches(llm, batched, sources, planned.batch_sizes, planned.rounds, journal)
 
 
-_BATCHED = (BEAM, GREEDY, specdec(MAIN), lossless(MAIN))
+_BATCHED = (BEAM, GREEDY, specdec(MAIN), specdec(MAIN, SHORT), lossless(MAIN))
 
 
 @app.command("tables")

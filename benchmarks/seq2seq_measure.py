@@ -26,7 +26,9 @@ BEAM, GREEDY = "beam 5", "greedy"
 """The baselines."""
 K, BETA, TAU = 25, 3, 1.0
 """SpecDec's published values."""
-LENGTHS = (10, 15, 20, 25, 30)
+SHORT = 5
+"""Tokens of a draft that pays for a small model."""
+LENGTHS = (SHORT, 10, 15, 20, 25, 30)
 BETAS, TAUS = (3, 5), (1.0, 2.0, 3.0, 4.0, 5.0)
 
 _MOST_TOKENS = 200
@@ -75,9 +77,9 @@ def blockwise(k: int, rule: str = "") -> str:
     return f"blockwise-{k}" + (f" {rule}" if rule else "")
 
 
-def lossless(drafter: str) -> str:
-    """The name of a Spec-Drafter with the default rule and controller."""
-    return f"{drafter} lossless"
+def lossless(drafter: str, k: int | None = None) -> str:
+    """The name of a Spec-Drafter with the default rule; without k, with the default controller."""
+    return f"{drafter} lossless" + ("" if k is None else f" k={k}")
 
 
 def contestants(options: DrafterOptions, drafters: Mapping[str, Path]) -> list[Contestant]:
@@ -100,6 +102,7 @@ def contestants(options: DrafterOptions, drafters: Mapping[str, Path]) -> list[C
                 _add_spec(found, MAIN, drafters[MAIN], K, beta, tau)
         plain = {"method": "spec_drafter", "model": str(drafters[MAIN])}
         _add(found, lossless(MAIN), plain, K)
+        _add(found, lossless(MAIN, SHORT), {**plain, "controller": "fixed"}, SHORT)
     return list(found.values())
 
 

@@ -13,6 +13,7 @@ from benchmarks.seq2seq_measure import (
     BETAS,
     GREEDY,
     LENGTHS,
+    SHORT,
     TAUS,
     K,
     blockwise,
@@ -24,6 +25,8 @@ from foretoken.training.curves import Panel, save_panels
 
 __all__ = ["Table", "as_markdown", "save_figures", "tables"]
 
+_CHOSEN = (SHORT, 10, K)
+"""Lengths of drafts in tables that do not compare them."""
 _BINS = (*(number / 2 for number in range(20)), 10.0)
 
 
@@ -88,8 +91,9 @@ def _speeds(results: Results, lengths: dict[int, str]) -> Table:
         (BEAM, BEAM),
         (GREEDY, GREEDY),
         *((f"blockwise, k {k}", blockwise(k)) for k in (10, 25)),
-        *((f"SpecDec, k {k}", lengths.get(k, "")) for k in (10, K)),
-        (f"Spec-Drafter, lossless, k {K}", lossless(MAIN)),
+        *((f"SpecDec, k {k}", lengths.get(k, "")) for k in _CHOSEN),
+        (f"Spec-Drafter, lossless, k {SHORT}", lossless(MAIN, SHORT)),
+        ("Spec-Drafter, lossless, default controller", lossless(MAIN)),
     ]
 
     def cells(name: str) -> list[str]:
@@ -167,7 +171,7 @@ def _batches(results: Results) -> Table:
 
 
 def _relative(results: Results, lengths: dict[int, str]) -> Table:
-    named = [(GREEDY, GREEDY), *((f"SpecDec, k {k}", lengths.get(k, "")) for k in (10, K))]
+    named = [(GREEDY, GREEDY), *((f"SpecDec, k {k}", lengths.get(k, "")) for k in _CHOSEN)]
 
     def cells(name: str) -> list[str]:
         found = [results.relative_score(name, base) for base in (GREEDY, BEAM)]
@@ -179,8 +183,11 @@ def _relative(results: Results, lengths: dict[int, str]) -> Table:
 
 
 def _single(results: Results, lengths: dict[int, str]) -> Table:
-    named = [*((f"SpecDec, k {k}", lengths.get(k, "")) for k in (10, K))]
-    named.append((f"Spec-Drafter, lossless, k {K}", lossless(MAIN)))
+    named = [
+        *((f"SpecDec, k {k}", lengths.get(k, "")) for k in _CHOSEN),
+        (f"Spec-Drafter, lossless, k {SHORT}", lossless(MAIN, SHORT)),
+        ("Spec-Drafter, lossless, default controller", lossless(MAIN)),
+    ]
 
     def cells(name: str) -> list[str]:
         slower = sum(ratio < 1 for ratio in results.single_speedups(name, GREEDY))
