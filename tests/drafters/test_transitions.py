@@ -161,7 +161,7 @@ def test_native_chains_are_those_of_the_tree(
         for _ in range(10):
             logits = 3 * torch.randn(6, 50, generator=generator)
             chain = best_chain(logits, transitions)
-            found = product_chain(chain, torch.arange(50), plan, limits)
+            found = product_chain(chain, torch.arange(50), limits)
             expected = product_tree(logits, torch.arange(50), plan, limits, transitions)
             assert (found.tokens, found.parents) == (expected.tokens, expected.parents)
             assert found.probabilities == pytest.approx(expected.probabilities, rel=1e-4)

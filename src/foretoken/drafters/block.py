@@ -120,7 +120,7 @@ class BlockScorer(OwnModel):
             tables = None if self.transitions is None else self.transitions.tables
             chain = network.best_chain(logits[: len(widths)], tables)
             if chain is not None:
-                return product_chain(chain, self._vocabulary, plan, limit)
+                return product_chain(chain, self._vocabulary, limit)
         return product_tree(logits, self._vocabulary, plan, limit, self.transitions)
 
     def finish_draft(self, request: Request, num_tokens: int) -> None:

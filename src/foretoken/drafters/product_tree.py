@@ -147,24 +147,27 @@ def product_tree(
 
 
 def product_chain(
-    chain: tuple[Sequence[int], Sequence[float]],
-    token_ids: Tensor | None,
-    plan: GrowthPlan,
-    limit: GrowthLimit,
+    chain: tuple[Sequence[int], Sequence[float]], token_ids: Tensor | None, limit: GrowthLimit
 ) -> GrownTree:
     """`product_tree` for one child per node, of what `ChainingNetwork.best_chain` has chosen.
 
     Args:
         chain: [K] places in the vocabulary of the logits, and [K] their probabilities.
         token_ids: see `product_tree`.
-        plan: how the tree grows.
         limit: where it ends.
     """
     tokens, probabilities = chain
+    count, path = 0, 1.0
+    for probability in probabilities[: limit.nodes]:
+        if probability == 0:
+            break
+        count, path = count + 1, path * probability
+        if probability < limit.min_token_prob or path < limit.min_path_prob:
+            break
+    kept = list(tokens[:count])
     if token_ids is not None:
-        tokens = token_ids[list(tokens)].tolist()
-    choices = _Independent([[each] for each in probabilities])
-    return _grown([[token] for token in tokens], choices, plan, limit, 1)
+        kept = token_ids[kept].tolist()
+    return GrownTree(kept, list(range(-1, count - 1)), list(probabilities[:count]))
 
 
 def _grown(
