@@ -52,10 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = llm.beam_search(prompts, beams)
     for sentence, one, two, three in zip(options.sentences, plain, drafted, found, strict=True):
         print(sentence)
-        print(f"  plain    {described(one)}")
-        print(f"  {drafts['method']:8} {described(two)}  same: {one.token_ids == two.token_ids}")
+        print(f"  {'plain':12} {described(one)}")
+        print(f"  {drafts['method']:12} {described(two)}  same: {one.token_ids == two.token_ids}")
         best = three.sequences[0]
-        print(f"  beams    {best.text}  (score {best.score:.2f})")
+        print(f"  {'beams':12} {best.text}  (score {best.score:.2f})")
 
 
 def described(output: RequestOutput) -> str:

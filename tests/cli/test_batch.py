@@ -220,7 +220,7 @@ def test_lines_that_were_made_again_are_kept_if_the_run_is_interrupted(
     [
         ("hello", "not JSON"),
         ("[1]", 'it takes an object, such as {"prompt": "Hello"}'),
-        ("{}", "give one of prompt, messages, prompt_token_ids, got none of them"),
+        ("{}", "give one of prompt, messages, prompt_token_ids, encoder_prompt, got none of them"),
         ('{"prompt": "a", "messages": []}', "got prompt and messages"),
         ('{"prompt": ""}', "prompt must be a text that is not empty"),
         ('{"messages": ["a"]}', "messages must be a list of objects"),

@@ -231,6 +231,11 @@ def test_another_target_is_refused(tmp_path: Path) -> None:
         load_spec_drafter(tmp_path, other)
 
 
+def test_it_is_no_model_by_itself() -> None:
+    with pytest.raises(ModelError, match="holds a Spec-Drafter, which fills masks"):
+        LLM(random_spec_drafter("bart", MASKS))
+
+
 FAULTS: dict[str, Fault] = {
     "another model": (
         lambda f: tiny_seq2seq("bart").save_pretrained(f),

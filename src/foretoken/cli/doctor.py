@@ -129,7 +129,10 @@ def _native() -> _Finding:
 
     missing = why_no_library()
     if missing is None:
-        return _Finding("native runtime", "ready: Llama and its relatives run in C++ on the CPU")
+        return _Finding(
+            "native runtime",
+            "ready: Llama and its relatives, and encoder-decoders, run in C++ on the CPU",
+        )
     return _Finding(
         "native runtime",
         f"not available: {missing}",

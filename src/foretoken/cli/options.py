@@ -200,7 +200,7 @@ class SpeculationOptions:
         str | None,
         _speculation(
             "Folder, id (ORG/NAME), .gguf file or alias, for --method draft_model; the folder of a "
-            "trained head."
+            "trained head or Spec-Drafter."
         ),
     ] = None
     acceptance: Annotated[

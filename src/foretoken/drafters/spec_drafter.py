@@ -160,7 +160,7 @@ def load_spec_drafter(
             "train spec_drafter` has written?"
         )
     notes = validated(SpecDrafterNotes, given[NOTES], folder / CONFIG)
-    model: Any = models.load_model(folder, target.dtype, target.device)
+    model: Any = models.load_model(folder, target.dtype, target.device, fills_masks=True)
     check_supported(model, length := context_length(model.config, None))
     if model.get_output_embeddings().out_features <= notes.mask_token_id:
         raise ModelError(f"{folder / CONFIG}: the drafter has no token {notes.mask_token_id}.")

@@ -7,14 +7,15 @@ one prompt, and what belongs to it:
 {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0.8, "seed": 7}
 {"prompt_token_ids": [1, 2, 3], "references": ["a text that the answer may quote"]}
 {"prompt": "Add a docstring: ...", "prediction": "what the answer will mostly repeat"}
+{"prompt": "The house is small.", "source_language": "en_XX", "target_language": "de_DE"}
 """
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from foretoken.errors import ForetokenError, PromptError
@@ -37,8 +38,13 @@ __all__ = [
     "shaped",
 ]
 
-FORMS = ("prompt", "messages", "prompt_token_ids")
+FORMS = ("prompt", "messages", "prompt_token_ids", "encoder_prompt")
 """The fields that hold a prompt; a line has one of them."""
+
+OF_SOURCE = ("decoder_prompt", "source_language", "target_language")
+"""Further fields for encoder-decoders; see `engine.sources`."""
+
+_NOTHING: Mapping[str, Any] = {}
 
 _ONLY_SAMPLED = ("top_k", "top_p", "min_p")
 
@@ -55,6 +61,7 @@ class Line:
         references: what its drafts may quote; None for nothing.
         id: the user's own name for it, or None.
         prediction: what its answer is expected to repeat; None for nothing.
+        of_source: those of `OF_SOURCE` that it has.
     """
 
     number: int | None
@@ -64,13 +71,14 @@ class Line:
     references: Sequence[str] | None = None
     id: str | int | None = None
     prediction: str | None = None
+    of_source: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def shown(self) -> dict[str, Any]:
         """What its result says of it: the line, the id and the prompt."""
         named: dict[str, Any] = {} if self.id is None else {"id": self.id}
         place = {} if self.number is None else {"line": self.number}
-        return {**place, **named, self.form: self.prompt}
+        return {**place, **named, self.form: self.prompt, **self.of_source}
 
 
 @dataclass(frozen=True)
@@ -92,16 +100,19 @@ class Shape:
         return self._translated(shaped(llm, text, self.chat))
 
     def of_line(self, llm: LoadedLLM, line: Line) -> Prompt:
-        """The prompt of a line; messages and token ids are taken as they are."""
-        if line.form == "prompt":
-            return self.of_text(llm, line.prompt)
-        return self._translated(line.prompt)
+        """The prompt of a line; what is no text for any model is taken as it is."""
+        given = shaped(llm, line.prompt, self.chat) if line.form == "prompt" else line.prompt
+        translated = self._translated(given, line.of_source)
+        if line.form == "encoder_prompt" and not isinstance(translated, Mapping):
+            return {"encoder_prompt": translated}
+        return translated
 
-    def _translated(self, given: Prompt) -> Prompt:
+    def _translated(self, given: Prompt, own: Mapping[str, Any] = _NOTHING) -> Prompt:
         languages = {"source_language": self.source_language}
         languages["target_language"] = self.target_language
         codes = {name: code for name, code in languages.items() if code is not None}
-        return {"encoder_prompt": given, **codes} if codes else given
+        more = {**codes, **own}
+        return {"encoder_prompt": given, **more} if more else given
 
 
 def shaped(llm: LoadedLLM, text: str, chat: bool | None = None) -> Prompt:
@@ -122,8 +133,8 @@ def line_of(number: int | None, fields: Mapping[str, Any], params: SamplingParam
 
     Args:
         number: see `Line`.
-        fields: what it says. All but the prompt, `id`, `references` and `prediction` are parameters
-            of `SamplingParams`.
+        fields: what it says. All but the prompt, `id`, `references`, `prediction` and those of
+            `OF_SOURCE` are parameters of `SamplingParams`.
         params: for what it does not say.
 
     Raises:
@@ -153,8 +164,13 @@ def line_of(number: int | None, fields: Mapping[str, Any], params: SamplingParam
         raise PromptError("references must be a list of texts")
     if not isinstance(prediction, str | None):
         raise PromptError("prediction must be a text")
+    of_source = {key: fields.pop(key) for key in OF_SOURCE if key in fields}
+    for key, value in of_source.items():
+        like = "encoder_prompt" if key == "decoder_prompt" else "prompt"
+        if not _IS_FORM[like](value):
+            raise PromptError(f"{key} must be {_FORM_TEXTS[like]}")
     own = _own_params(params, fields)
-    return Line(number, form, prompt, own, references, name, prediction)
+    return Line(number, form, prompt, own, references, name, prediction, of_source)
 
 
 def jobs_of(llm: LoadedLLM, lines: Sequence[Line], shape: Shape) -> list[Job]:
@@ -255,13 +271,19 @@ def _is_list_of(value: Any, kind: type) -> bool:
     return isinstance(value, list) and all(type(each) is kind for each in value)
 
 
-_IS_FORM = {
+def _is_source(value: Any) -> bool:
+    return bool(value) and (isinstance(value, str) or _is_list_of(value, int))
+
+
+_IS_FORM: Mapping[str, Callable[[Any], bool]] = {
+    "encoder_prompt": _is_source,
     "prompt": lambda value: isinstance(value, str) and bool(value),
     "messages": lambda value: bool(value) and _is_list_of(value, dict),
     "prompt_token_ids": lambda value: bool(value) and _is_list_of(value, int),
 }
 
 _FORM_TEXTS = {
+    "encoder_prompt": "a text or a list of whole numbers, and not empty",
     "prompt": "a text that is not empty",
     "messages": "a list of objects with role and content",
     "prompt_token_ids": "a list of whole numbers that is not empty",

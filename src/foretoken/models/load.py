@@ -32,7 +32,12 @@ _TOKENIZER_FILES = (
 
 
 def load_model(
-    folder: Path, dtype: torch.dtype, device: torch.device, tensor_parallel_size: int = 1
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    tensor_parallel_size: int = 1,
+    *,
+    fills_masks: bool = False,
 ) -> PreTrainedModel:
     """Load a decoder-only language model, or an encoder-decoder, for inference.
 
@@ -44,18 +49,25 @@ def load_model(
         device: Where the model goes.
         tensor_parallel_size: Number of processes that load a shard of it each, on the device of
             each process; all of them must call this.
+        fills_masks: whether a Spec-Drafter is wanted, and not a model that writes text.
 
     Returns:
         The model in evaluation mode, its parameters without gradients.
 
     Raises:
         ModelError: If the folder is incomplete or damaged, lacks weights of its model, needs its
-            own code, or has no such model; or if the device does not exist or has too little
-            memory.
+            own code, or has no such model; if it is a Spec-Drafter and none is wanted; or if the
+            device does not exist or has too little memory.
         CompatibilityError: If it cannot be spread over so many processes.
     """
     config = read_config(folder)
     _check_weights_readable(folder)
+    written = config.get("foretoken")
+    if not fills_masks and isinstance(written, dict) and "spec_drafter" in written:
+        raise ModelError(
+            f"{folder} holds a Spec-Drafter, which fills masks and writes no text: it is the model "
+            "of the method 'spec_drafter', beside the one that it was trained for."
+        )
     with guarded(f"cannot load the model in {folder}"):
         kind = _kind(folder, config, tensor_parallel_size)
         # `output_loading_info` makes it return a pair, which its type hints do not say.

@@ -27,6 +27,10 @@ from foretoken.training.trainer import Trainer
 __all__ = ["DrafterSeries"]
 
 
+_FEW = 20
+"""Held-out texts of which one becomes the probe."""
+
+
 class DrafterSeries:
     """Trains the drafters of a method.
 
@@ -133,15 +137,17 @@ class DrafterSeries:
             self._rounds(training, folder),
         )
         with self._reporter.stage("Training", trainer.total_steps) as done:
-            remark = ""
+            remark, evaluated = "", -1
             for event in trainer.run():
                 if isinstance(event, Evaluation):
                     if self._processes.is_main_process:
                         save_curves(folder.work, trainer.history)
-                    self._reporter.say(evaluation_text(event))
-                    remark = f"mean acceptance length {event.score:.2f}"
+                    averaged = event.step == evaluated
+                    beginning = "mean of the last weights, " if averaged else ""
+                    self._reporter.say(beginning + evaluation_text(event))
+                    remark, evaluated = f", mean acceptance length {event.score:.2f}", event.step
                 else:
-                    done(event.step, f"{step_text(event)}, {remark}")
+                    done(event.step, step_text(event) + remark)
         return next(each for each in reversed(trainer.history) if each.best)
 
     def _rounds(self, training: TrainingSet, folder: DrafterFolder) -> Rounds | None:
@@ -161,8 +167,12 @@ class DrafterSeries:
 
 
 def _probe_text(held_out: TrainingSet) -> list[int]:
-    """The tokens by which a head will tell its target: up to the middle of an answer."""
-    text = held_out[0]
+    """The tokens by which a head will tell its target: up to the middle of an answer.
+
+    It is the longest of a few: two or three tokens would tell little.
+    """
+    few = [held_out[number] for number in range(min(_FEW, len(held_out)))]
+    text = max(few, key=lambda each: len(each.tokens))
     stop = min(len(text.tokens), text.answers[0][0] + LENGTH * 3 // 4)
     tokens: list[int] = text.tokens[max(0, stop - LENGTH) : stop].tolist()
     return tokens
