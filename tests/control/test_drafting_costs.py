@@ -7,7 +7,7 @@ import pytest
 from foretoken import SamplingParams
 from foretoken.control import CostCurve
 from foretoken.control.cost_model import CostModel
-from foretoken.control.drafting_costs import DraftingCosts, reading
+from foretoken.control.drafting_costs import DeeperLevels, DraftingCosts, reading
 from foretoken.control.lengths import OutputLengths
 from foretoken.core.source import Source
 from foretoken.request import Request
@@ -29,6 +29,7 @@ def serve(
     start: float = 0.0,
     passed: float = 1.0,
     load: float = 1.0,
+    deeper: float = 0.0,
 ) -> list[int]:
     """The depths chosen for one new request with so many output tokens.
 
@@ -39,12 +40,15 @@ def serve(
         start: plain passes that the first draft takes longer.
         passed: share of each draft that is right.
         load: factor on all times.
+        deeper: of drafts made at once, what a further level takes as a share of the first one.
     """
     request = Request([1, 2], SamplingParams(max_tokens=200), vocab_size=9, max_model_len=999)
     depths = list[int]()
     while len(request.output_ids) < tokens:
         depth = model.budgets([request], 1)[0].depth
-        levels = min(depth, 1) if model.at_once else depth
+        levels = float(depth)
+        if model.at_once and depth:
+            levels = 1 + deeper * (depth - 1)
         drafting = level * levels + (start if depth and not any(depths) else 0.0)
         depths.append(depth)
         right = round(passed * depth)
@@ -107,6 +111,35 @@ def test_drafts_that_are_made_at_once_are_deep_or_none() -> None:
     level_by_level = model_of()
     serve(level_by_level, 100, level=2.0)
     assert not any(serve(level_by_level, 50, level=2.0))
+
+
+def test_deeper_drafts_that_are_made_at_once_take_longer() -> None:
+    """Two tokens of a draft are right, and each further level costs a third of a pass."""
+    model = model_of(at_once=True)
+    for _ in range(3):
+        serve(model, 200, level=0.5, deeper=0.7, passed=0.3)
+    depths = serve(model, 200, level=0.5, deeper=0.7, passed=0.3)
+    without = model_of(at_once=True)
+    for _ in range(3):
+        serve(without, 200, level=0.5, passed=0.3)
+    assert max(depths[-20:]) < max(serve(without, 200, level=0.5, passed=0.3)[-20:])
+
+
+def test_the_cost_of_deeper_levels() -> None:
+    """The share is that of the line, also with an outlier, and stays if all depths are alike."""
+    levels = DeeperLevels()
+    assert levels.levels(8) == 1
+    for step in range(60):
+        depth = 2 + step % 5
+        levels.add(depth, 3.0 * (1 + 0.2 * (depth - 1)))
+    assert levels.share == pytest.approx(0.2, abs=0.01)
+    assert levels.levels(6) == pytest.approx(2, abs=0.05)
+    levels.add(4, 500.0)
+    assert levels.share == pytest.approx(0.2, abs=0.03)
+    share = levels.share
+    for _ in range(200):
+        levels.add(3, 4.2)
+    assert levels.share == pytest.approx(share, abs=0.1)
 
 
 def test_reading_is_told_apart_from_levels() -> None:

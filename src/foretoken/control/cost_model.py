@@ -279,7 +279,7 @@ class CostModel(Controller):
             beside,
             lambda n: costs(n, rows),
             per_level,
-            at_once=self.at_once,
+            estimates.deeper,
         )
         self._gain = plan.rate * costs(rows, rows) / rows
         if self.stops_early:
@@ -290,7 +290,7 @@ class CostModel(Controller):
         """For each request the saving of its best draft: see `Chances.gains`."""
         level_cost = self._estimates.level_seconds / self.costs(rows, rows)
         chances = self._estimates.chances(batch)
-        return chances.gains(rows, node_cost, level_cost, at_once=self.at_once)
+        return chances.gains(rows, node_cost, level_cost, self._estimates.deeper)
 
     # After a step
 

@@ -1,4 +1,9 @@
-"""`DraftingCosts`: what the levels of drafts cost, measured from step to step, for `cost_model`."""
+"""`DraftingCosts`: what the levels of drafts cost, measured from step to step, for `cost_model`.
+
+Costs are counted in levels of one request. If one pass of a drafter makes all levels of a draft,
+the first one costs as much as a pass for it alone, and each further one a share of that, which
+`DeeperLevels` learns. It is near 0 where a pass spends its time reading weights.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from foretoken.request import Request
 
-__all__ = ["DraftingCosts", "levels_of_one", "reading", "smoothed"]
+__all__ = ["DeeperLevels", "DraftingCosts", "levels_of_one", "reading", "smoothed"]
 
 _SHARED = 0.7
 """Part of the time of a level of one request that further requests of the same pass share. With an
@@ -16,6 +21,10 @@ EAGLE head, the levels of 8 requests take 3 times as long as those of one."""
 
 _SHORTEST = 32
 """Tokens that a pass reads in the time of one: a part of what reading costs is the same for all."""
+
+
+_OF_LATEST, _FEWEST = 0.03, 8
+"""Weight of the latest draft in the regression, and fewest drafts of one."""
 
 
 def smoothed(known: float, measured: float) -> float:
@@ -34,6 +43,40 @@ def levels_of_one(deepest: float, drafted: float) -> float:
         drafted: the depths of all drafts together.
     """
     return _SHARED * deepest + (1 - _SHARED) * drafted
+
+
+class DeeperLevels:
+    """What each further level of a draft that is made at once costs, as a share of the first one.
+
+    It is the slope of a running regression line of costs on depths.
+
+    Attributes:
+        share: 0 until drafts of different depths have been timed.
+    """
+
+    def __init__(self) -> None:
+        self.share = 0.0
+        self._count = 0
+        self._depth = self._cost = self._variance = self._covariance = 0.0
+
+    def add(self, depth: float, cost: float) -> None:
+        """Learn from the drafts of a step: their mean depth, and the cost of one."""
+        self._count += 1
+        weight = max(_OF_LATEST, 1 / self._count)
+        cost = min(cost, 2 * self._cost) if self._count > 1 else cost  # it may be an outlier
+        deeper, dearer = depth - self._depth, cost - self._cost
+        self._depth += weight * deeper
+        self._cost += weight * dearer
+        self._variance = (1 - weight) * (self._variance + weight * deeper * deeper)
+        self._covariance = (1 - weight) * (self._covariance + weight * deeper * dearer)
+        if self._count >= _FEWEST and self._variance >= 1:
+            slope = max(0.0, self._covariance / self._variance)
+            first = self._cost - slope * (self._depth - 1)
+            self.share = min(1.0, slope / first) if first > 0 else 1.0
+
+    def levels(self, depth: float) -> float:
+        """What a draft so deep costs, in first levels."""
+        return 1 + self.share * (depth - 1) if depth > 0 else 0.0
 
 
 def reading(request: Request) -> int:

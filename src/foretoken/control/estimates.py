@@ -8,7 +8,12 @@ from operator import mul
 from typing import TYPE_CHECKING
 
 from foretoken.control.draft_sizes import DraftSizes
-from foretoken.control.drafting_costs import DraftingCosts, levels_of_one, reading
+from foretoken.control.drafting_costs import (
+    DeeperLevels,
+    DraftingCosts,
+    levels_of_one,
+    reading,
+)
 from foretoken.control.history import UNKNOWN, History
 from foretoken.control.lengths import OutputLengths
 from foretoken.control.planning import Chances, Plan
@@ -65,6 +70,7 @@ class Estimates:
         self._sizes = DraftSizes(levels)
         self._num_levels = len(levels)
         self.drafting = DraftingCosts()
+        self._deeper_levels = DeeperLevels()
         self.stopping = {True: Stopping(), False: Stopping()} if stops_early else {}
         self.lengths = OutputLengths()
         self.requests_tried = 0
@@ -90,6 +96,11 @@ class Estimates:
     def level_seconds(self) -> float:
         """Seconds of drafting one level of one request."""
         return self.drafting.level * self.costs(1, 1)
+
+    @property
+    def deeper(self) -> float | None:
+        """See `best_plan`."""
+        return self._deeper_levels.share if self._at_once else None
 
     def reading_seconds(self, request: Request) -> float | None:
         """Seconds that the first draft of a request takes longer; None if not known yet."""
@@ -138,7 +149,9 @@ class Estimates:
         fewest, most = rows + drafting, rows + sum(plan.depths)
         node = (self.costs(most, rows) - self.costs(fewest, rows)) / (most - fewest)
         shared = levels_of_one(1.0, float(drafting)) / drafting
-        return plan.rate * (node + per_level * shared * (not self._at_once))
+        return plan.rate * (
+            node + per_level * shared * (1.0 if self.deeper is None else self.deeper)
+        )
 
     def rest(self, batch: Sequence[Request], steps: int) -> None:
         """Record steps in which these requests had no drafts and nobody asked."""
@@ -148,8 +161,8 @@ class Estimates:
 
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> bool:
         """Learn from a step; whether there was anything to learn."""
-        deepest, drafted, may_draft, caught_up, read = 0, 0, False, True, 0
-        num_drafting = 0
+        may_draft, caught_up, read = False, True, 0
+        depths: list[int] = []  # of what drafting took time for
         for outcome in outcomes:
             tree, history = outcome.draft.tree, self.history(outcome.request)
             depth = max(tree.depths) if self._trees else tree.num_drafted
@@ -165,15 +178,28 @@ class Estimates:
                 self._sizes.learn(tree, allowed)
             if depth and self.stopping:
                 self.stopping[outcome.request.params.greedy].learn(outcome)
-            deepest, drafted = max(deepest, depth), drafted + depth
-            num_drafting += depth > 0
+            if depth:
+                depths.append(allowed if self._at_once else depth)
         if may_draft:
-            if self._at_once:
-                deepest, drafted = min(deepest, 1), num_drafting
-            levels = levels_of_one(deepest, drafted)
             cost = self.costs.agreed(draft_seconds) / self.costs(1, 1)
+            levels = self._levels_of(depths, cost if caught_up else None)
             self.drafting.add(cost, levels, caught_up=caught_up, read=read)
         return may_draft
+
+    def _levels_of(self, depths: Sequence[int], cost: float | None) -> float:
+        """What drafts so deep cost, in levels of one request.
+
+        Args:
+            depths: those of the step.
+            cost: what they cost, to learn from; None if that is not known.
+        """
+        levels: list[float] = list(depths)
+        if self._at_once:
+            if depths and cost is not None:
+                rows = levels_of_one(1.0, float(len(depths)))
+                self._deeper_levels.add(sum(depths) / len(depths), cost / rows)
+            levels = [self._deeper_levels.levels(depth) for depth in depths]
+        return levels_of_one(max(levels, default=0.0), sum(levels))
 
     def release(self, request: Request) -> None:
         """Forget the request; the estimates over all requests stay."""

@@ -42,8 +42,14 @@ class Chances:
         ranked.sort(key=itemgetter(0), reverse=True)  # stable
         return ranked
 
+    def times(self, deeper: float | None) -> Sequence[float]:
+        """[L] what each level of a draft costs, in first levels; `deeper` as in `best_plan`."""
+        if deeper is None:
+            return self.drafted
+        return [1.0, *[deeper] * (len(self.drafted) - 1)]
+
     def gains(
-        self, rows: int, node_cost: float, level_cost: float, *, at_once: bool
+        self, rows: int, node_cost: float, level_cost: float, deeper: float | None = None
     ) -> list[float]:
         """For each request the saving of its best draft, if all of them share the drafting.
 
@@ -51,7 +57,7 @@ class Chances:
             rows: number of requests in the whole step.
             node_cost: what a node adds to a pass, as a share of the time of a plain pass.
             level_cost: what a level of one request costs, as such a share.
-            at_once: see `best_plan`.
+            deeper: see `best_plan`.
 
         Returns:
             Shares of the time of a plain pass.
@@ -59,7 +65,7 @@ class Chances:
         requests = len(self.drafts)
         per_level = level_cost * levels_of_one(1.0, float(requests)) / requests
         gains = []
-        times = [0 if at_once and level else per_level * d for level, d in enumerate(self.drafted)]
+        times = [per_level * each for each in self.times(deeper)]
         for has, of_row in zip(self.drafts, self.passed, strict=True):
             levels = [
                 has * (reached / rows - each * node_cost) - seconds
@@ -89,8 +95,7 @@ def best_plan(
     beside: Expected,
     seconds: Callable[[float], float],
     per_level: float,
-    *,
-    at_once: bool = False,
+    deeper: float | None = None,
 ) -> Plan:
     """The draft depth of each request that maximizes the batch's tokens per second.
 
@@ -101,26 +106,23 @@ def best_plan(
         beside: the step if none of them drafts.
         seconds: of a pass, by its number of positions.
         per_level: seconds of drafting a level of one request; 0 leaves them out.
-        at_once: whether all levels of a draft together cost as much as one.
+        deeper: of drafts that are made at once, what a further level costs as a share of the first
+            one; None if levels are drafted one by one.
     """
     ranked = chances.ranked()
     drafts, passed, nodes = chances.drafts, chances.passed, chances.nodes
     tokens, positions = beside.tokens, beside.positions
-    upto = list(accumulate(chances.drafted))  # levels of a draft, by the depth of its budget
+    times = chances.times(deeper)
+    upto = list(accumulate(times))  # levels of a draft, by the depth of its budget
     likely, deepest, levels_of_all = 0.0, 0.0, 0.0  # lower bound of P(any has a draft); levels
-    drafting_rows = 0
     rate, length, expected = 0.0, 0, beside
     # Not by NumPy: for a few levels, its calls take several times as long.
     for count, (_, row, level) in enumerate(ranked, 1):
         tokens += drafts[row] * passed[row][level]
         positions += drafts[row] * nodes[level]
         likely, deepest = max(likely, drafts[row]), max(deepest, upto[level])
-        levels_of_all += chances.drafted[level]
-        drafting_rows += level == 0
-        levels = levels_of_one(1, drafting_rows)
-        if not at_once:
-            levels = levels_of_one(deepest, levels_of_all)
-        drafting = per_level * likely * levels
+        levels_of_all += times[level]
+        drafting = per_level * likely * levels_of_one(deepest, levels_of_all)
         of_count = tokens / (drafting + seconds(positions))
         if of_count > rate:
             rate, length, expected = of_count, count, Expected(tokens, positions, drafting)
