@@ -60,6 +60,9 @@ _MARGIN = 1.04
 """If it is patient, drafts have to promise this many times the tokens per second of a step without
 them. Estimates are noisy, and the best of several is often one that is too high."""
 
+_HOPELESS = 0.9
+"""A plan that promises less than this part of the rate without drafts is far from paying."""
+
 _EARLY_PRICE = 0.05
 """Share of the time left to an early request (`Estimates.is_early`) that reading may take, even if
 drafts are not expected to save it."""
@@ -72,12 +75,21 @@ class _Planned:
     Attributes:
         plan: the best step; its rate is without the time of drafting if that is to be measured.
         made_for: the arguments it was made for.
+        gain: its tokens per second over those without drafts.
         steps: how many steps it was used for.
     """
 
     plan: Plan
     made_for: object
+    gain: float
     steps: int = 0
+
+    def holds(self, made_for: object) -> bool:
+        """Whether it says enough about a step with these arguments.
+
+        Requests come and go. If drafts were far from paying, they will not pay a few steps later.
+        """
+        return self.steps < _PLANNED_AGAIN and (self.made_for == made_for or self.gain < _HOPELESS)
 
 
 class CostModel(Controller):
@@ -214,15 +226,14 @@ class CostModel(Controller):
     ) -> list[int]:
         """The draft depth of each request; all are 0 if the step is better without."""
         made_for = tuple(request.key for request in batch), rows, beside, measuring
-        planned = self._plan
-        if planned is None or planned.made_for != made_for or planned.steps >= _PLANNED_AGAIN:
-            planned = _Planned(self._best_plan(batch, rows, beside, measuring), made_for)
-            self._plan = planned
+        rate, planned = instead.rate(self.costs, rows), self._plan
+        if planned is None or not planned.holds(made_for):
+            plan = self._best_plan(batch, rows, beside, measuring)
+            planned = self._plan = _Planned(plan, made_for, plan.rate / rate)
         planned.steps += 1
         plan = planned.plan
         self.planned = instead
-        rate = instead.rate(self.costs, rows)
-        if plan.rate <= rate * (_MARGIN if self.patient else 1):
+        if planned.gain < _HOPELESS or plan.rate <= rate * (_MARGIN if self.patient else 1):
             self.idle = True
             return [0] * len(batch)
         saved = plan.expected.tokens * (1 / rate - 1 / plan.rate) / len(batch)
