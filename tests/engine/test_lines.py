@@ -29,7 +29,7 @@ def test_a_source_and_how_its_output_begins() -> None:
         {"prompt_token_ids": SOURCE, "decoder_prompt": [30, 31]},
     ]
     found = results(llm, *lines)
-    expected = [output.token_ids for output in llm.generate(lines, GREEDY)]
+    expected = [list(output.token_ids) for output in llm.generate(lines, GREEDY)]
     assert [each["token_ids"] for each in found] == expected
     assert found[0]["token_ids"] == found[1]["token_ids"] != found[2]["token_ids"]
     assert found[2]["decoder_prompt"] == [30, 31]
