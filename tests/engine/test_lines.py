@@ -22,7 +22,7 @@ def results(llm: LLM, *lines: dict[str, Any], **shape: Any) -> list[dict[str, An
 
 
 def test_a_source_and_how_its_output_begins() -> None:
-    llm = LLM(tiny_seq2seq("bart"))
+    llm = LLM(tiny_seq2seq("marian"))
     lines: list[dict[str, Any]] = [
         {"encoder_prompt": SOURCE},
         {"prompt_token_ids": SOURCE},
