@@ -65,7 +65,7 @@ def test_a_block_reads_the_targets_encoder(name: str) -> None:
     target.encode(request.key, request.source)
     (found,) = scorer.block([request.key], [scorer.pending(request)])
 
-    lm: Any = models.load_model(Path(folder), torch.float32, torch.device("cpu"))
+    lm: Any = models.load_model(Path(folder), torch.float32, torch.device("cpu"), fills_masks=True)
     reader: Any = model
     encoded = reader.get_encoder()(**request.source.inputs(model.device, model.dtype))
     size = 3 + MASKS
