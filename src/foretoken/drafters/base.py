@@ -94,8 +94,8 @@ class Drafter(ABC):
     which every budget is 0."""
 
     drafts_at_once: bool = False
-    """Whether one pass of its model makes all levels of a draft, so that a deep one costs little more
-    than a shallow one."""
+    """Whether one pass of its model makes all levels of a draft, so that a deep one costs little
+    more than a shallow one."""
 
     stops_early: bool = False
     """Whether its drafts are chains that have `Draft.path_probs` and end below an improbable token,
