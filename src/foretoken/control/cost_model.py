@@ -75,7 +75,7 @@ class _Planned:
     Attributes:
         plan: the best step; its rate is without the time of drafting if that is to be measured.
         made_for: the arguments it was made for.
-        gain: its tokens per second over those without drafts.
+        gain: its tokens per second over those without drafts; 1 if there are drafts from elsewhere.
         steps: how many steps it was used for.
     """
 
@@ -229,7 +229,9 @@ class CostModel(Controller):
         rate, planned = instead.rate(self.costs, rows), self._plan
         if planned is None or not planned.holds(made_for):
             plan = self._best_plan(batch, rows, beside, measuring)
-            planned = self._plan = _Planned(plan, made_for, plan.rate / rate)
+            # Beside drafts from elsewhere, which may be gone in the next step, nothing is hopeless.
+            gain = 1.0 if self.patient else plan.rate / rate
+            planned = self._plan = _Planned(plan, made_for, gain)
         planned.steps += 1
         plan = planned.plan
         self.planned = instead
