@@ -6,6 +6,7 @@ import pytest
 
 from foretoken import SamplingParams
 from foretoken.control import CostCurve
+from foretoken.control.base import Expected
 from foretoken.control.cost_model import CostModel
 from foretoken.control.drafting_costs import DeeperLevels, DraftingCosts, reading
 from foretoken.control.lengths import OutputLengths
@@ -198,3 +199,15 @@ def test_useless_drafts_are_tried_by_four_requests_and_then_by_few() -> None:
     world = {"level": 0.35, "start": 2.0, "passed": 0.0}
     assert drafting_requests(model, 4, tokens=64, **world) == 4
     assert 9 <= drafting_requests(model, 50, tokens=64, **world) <= 1 + 50 * 64 / 240
+
+
+def test_a_step_with_better_drafts_from_elsewhere_says_nothing_about_the_next() -> None:
+    """A lookup is worth more than a trained draft, and in the next step there is none."""
+    model = model_of()
+    serve(model, 60, level=0.2)
+    model.patient = True
+    request = Request([1, 2], SamplingParams(max_tokens=200), vocab_size=9, max_model_len=999)
+    plain, lookup = Expected.plain(1), Expected(50.0, 9.0, 0.0)
+    (beside,) = model.budgets_beside([request], 1, plain, lookup, [True])
+    assert beside.depth == 0
+    assert model.budgets_beside([request], 1, plain, plain, [False])[0].depth == 8
