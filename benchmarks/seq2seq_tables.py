@@ -27,6 +27,10 @@ __all__ = ["Table", "as_markdown", "save_figures", "tables"]
 
 _CHOSEN = (SHORT, 10, K)
 """Lengths of drafts in tables that do not compare them."""
+_LOSSLESS = (
+    (f"Spec-Drafter, lossless, k {SHORT}", lossless(MAIN, SHORT)),
+    ("Spec-Drafter, lossless, default controller", lossless(MAIN)),
+)
 _BINS = (*(number / 2 for number in range(20)), 10.0)
 
 
@@ -86,14 +90,18 @@ def _rows(
     return [[label, *cells(name)] for label, name in named if name in results]
 
 
+def _chosen(lengths: dict[int, str]) -> list[tuple[str, str]]:
+    """Labels and names of SpecDec with `_CHOSEN` lengths."""
+    return [(f"SpecDec, k {k}", lengths.get(k, "")) for k in _CHOSEN]
+
+
 def _speeds(results: Results, lengths: dict[int, str]) -> Table:
     named = [
         (BEAM, BEAM),
         (GREEDY, GREEDY),
         *((f"blockwise, k {k}", blockwise(k)) for k in (10, 25)),
-        *((f"SpecDec, k {k}", lengths.get(k, "")) for k in _CHOSEN),
-        (f"Spec-Drafter, lossless, k {SHORT}", lossless(MAIN, SHORT)),
-        ("Spec-Drafter, lossless, default controller", lossless(MAIN)),
+        *_chosen(lengths),
+        *_LOSSLESS,
     ]
 
     def cells(name: str) -> list[str]:
@@ -171,7 +179,7 @@ def _batches(results: Results) -> Table:
 
 
 def _relative(results: Results, lengths: dict[int, str]) -> Table:
-    named = [(GREEDY, GREEDY), *((f"SpecDec, k {k}", lengths.get(k, "")) for k in _CHOSEN)]
+    named = [(GREEDY, GREEDY), *_chosen(lengths)]
 
     def cells(name: str) -> list[str]:
         found = [results.relative_score(name, base) for base in (GREEDY, BEAM)]
@@ -184,9 +192,8 @@ def _relative(results: Results, lengths: dict[int, str]) -> Table:
 
 def _single(results: Results, lengths: dict[int, str]) -> Table:
     named = [
-        *((f"SpecDec, k {k}", lengths.get(k, "")) for k in _CHOSEN),
-        (f"Spec-Drafter, lossless, k {SHORT}", lossless(MAIN, SHORT)),
-        ("Spec-Drafter, lossless, default controller", lossless(MAIN)),
+        *_chosen(lengths),
+        *_LOSSLESS,
     ]
 
     def cells(name: str) -> list[str]:

@@ -185,17 +185,16 @@ class DraftedBeams(Proposer):
         return [self._extended(*each) for each in zip(batch, levels, strict=True)]
 
     def _extended(self, request: Request, levels: int) -> TokenTree:
-        beams, known = replace(_beams(request), finished=()), 0
+        beams = replace(_beams(request), finished=())
         if isinstance(self._scorer, BlockScorer):  # its levels count from the committed tokens
             known = max(beams.tree.depths[leaf] for _, leaf in beams.live)
             levels = min(levels, self._scorer.most_depths - known)
             if levels < 1:
                 return beams.tree
+            self._scorer.expect({request.key: known + levels})
         nodes = len(beams.tree) + levels * beams.settings.width
         if self._scorer.room(request) < nodes or not self._scorer.admit([request], nodes):
             return beams.tree
-        if isinstance(self._scorer, BlockScorer):
-            self._scorer.expect({request.key: known + levels})
         pending = self._scorer.pending(request)
         (output,) = self._scorer.verify([request.key], [_behind(pending, beams.tree, 1)], [0])
         computed = 1  # nodes of the search's tree

@@ -44,8 +44,6 @@ FORMS = ("prompt", "messages", "prompt_token_ids", "encoder_prompt")
 OF_SOURCE = ("decoder_prompt", "source_language", "target_language")
 """Further fields for encoder-decoders; see `engine.sources`."""
 
-_NOTHING: Mapping[str, Any] = {}
-
 _ONLY_SAMPLED = ("top_k", "top_p", "min_p")
 
 
@@ -97,7 +95,7 @@ class Shape:
 
     def of_text(self, llm: LoadedLLM, text: str) -> Prompt:
         """The prompt with this text."""
-        return self._translated(shaped(llm, text, self.chat))
+        return self._translated(shaped(llm, text, self.chat), {})
 
     def of_line(self, llm: LoadedLLM, line: Line) -> Prompt:
         """The prompt of a line; what is no text for any model is taken as it is."""
@@ -107,7 +105,7 @@ class Shape:
             return {"encoder_prompt": translated}
         return translated
 
-    def _translated(self, given: Prompt, own: Mapping[str, Any] = _NOTHING) -> Prompt:
+    def _translated(self, given: Prompt, own: Mapping[str, Any]) -> Prompt:
         languages = {"source_language": self.source_language}
         languages["target_language"] = self.target_language
         codes = {name: code for name, code in languages.items() if code is not None}

@@ -215,9 +215,7 @@ class SpecDrafterTrainee(Trainee):
         """[N, E] what `logits` reads at those masks [R, P, k] that are chosen."""
         states = mask_states(self.lm, rows, *source)[chosen]
         if self.transitions is not None:
-            before = batch.tokens.gather(
-                1, (rows.places.flatten(1) - 1).clamp(max=batch.tokens.shape[1] - 1)
-            ).view_as(rows.places)
+            before = _tokens_at(batch, rows.places - 1)
             added = self.transitions(self._rows(before[chosen]))
             first = torch.arange(chosen.shape[-1], device=chosen.device).expand_as(chosen) == 0
             states = states + added.masked_fill(first[chosen][:, None], 0)
@@ -299,9 +297,13 @@ def _are_best(logits: Tensor, labels: Tensor) -> Tensor:
 
 def _labels(batch: Batch, places: Tensor) -> tuple[Tensor, Tensor]:
     """[B, P, k] the tokens at these places of the texts, and whether there are any."""
-    valid = places <= batch.lengths[:, None, None]
+    return _tokens_at(batch, places), places <= batch.lengths[:, None, None]
+
+
+def _tokens_at(batch: Batch, places: Tensor) -> Tensor:
+    """[B, P, k] the tokens at these places of the texts; behind a text, any."""
     within = places.clamp(max=batch.tokens.shape[1] - 1)
-    return batch.tokens.gather(1, within.flatten(1)).view_as(within), valid
+    return batch.tokens.gather(1, within.flatten(1)).view_as(within)
 
 
 def some_of(places: Tensor, counts: Tensor) -> Tensor:
