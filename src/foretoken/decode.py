@@ -69,6 +69,17 @@ class Outcome:
         """Index of the root in the request's tokens."""
         return len(self.request.token_ids) - len(self.committed) - 1
 
+    def kept_of(self, proposal: TokenTree) -> list[int]:
+        """The nodes of a proposal whose tokens were drafted and are part of the output."""
+        nodes = [0]
+        for accepted in self.accepted.path[: len(self.committed)]:
+            token, among = self.draft.tree.tokens[accepted], proposal.children[nodes[-1]]
+            same = next((node for node in among if proposal.tokens[node] == token), None)
+            if same is None:
+                break
+            nodes.append(same)
+        return nodes[1:]
+
     @property
     def hidden(self) -> Mapping[int, Tensor]:
         """Layer id -> [1 + path, E] hidden states of the root and the accepted path."""

@@ -34,6 +34,9 @@ class Metrics:
     """Drafted tokens of the request's prediction that became part of the output."""
     rejected_prediction_tokens: int = 0
     """Drafted tokens of it that were verified and did not."""
+    accepted_earlier_tokens: int = 0
+    """Drafted tokens that a drafter had from earlier requests and that became part of the output. A
+    repeated prompt has many."""
     accepted_per_position: list[int] = field(default_factory=list)
     """How often the drafted token at each depth was accepted."""
     prefill_seconds: float = 0.0

@@ -18,7 +18,7 @@ from foretoken.core.params import SamplingParams
 from foretoken.core.references import NO_REFERENCES, References
 from foretoken.core.rules import DecodingRules
 from foretoken.core.sampler import Sampler, TreeDistributions
-from foretoken.core.sequence import SequenceState, new_key
+from foretoken.core.sequence import SHARED, Scope, SequenceState, new_key
 from foretoken.core.source import Source
 from foretoken.core.tree import Draft, chain
 from foretoken.errors import told
@@ -51,6 +51,7 @@ class Request(SequenceState):
         prediction: the text that its output is expected to repeat, as the only one of these
             references; none if nothing is expected.
         bad_words: the tokens of `params.bad_words`; None if there are none.
+        scope: what it shares with other requests.
         new_seed: draws the seed if `params` have none.
 
     Attributes:
@@ -78,6 +79,7 @@ class Request(SequenceState):
         references: References = NO_REFERENCES,
         prediction: References = NO_REFERENCES,
         bad_words: BadWords | None = None,
+        scope: Scope = SHARED,
         new_seed: Callable[[], int] = fresh_seed,
     ) -> None:
         assert prompt_ids, "the caller refuses empty prompts"
@@ -87,7 +89,7 @@ class Request(SequenceState):
         sampler = Sampler(params, vocab_size, prompt_ids, eos_token_ids, grammar, own, bad_words)
         seed = new_seed() if params.seed is None else params.seed
         super().__init__(prompt_ids, params, sampler, Noise(seed + index), source)
-        self.references, self.prediction = references, prediction
+        self.references, self.prediction, self.scope = references, prediction, scope
         if params.beam_width > 1:
             settings = BeamSettings.of(params, self._max_tokens, sampler.stop_ids)
             self.beams = Beams(settings, chain([self.root]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -14,7 +14,7 @@ from foretoken.core.sampler import TreeDistributions
 from foretoken.core.tree import Draft
 from foretoken.errors import ForetokenError
 
-__all__ = ["Candidate", "Source", "StepTrace", "Trace", "record"]
+__all__ = ["WITHHELD", "Candidate", "Source", "StepTrace", "Trace", "record"]
 
 FORMAT = "foretoken-trace-1"
 
@@ -26,6 +26,9 @@ PASS_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 _DIGITS = 6
 """Decimal places of their probabilities: with more, the file would be half as large again."""
+
+WITHHELD = -1
+"""In the place of a drafted token that the reader of a trace may not know."""
 
 Source: TypeAlias = Literal["lookup", "model"]
 """What found a drafted token. "model" is any drafter that does not look its tokens up; "lookup" is
@@ -107,6 +110,34 @@ class StepTrace:
         """The accepted tokens that are part of the output."""
         return self.accepted[: self.committed]
 
+    def withheld(self) -> StepTrace:
+        """See `Trace.withheld`."""
+        shown = frozenset(self.accepted)
+
+        def only(values: tuple[Any, ...], other: Any) -> tuple[Any, ...]:
+            return tuple(each if i in shown else other for i, each in enumerate(values))
+
+        # The first child's q is one-hot for most drafters, and so names it.
+        first: dict[int, int] = {}
+        for index, parent in enumerate(self.parents):
+            first.setdefault(parent, index)
+        candidates = []
+        for index, place in enumerate(self.candidates, -1):
+            names = first.get(index, -1) in shown
+            candidates.append(
+                tuple(each if names else each._replace(q=None) for each in place)
+                if index < 0 or index in shown
+                else ()
+            )
+        return replace(
+            self,
+            drafted=only(self.drafted, WITHHELD),
+            q=only(self.q, None),
+            p=only(self.p, None),
+            reason="rejected" if self.reason else "",
+            candidates=tuple(candidates),
+        )
+
     @property
     def refused(self) -> tuple[int, ...]:
         """The rejected tokens, without those at positions behind the end of the output."""
@@ -146,6 +177,19 @@ class Trace:
         found = {token for step in self.steps for token in (*step.drafted, step.token)}
         likely = (place for step in self.steps for place in step.candidates)
         return found | {candidate.token for place in likely for candidate in place}
+
+    def withheld(self) -> Trace:
+        """Without all that tells which tokens were drafted and not accepted.
+
+        `WITHHELD` takes their places, without p and q, and there are no candidates after them.
+        """
+        steps = [step.withheld() for step in self.steps]
+        trace = replace(self, steps=steps)
+        known = trace.tokens()
+        trace.pieces = {token: piece for token, piece in self.pieces.items() if token in known}
+        if WITHHELD in known:
+            trace.pieces[WITHHELD] = "\N{HORIZONTAL ELLIPSIS}"
+        return trace
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -13,9 +13,10 @@ from foretoken.control.evidence import by_rank
 from foretoken.core.acceptance import Accepted
 from foretoken.core.acceptance.base import Origin
 from foretoken.core.sampler import TreeDistributions
+from foretoken.core.sequence import Scope
 from foretoken.core.tree import Draft, TokenTree, chain
 from foretoken.decode import Outcome, StepTimes
-from foretoken.drafters.recycle import RecycleDrafter, RecycleOptions, most_probable
+from foretoken.drafters.recycle import Memory, RecycleDrafter, RecycleOptions, most_probable
 from foretoken.outputs import StreamedToken
 from foretoken.request import Request
 from foretoken.runtime.network import PassOutput
@@ -112,10 +113,47 @@ def learn(drafter: RecycleDrafter, text: list[int], best: int) -> None:
     drafter.observe([saw(request, Draft.empty(request.root), (), logits_of(best))], TIMES)
 
 
+def in_scope(scope: Scope, *tokens: int) -> Request:
+    request = request_of(*tokens)
+    request.scope = scope
+    return request
+
+
+def test_scopes_remember_for_themselves() -> None:
+    drafter = RecycleDrafter(RecycleOptions())
+
+    def known(scope: Scope) -> tuple[int, ...]:
+        return propose(drafter, in_scope(scope, 1), 1).tree.tokens[1:]
+
+    for scope, token in ((Scope("a"), 5), (Scope("b"), 6), (Scope("a", private=True), 7)):
+        request = in_scope(scope, 1)
+        propose(drafter, request, 1)
+        draft = Draft.empty(1)
+        drafter.observe([saw(request, draft, (), logits_of(token))], TIMES)
+        request.token_ids = [1]
+        assert propose(drafter, request, 1).tree.tokens == (1, token)
+        drafter.release(request)
+    assert (known(Scope("a")), known(Scope("b"))) == ((5,), (6,))
+    assert known(Scope("a", private=True)) == known(Scope()) == known(Scope("c")) == ()
+
+
+def test_the_bound_is_for_all_scopes_and_the_oldest_go_first() -> None:
+    memory = Memory(5)
+    requests = [in_scope(Scope(str(n)), 1) for n in range(9)]
+    requests += [in_scope(Scope("0", private=True), 1)]
+    for request in requests:
+        memory.keep(request, (1, 2), [3])
+        assert len(memory) == sum(len(memory.of(each)) for each in requests) <= 5
+    assert [len(memory.of(request)) for request in requests] == [0] * 7 + [1, 2, 2]
+    for request in requests:
+        memory.release(request)
+    assert len(memory) == 3, "what is private goes with its request"
+
+
 def test_likelier_nodes_come_first_and_budgets_bound_the_tree() -> None:
     drafter, request = RecycleDrafter(RecycleOptions()), request_of(1)
     for context, tokens in (((1,), [1, 2, 3]), ((2,), [1]), ((3,), [1])):
-        drafter._memory.keep(context, tokens)
+        drafter._memory.keep(request, context, tokens)
     depths = [max(propose(drafter, request, nodes).tree.depths) for nodes in (1, 2, 3, 12)]
     assert depths == sorted(depths)
     assert propose(drafter, request, 12, depth=1).tree.tokens == (1, 1, 2, 3)

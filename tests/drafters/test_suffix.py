@@ -11,6 +11,7 @@ import torch
 
 from foretoken import CompatibilityError, ConfigError, SamplingParams
 from foretoken.control import Budget
+from foretoken.core.sequence import SHARED, Scope
 from foretoken.core.tree import Draft, TokenTree
 from foretoken.drafters.suffix import EarlierOutputs, SuffixDrafter, SuffixOptions
 from foretoken.drafters.suffix_candidates import grow_chain, grow_tree
@@ -249,17 +250,61 @@ def test_tokens_are_bounded(max_tokens: int) -> None:
     earlier = EarlierOutputs(options(max_cached_tokens=max_tokens, max_cached_requests=5))
     dice = random.Random(0)
     for _ in range(60):
-        earlier.add([dice.randrange(3) for _ in range(dice.randrange(15))])
+        scope = Scope(dice.choice("abc"), private=dice.random() < 0.1)
+        earlier.add([dice.randrange(3) for _ in range(dice.randrange(15))], scope)
         assert earlier.num_tokens <= max_tokens
         assert len(earlier) <= 5
-        assert earlier.trie.root.followed == earlier.num_tokens
+        tries = [trie for salt in "abc" if (trie := earlier.trie(Scope(salt))) is not None]
+        assert sum(trie.root.followed for trie in tries) == earlier.num_tokens
+        assert all(trie.root.children for trie in tries), "what is empty is dropped"
+        assert earlier.trie(Scope("a", private=True)) is None
     assert earlier.num_tokens > 0
+
+
+def test_scopes_remember_for_themselves() -> None:
+    drafter = SuffixDrafter(options())
+
+    def drafted_in(scope: Scope) -> list[int]:
+        request = request_of([9, 5, 6])
+        request.scope = scope
+        (draft,) = drafter.propose([request], [Budget(4, 4)])
+        return list(draft.tree.tokens[1:])
+
+    scopes = Scope("a"), Scope("b"), Scope("a", private=True)
+    for scope, token in zip(scopes, (7, 8, 9), strict=True):
+        request = request_of([1])
+        request.scope = scope
+        request.token_ids += [5, 6, token, token]
+        drafter.release(request)
+    assert [drafted_in(scope) for scope in scopes] == [[7, 7], [8, 8], []]
+    assert drafted_in(Scope()) == drafted_in(Scope("c")) == []
+
+
+@pytest.mark.parametrize("method", ["suffix", "recycle"])
+def test_metrics_tell_what_came_from_earlier_requests(method: str) -> None:
+    llm = tiny_llm(tiny_model(), method, gamma=12)
+    params = SamplingParams(temperature=1, seed=3, max_tokens=40)
+    first, second = (llm.generate([[1, 2, 3]], params)[0] for _ in range(2))
+    assert second.token_ids == first.token_ids
+    assert first.metrics.accepted_earlier_tokens == 0
+    assert second.metrics.accepted_earlier_tokens > 20
+    assert second.metrics.accepted_earlier_tokens <= second.metrics.num_accepted_tokens
+    prompt = {"prompt_token_ids": [1, 2, 3], "cache_salt": "another"}
+    (other,) = llm.generate([prompt], params)
+    assert other.token_ids == first.token_ids
+    assert other.metrics.accepted_earlier_tokens == 0
+    assert other.metrics.target_passes == first.metrics.target_passes
+    llm.reset_drafter_memory()
+    (third,) = llm.generate([[1, 2, 3]], params)
+    assert third.metrics.accepted_earlier_tokens == 0
 
 
 def test_an_output_larger_than_the_store_keeps_its_end() -> None:
     earlier = EarlierOutputs(options(max_cached_tokens=3))
-    earlier.add([1, 2, 3, 4, 5])
-    assert sorted(earlier.trie.root.children) == [3, 4, 5]
+    earlier.add([1, 2, 3, 4, 5], SHARED)
+    trie = earlier.trie(SHARED)
+    assert trie is not None
+    assert sorted(trie.root.children) == [3, 4, 5]
 
 
 def test_the_second_answer_to_a_question_comes_from_the_first() -> None:

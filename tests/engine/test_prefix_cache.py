@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from foretoken import LLM, SamplingParams
+from foretoken import LLM, PromptError, SamplingParams
 from foretoken.core.source import Source
 from foretoken.core.tree import chain
 from foretoken.engine.prefix_cache import BLOCK, PrefixCache
@@ -111,7 +111,7 @@ def test_every_block_can_be_reached(model: PreTrainedModel) -> None:
         stored(target, cache, text) if dice.random() < 0.7 else found(target, cache, text)
         assert len(cache) <= 7
         numbers = {entry.number for entry in cache._entries.values()}
-        assert all(parent in numbers or parent == -1 for parent, _ in cache._entries)
+        assert all(parent in numbers or parent == ("", None) for parent, _ in cache._entries)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -176,16 +176,16 @@ def test_decoder_prompts_of_different_sources_share_nothing() -> None:
 
 def test_sources_and_blocks_share_the_memory() -> None:
     target = Target(tiny_seq2seq())
-    sources = [Source(tuple(tokens_of(seed, 9))) for seed in range(5)]
-    each = target.state_bytes(sources[0])
+    sources = [("", Source(tuple(tokens_of(seed, 9)))) for seed in range(5)]
+    each = target.state_bytes(sources[0][1])
     cache = PrefixCache(target, 3 * each)
     states = {}
     for source in sources:
         target.add(1)
-        target.encode(1, source)
+        target.encode(1, source[1])
         states[source] = target.row_state(1)
         target.prefill(1, tokens_of(0, BLOCK))
-        cache.store(1, tokens_of(0, BLOCK), source=source)
+        cache.store(1, tokens_of(0, BLOCK), beginning=source)
         target.remove(1)
     assert len(cache) == min(5, 3 * each // (BLOCK * target.cell_bytes))
     for source in sources[:4]:
@@ -201,3 +201,43 @@ def test_sources_and_blocks_share_the_memory() -> None:
     assert each > BLOCK * target.cell_bytes
     small.keep_state(sources[0], states[sources[0]])
     assert len(small) == 0
+
+
+def cached(llm: LLM, salt: str | None) -> tuple[int, int]:
+    """What an output had of earlier ones: tokens of its prompt, and of its source."""
+    prompt: dict[str, object] = {"prompt_token_ids": tokens_of(5, 2 * BLOCK + 1)}
+    if llm.engine.target.reads_source:
+        start = [llm.engine.read([1])[1][0]]
+        ids = [*start, *tokens_of(4, BLOCK)]
+        prompt = {"encoder_prompt": {"prompt_token_ids": tokens_of(3, 9)}, "decoder_prompt": ids}
+    (output,) = llm.generate([prompt if salt is None else {**prompt, "cache_salt": salt}], PARAMS)
+    return output.metrics.cached_prompt_tokens, output.metrics.cached_source_tokens
+
+
+def test_salts_keep_prompts_apart(model: PreTrainedModel) -> None:
+    llm = LLM(model)
+    salts = (None, "one", "two", "one", None, "two", "three")
+    found = [cached(llm, salt)[0] for salt in salts]
+    assert found == [0, 0, 0, *[2 * BLOCK] * 3, 0]
+
+
+def test_salts_keep_sources_apart() -> None:
+    llm = LLM(tiny_seq2seq())
+    found = [cached(llm, salt) for salt in (None, "one", "two", "one", None)]
+    assert found == [*[(0, 0)] * 3, *[(BLOCK, 9)] * 2]
+
+
+def test_sources_of_running_requests_are_shared_within_a_salt() -> None:
+    llm = LLM(tiny_seq2seq(), enable_prefix_caching=False)
+    source = tokens_of(3, 9)
+    prompts = [{"prompt_token_ids": source, "cache_salt": salt} for salt in ("a", "a", "b")]
+    outputs = llm.generate(prompts, PARAMS)
+    assert [o.metrics.cached_source_tokens for o in outputs] == [0, 9, 0]
+    (alone,) = llm.generate([source], PARAMS)
+    assert {o.token_ids for o in outputs} == {alone.token_ids}
+
+
+@pytest.mark.parametrize("salt", ["", 3, None])
+def test_a_salt_is_a_text(model: PreTrainedModel, salt: object) -> None:
+    with pytest.raises(PromptError, match="cache_salt: expected a text that is not empty"):
+        LLM(model).generate([{"prompt_token_ids": [1], "cache_salt": salt}])  # type: ignore[list-item]

@@ -20,6 +20,7 @@ import httpx2
 import pytest
 
 from foretoken import LLM, AsyncLLM, ForetokenError, Metrics, SamplingParams
+from foretoken.core.sequence import SHARED
 from foretoken.serve.address import bound_socket
 from foretoken.serve.errors import APIError
 from foretoken.serve.events import DONE, EventStream
@@ -270,7 +271,7 @@ class FakeRequest:
 def open_run(state: ServerState, *, finished: bool) -> tuple[Run, FakeRequest]:
     state.enter(1)
     request = FakeRequest(finished=finished)
-    run = Run(state, [request], 1, time.perf_counter())  # type: ignore[list-item]
+    run = Run(state, [request], 1, time.perf_counter(), SHARED)  # type: ignore[list-item]
     run.entered = True
     return run, request
 

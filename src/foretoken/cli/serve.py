@@ -104,6 +104,16 @@ class ServerOptions:
     shutdown_timeout: Annotated[
         float, _server("Seconds that requests have left after SIGTERM.", min=0)
     ] = 30.0
+    share_drafts: Annotated[
+        bool,
+        _server(
+            "Draft from the outputs of earlier requests with the same API key, whoever sent them.",
+            "--share-drafts",
+        ),
+    ] = False
+    no_traces: Annotated[
+        bool, _server("Refuse requests that ask for the trace of their steps.", "--no-traces")
+    ] = False
     no_log_requests: Annotated[
         bool, _server("Write no line of JSON for each request.", "--no-log-requests")
     ] = False
@@ -134,6 +144,8 @@ class ServerOptions:
             max_logprobs=self.max_logprobs,
             shutdown_timeout=self.shutdown_timeout,
             log_requests=not self.no_log_requests,
+            share_drafts=self.share_drafts,
+            traces=not self.no_traces,
         )
 
 
@@ -157,6 +169,7 @@ def serve(
 
     replicas = ray.wanted()
     settings, config = options.settings(target.model), speculation.config_for(target.model)
+    settings.check_learning(config)
     with bound_socket(options.host, options.port) as at:  # before the model is loaded
         with working("Starting", quiet=quiet):
             _check_libraries()

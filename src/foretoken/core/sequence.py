@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import dataclass
 from itertools import count
 from typing import Self
 
@@ -15,7 +16,7 @@ from foretoken.core.sampler import Sampler
 from foretoken.core.source import Source
 from foretoken.core.tree import Draft
 
-__all__ = ["SequenceState", "new_key"]
+__all__ = ["SHARED", "Scope", "SequenceState", "new_key"]
 
 _keys = count()
 
@@ -23,6 +24,25 @@ _keys = count()
 def new_key() -> int:
     """A key that no sequence has had."""
     return next(_keys)
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Which earlier requests a request may read what was kept of, and which later ones may read it.
+
+    Args:
+        salt: requests with different salts have nothing in common, neither the KV of prompts nor
+            what drafters remember (vLLM's `cache_salt`).
+        private: drafters remember nothing of other requests for this one, and nothing of it when
+            it has ended.
+    """
+
+    salt: str = ""
+    private: bool = False
+
+
+SHARED = Scope()
+"""The scope of requests that nobody keeps apart."""
 
 
 class SequenceState:
@@ -41,6 +61,7 @@ class SequenceState:
         references: texts that drafters may quote, besides what the request reads and writes.
         prediction: the text that its output is expected to repeat; see `Request`.
         beams: the state of its beam search; None without one.
+        scope: what it shares with other requests.
     """
 
     def __init__(
@@ -61,6 +82,7 @@ class SequenceState:
         self.references: References = NO_REFERENCES
         self.prediction: References = NO_REFERENCES
         self.beams: Beams | None = None
+        self.scope = SHARED
 
     @property
     def input_ids(self) -> Sequence[int]:
@@ -73,6 +95,11 @@ class SequenceState:
         rules = self.sampler.rules
         forced = () if rules is None or rules.first is None else (rules.first,)
         return (*self.prompt_ids, *forced)
+
+    @property
+    def memory(self) -> str | int:
+        """Identifies what a drafter may remember for it: by its salt, or by itself if private."""
+        return self.key if self.scope.private else self.scope.salt
 
     @property
     def output_ids(self) -> list[int]:

@@ -73,7 +73,8 @@ class Drafter(ABC):
 
     A drafter owns its state and catches up from the committed tokens of each request (invariant 4).
     They tell it what was accepted, so a draft that was accepted whole is no special case. It sees
-    the target's output only through `observe` and `observe_prefill`.
+    the target's output only through `observe` and `observe_prefill`. What it remembers of a request
+    is for requests with the same `Request.memory`, and for no others.
 
     The class attributes describe the drafter. An instance may override them.
     """
@@ -107,6 +108,9 @@ class Drafter(ABC):
 
     quotes_references: bool = False
     """Whether it drafts from `Request.references`, too."""
+
+    only_counts: bool = False
+    """Whether `observe` counts, and no draft depends on it. Beams have no outcomes to show."""
 
     follows_prediction: bool = False
     """Whether it drafts from `Request.prediction`, too."""

@@ -224,7 +224,7 @@ def beam_drafter(drafter: Drafter) -> BeamDrafter:
         CompatibilityError: it cannot draft for several beams of one output.
     """
     own = type(drafter).__name__
-    learns = type(drafter).observe is not Drafter.observe
+    learns = type(drafter).observe is not Drafter.observe and not drafter.only_counts
     if drafter.hidden_layers or drafter.reads_target_kv or drafter.token_limit or learns:
         raise CompatibilityError(
             f"beam_width: {own} drafts from the target's states or from the outcome of its drafts, "

@@ -1,12 +1,13 @@
 """`suffix`: drafts what followed the text's suffixes before, in this text and in earlier outputs.
 
 Oliaro et al., "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications". One trie
-holds the request's own prompt and output. Another one holds the outputs of earlier requests and
-drops the least recently used ones. Every suffix of the text that occurs in a trie gives one
-candidate: its most probable continuations, with relative frequencies as probabilities. A longer
-match allows a longer draft. The score of a candidate is its expected number of accepted tokens, the
-sum of its nodes' path probabilities. The candidate with the highest score is the draft. Option
-names are vLLM's where vLLM has the option. The references of a request have a trie of their own.
+holds the request's own prompt and output. Another one holds the outputs of earlier requests of the
+same scope, and the least recently used ones are dropped. Every suffix of the text that occurs in a
+trie gives one candidate: its most probable continuations, with relative frequencies as
+probabilities. A longer match allows a longer draft. The score of a candidate is its expected number
+of accepted tokens, the sum of its nodes' path probabilities. The candidate with the highest score
+is the draft. Option names are vLLM's where vLLM has the option. The references of a request have a
+trie of their own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from itertools import accumulate
 
 from foretoken.control import Budget
 from foretoken.core.references import References
-from foretoken.core.tree import Draft
+from foretoken.core.sequence import Scope
+from foretoken.core.tree import Draft, TokenTree
+from foretoken.decode import Outcome, StepTimes
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.options.lookups import SuffixOptions
 from foretoken.drafters.suffix_candidates import Candidate, grow_chain, grow_tree, times
@@ -29,19 +32,22 @@ __all__ = ["SuffixDrafter", "SuffixOptions"]
 
 
 class EarlierOutputs:
-    """The outputs of requests that have ended, within the limits of the options.
+    """The outputs of requests that have ended, in a trie per salt (`Scope`).
+
+    The limits of the options are for all salts together.
 
     Args:
         options: see `SuffixOptions`.
 
     Attributes:
-        trie: all kept outputs.
         num_tokens: tokens of all kept outputs.
     """
 
     def __init__(self, options: SuffixOptions) -> None:
-        self.trie = SuffixTrie(options.suffix_decoding_max_tree_depth)
-        self._texts: OrderedDict[int, Text] = OrderedDict()  # least recently used first
+        self._depth = options.suffix_decoding_max_tree_depth
+        self._tries: dict[str, SuffixTrie] = {}  # none is empty
+        # By salt and key; least recently used first.
+        self._texts: OrderedDict[tuple[str, int], Text] = OrderedDict()
         self._max_requests = options.suffix_decoding_max_cached_requests
         self._max_tokens = options.suffix_decoding_max_cached_tokens
         self.num_tokens = 0
@@ -49,8 +55,14 @@ class EarlierOutputs:
     def __len__(self) -> int:
         return len(self._texts)
 
-    def add(self, output: Sequence[int]) -> None:
+    def trie(self, scope: Scope) -> SuffixTrie | None:
+        """The outputs that a request may read; None if there are none."""
+        return None if scope.private else self._tries.get(scope.salt)
+
+    def add(self, output: Sequence[int], scope: Scope) -> None:
         """Keep an output; if it is longer than the limit, keep its last tokens."""
+        if scope.private:
+            return
         output = output[max(0, len(output) - self._max_tokens) :]
         if not output or not self._max_requests:
             return
@@ -59,21 +71,25 @@ class EarlierOutputs:
             or self.num_tokens + len(output) > self._max_tokens
         ):
             self._drop_oldest()
-        text = self.trie.open()
+        trie = self._tries.setdefault(scope.salt, SuffixTrie(self._depth))
+        text = trie.open()
         for token in output:
-            self.trie.append(text, token)
-        self._texts[text.key] = text
+            trie.append(text, token)
+        self._texts[scope.salt, text.key] = text
         self.num_tokens += len(output)
 
     def _drop_oldest(self) -> None:
-        _, text = self._texts.popitem(last=False)
-        self.trie.remove(text)
+        (salt, _), text = self._texts.popitem(last=False)
+        trie = self._tries[salt]
+        trie.remove(text)
+        if not trie.root.children:
+            del self._tries[salt]
         self.num_tokens -= len(text.tokens)
 
-    def used(self, key: int) -> None:
+    def used(self, scope: Scope, key: int) -> None:
         """Mark an output as used just now; nothing happens if it was dropped meanwhile."""
-        if key in self._texts:
-            self._texts.move_to_end(key)
+        if (scope.salt, key) in self._texts:
+            self._texts.move_to_end((scope.salt, key))
 
 
 class OwnText:
@@ -127,6 +143,7 @@ class SuffixDrafter(Drafter):
     """
 
     quotes_references = True
+    only_counts = True
 
     def __init__(self, options: SuffixOptions) -> None:
         self.drafts_trees = options.branching
@@ -140,6 +157,7 @@ class SuffixDrafter(Drafter):
         self._earlier = EarlierOutputs(options)
         self._own: dict[int, OwnText] = {}
         self._rewound: set[int] = set()  # keys of requests whose output must not be kept
+        self._recalled: dict[int, TokenTree] = {}  # key -> this step's draft, if from earlier ones
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         """Chains, or trees with `branching`."""
@@ -153,6 +171,7 @@ class SuffixDrafter(Drafter):
             own = self._own[request.key] = OwnText(self._depth)
             self._rewound.discard(request.key)
         own.catch_up(request.token_ids)
+        self._recalled.pop(request.key, None)
         if budget.chain <= 0:
             return Draft.empty(request.root)
         best = self._best(own.longest, own.match, budget, Candidate())
@@ -160,11 +179,15 @@ class SuffixDrafter(Drafter):
         if request.references:
             beside = trie_of(request.references, self._depth)
             best = self._best(beside.longest(recent), partial(beside.find, recent), budget, best)
-        earlier = self._earlier.trie
-        chosen = self._best(earlier.longest(recent), partial(earlier.find, recent), budget, best)
+        chosen, earlier = best, self._earlier.trie(request.scope)
+        if earlier is not None:
+            find = partial(earlier.find, recent)
+            chosen = self._best(earlier.longest(recent), find, budget, best)
+        draft = chosen.draft(request.root, with_features=self.looks_up)
         if chosen is not best:
-            self._earlier.used(chosen.source)
-        return chosen.draft(request.root, with_features=self.looks_up)
+            self._earlier.used(request.scope, chosen.source)
+            self._recalled[request.key] = draft.tree
+        return draft
 
     def _best(
         self, longest: int, match: Callable[[int], Place], budget: Budget, best: Candidate
@@ -192,6 +215,12 @@ class SuffixDrafter(Drafter):
                 best, best.match = candidate, length
         return best
 
+    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
+        """Count the tokens that were found in earlier outputs and are part of this one."""
+        for outcome in outcomes:
+            if tree := self._recalled.pop(outcome.request.key, None):
+                outcome.request.metrics.accepted_earlier_tokens += len(outcome.kept_of(tree))
+
     def rewind(self, request: Request) -> None:
         """Drop the request's trie. Until it drafts again, its output is not kept for others."""
         self._own.pop(request.key, None)
@@ -200,8 +229,9 @@ class SuffixDrafter(Drafter):
     def release(self, request: Request) -> None:
         """Drop the request's trie, and keep its output for later requests."""
         self._own.pop(request.key, None)
+        self._recalled.pop(request.key, None)
         if request.key not in self._rewound:
-            self._earlier.add(request.output_ids)
+            self._earlier.add(request.output_ids, request.scope)
         self._rewound.discard(request.key)
 
     def forget(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from foretoken.config import SpeculativeConfig
 from foretoken.core.params import Sampling, SamplingParams
 from foretoken.core.references import NO_REFERENCES, References
+from foretoken.core.sequence import SHARED, Scope
 from foretoken.engine.prompts import Prompt, as_list, one_per_prompt
 from foretoken.engine.references import (
     GivenPrediction,
@@ -31,6 +32,7 @@ class JobSpec:
         references: what drafts may quote; texts that were read already are taken as they are.
         prediction: what the output is expected to repeat; the same.
         trace: whether the trace has p of every drafted token.
+        scope: what its requests share with others; a prompt's `cache_salt` replaces the salt.
     """
 
     prompt: Prompt
@@ -39,6 +41,7 @@ class JobSpec:
     references: GivenReferences | References = None
     prediction: GivenPrediction | References = None
     trace: bool = False
+    scope: Scope = SHARED
 
 
 def specs_of(

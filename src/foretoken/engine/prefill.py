@@ -16,8 +16,7 @@ from torch import Tensor
 
 from foretoken.core.checks import check_finite
 from foretoken.core.logprobs import TokenLogprobs, log_probs_of
-from foretoken.core.source import Source
-from foretoken.engine.prefix_cache import PrefixCache
+from foretoken.engine.prefix_cache import Beginning, PrefixCache
 from foretoken.request import Request
 from foretoken.runtime.source_network import RowState
 from foretoken.runtime.target import Target
@@ -72,14 +71,15 @@ class Prefill:
         """Bytes of the sources that no row has yet. Requests with the same one share them."""
         if not self._reads_source:
             return 0
-        read = {r.source for r in self._running if self.has_source(r)}
-        return sum(map(self._target.state_bytes, {r.source for r in requests} - read))
+        read = {_beginning(r) for r in self._running if self.has_source(r)}
+        missing = {_beginning(r) for r in requests} - read
+        return sum(self._target.state_bytes(source) for _, source in missing)
 
     def _read_source(self, request: Request) -> int:
         """Give the request's row its source; returns the positions that the encoder computed."""
         source, key = request.source, request.key
         assert source is not None, "requests of an encoder-decoder have one"
-        known = self._known_state(source)
+        known = self._known_state(_beginning(request))
         if known is not None:
             self._target.share_state(key, known)
             if not request.metrics.preemptions:
@@ -89,15 +89,15 @@ class Prefill:
         self._target.encode(key, source)
         request.metrics.encode_seconds += time.perf_counter() - began
         if self._prefixes is not None:
-            self._prefixes.keep_state(source, self._target.row_state(key))
+            self._prefixes.keep_state(_beginning(request), self._target.row_state(key))
         return len(source)
 
-    def _known_state(self, source: Source) -> RowState | None:
+    def _known_state(self, beginning: Beginning) -> RowState | None:
         """What the encoder made of a source that a running request has read, or an earlier one."""
         for other in self._running:
-            if other.source == source and self.has_source(other):
+            if _beginning(other) == beginning and self.has_source(other):
                 return self._target.row_state(other.key)
-        return None if self._prefixes is None else self._prefixes.state_of(source)
+        return None if self._prefixes is None else self._prefixes.state_of(beginning)
 
     # Prompts
 
@@ -132,7 +132,9 @@ class Prefill:
         if self._prefixes is None or not request.reads_prefixes:
             return
         wanted = request.prompt_ids[: len(request.token_ids) - 1]
-        num_tokens, hidden = self._prefixes.restore(request.key, wanted, layers, request.source)
+        num_tokens, hidden = self._prefixes.restore(
+            request.key, wanted, layers, _beginning(request)
+        )
         self._show_hidden(request, 0, hidden)
         if not request.metrics.preemptions:
             request.metrics.cached_prompt_tokens = num_tokens
@@ -155,7 +157,11 @@ class Prefill:
         stop = min(self._target.cached(request.key), len(request.prompt_ids))
         if any(len(states) < stop for states in hidden.values()):
             hidden = {}  # the drafter failed, and the later chunks have none
-        self._prefixes.store(request.key, request.prompt_ids[:stop], hidden, request.source)
+        self._prefixes.store(request.key, request.prompt_ids[:stop], hidden, _beginning(request))
+
+
+def _beginning(request: Request) -> Beginning:
+    return request.scope.salt, request.source
 
 
 class _ScoreReader:

@@ -7,8 +7,9 @@ Language Model Serving with PagedAttention", section 4.4). The cache holds copie
 bits as newly computed KV (invariant 7). It evicts the least recently used blocks first.
 
 The KV of an encoder-decoder depends on its source as well, so the source stands in the place of the
-block before the first one. The cache also keeps what the encoder made of the last sources. They
-take longer to compute than blocks, so blocks are evicted before them.
+block before the first one, together with the salt of the request (`Scope`): requests with different
+salts find nothing of one another. The cache also keeps what the encoder made of the last sources.
+They take longer to compute than blocks, so blocks are evicted before them.
 """
 
 from __future__ import annotations
@@ -29,19 +30,22 @@ from foretoken.runtime.kv_slab import KVBlock
 from foretoken.runtime.source_network import RowState
 from foretoken.runtime.target import Target
 
-__all__ = ["BLOCK", "PrefixCache"]
+__all__ = ["BLOCK", "Beginning", "PrefixCache"]
 
 BLOCK = 64
 """Tokens per block: few, so that short prompts have whole blocks to share."""
 
-_Parent: TypeAlias = int | Source
-"""What is before a block: a block, by its number, or the source, or nothing (`_NO_BLOCK`)."""
+Beginning: TypeAlias = tuple[str, Source | None]
+"""What is before the first block of a prompt: the salt of its request, and what its encoder reads;
+None for a decoder-only model."""
+
+_NOTHING: Beginning = ("", None)
+
+_Parent: TypeAlias = int | Beginning
+"""What is before a block: another one, by its number, or the beginning."""
 
 _Key: TypeAlias = tuple[_Parent, tuple[int, ...]]
 """Identifies a block: what is before it, and the block's own tokens."""
-
-_NO_BLOCK = -1
-"""Before the first block of a decoder-only model's prompt."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,8 @@ class PrefixCache:
         self._num_bytes = num_bytes
         self._hidden_bytes = 0
         self._state_bytes = 0
-        self._states: OrderedDict[Source, RowState] = OrderedDict()  # least recently used first
+        # Least recently used first.
+        self._states: OrderedDict[Beginning, RowState] = OrderedDict()
         # Least recently used first, and each block before its predecessor in the prompt. Eviction
         # from the front therefore never leaves a block whose predecessor is gone.
         self._entries: OrderedDict[_Key, _Entry] = OrderedDict()
@@ -95,7 +100,7 @@ class PrefixCache:
         key: int,
         tokens: Sequence[int],
         layers: tuple[int, ...] = (),
-        source: Source | None = None,
+        beginning: Beginning = _NOTHING,
     ) -> tuple[int, Mapping[int, Tensor]]:
         """Copy the KV of the longest cached prefix into an empty row.
 
@@ -104,7 +109,7 @@ class PrefixCache:
             tokens: the prompt to look up.
             layers: layers whose hidden states are needed, too. A block without them counts as not
                 cached.
-            source: what the row's decoder reads; None for a decoder-only model.
+            beginning: the salt of the row's request, and what its decoder reads.
 
         Returns:
             The number n of tokens found, and layer id -> [n, E] hidden states.
@@ -112,7 +117,7 @@ class PrefixCache:
         Raises:
             SlabFull: the row cannot hold the prefix. It is empty again.
         """
-        found = self._find(tokens, layers, source)
+        found = self._find(tokens, layers, beginning)
         try:
             for block_id in found:
                 self._target.append(key, self._entries[block_id].kv)
@@ -132,7 +137,7 @@ class PrefixCache:
         key: int,
         tokens: Sequence[int],
         hidden: Mapping[int, Tensor] | None = None,
-        source: Source | None = None,
+        beginning: Beginning = _NOTHING,
     ) -> None:
         """Cache the whole blocks of a prompt, as many as there is room for.
 
@@ -140,11 +145,11 @@ class PrefixCache:
             key: the row that holds the prompt's KV.
             tokens: [n] the prompt, with which the row begins.
             hidden: layer id -> [n, E] hidden states. Blocks cached without them gain them.
-            source: as in `restore`.
+            beginning: as in `restore`.
         """
         states = hidden or {}
         kept: list[_Key] = []
-        parent = _before_first(source)
+        parent: _Parent = beginning
         for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
             block_id = (parent, tuple(tokens[start : start + BLOCK]))
             block = {layer: each[start : start + BLOCK] for layer, each in states.items()}
@@ -158,19 +163,19 @@ class PrefixCache:
             parent = entry.number
             self._mark_used(kept)
 
-    def state_of(self, source: Source) -> RowState | None:
+    def state_of(self, beginning: Beginning) -> RowState | None:
         """What the encoder made of a source; None if it is not cached."""
-        if source not in self._states:
+        if beginning not in self._states:
             return None
-        self._states.move_to_end(source)
-        return self._states[source]
+        self._states.move_to_end(beginning)
+        return self._states[beginning]
 
-    def keep_state(self, source: Source, state: RowState) -> None:
+    def keep_state(self, beginning: Beginning, state: RowState) -> None:
         """Cache what the encoder made of a source, if there is room for it."""
         more = _num_bytes(state)
-        if more <= self._num_bytes and source not in self._states:
+        if more <= self._num_bytes and beginning not in self._states:
             self._make_room(more, frozenset())
-            self._states[source] = state
+            self._states[beginning] = state
             self._state_bytes += more
 
     def clear(self) -> None:
@@ -219,11 +224,11 @@ class PrefixCache:
         self._entries[block_id] = entry
 
     def _find(
-        self, tokens: Sequence[int], layers: tuple[int, ...], source: Source | None
+        self, tokens: Sequence[int], layers: tuple[int, ...], beginning: Beginning
     ) -> list[_Key]:
         """The cached blocks at the beginning of the tokens, up to one without the hidden states."""
         found: list[_Key] = []
-        parent = _before_first(source)
+        parent: _Parent = beginning
         for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
             block_id = (parent, tuple(tokens[start : start + BLOCK]))
             entry = self._entries.get(block_id)
@@ -237,11 +242,6 @@ class PrefixCache:
         """Mark the blocks of a prefix as just used, in the order that `_entries` needs."""
         for block_id in reversed(chain):
             self._entries.move_to_end(block_id)
-
-
-def _before_first(source: Source | None) -> _Parent:
-    """What is before the first block of a prompt."""
-    return _NO_BLOCK if source is None else source
 
 
 def _num_bytes(state: RowState) -> int:

@@ -13,9 +13,11 @@ from foretoken.errors import ConfigError, PromptError, in_one_line
 from foretoken.runtime.target import Target
 
 __all__ = [
+    "SALT",
     "Message",
     "Prompt",
     "as_list",
+    "cache_salt",
     "check_prompt",
     "checked_ids",
     "checked_text",
@@ -36,6 +38,24 @@ more (see `sources`)."""
 
 FORMS = "a prompt is text, a list of token ids, or a list of chat messages"
 """What decoder-only models take, for error messages."""
+
+
+SALT = "cache_salt"
+"""Key of a prompt: requests with different salts share nothing that is kept between requests."""
+
+
+def cache_salt(prompt: Prompt) -> str | None:
+    """The salt of a prompt; None if it has none.
+
+    Raises:
+        PromptError: it is no text, or empty.
+    """
+    if not isinstance(prompt, Mapping) or SALT not in prompt:
+        return None
+    salt = prompt[SALT]
+    if not isinstance(salt, str) or not salt:
+        raise PromptError(f"{SALT}: expected a text that is not empty.")
+    return salt
 
 
 def is_conversation(prompt: Any) -> bool:
@@ -168,7 +188,7 @@ def _text_of(prompt: Any) -> Any:
     if not isinstance(prompt, Mapping):
         return prompt
     for key in ("prompt", "prompt_token_ids"):
-        if set(prompt) == {key}:
+        if set(prompt) - {SALT} == {key}:
             return prompt[key]
     if "input_ids" in prompt:
         raise PromptError("prompts: pass text, or a tokenizer's ids as {'prompt_token_ids': ids}.")

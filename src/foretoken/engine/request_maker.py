@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -17,7 +18,14 @@ from foretoken.core.params import SamplingParams
 from foretoken.core.rules import DecodingRules
 from foretoken.core.source import Source
 from foretoken.engine.job_spec import ReadSpec
-from foretoken.engine.prompts import Prompt, check_prompt, checked_text, token_ids, tokens_of
+from foretoken.engine.prompts import (
+    Prompt,
+    cache_salt,
+    check_prompt,
+    checked_text,
+    token_ids,
+    tokens_of,
+)
 from foretoken.engine.sources import SourceReader
 from foretoken.errors import ConfigError
 from foretoken.request import Request
@@ -75,6 +83,9 @@ class RequestMaker:
         if params.beam_width > 1:
             params = self._for_beams(params, trace=trace)
         source, ids = self.read(spec.given.prompt)
+        scope, salt = spec.given.scope, cache_salt(spec.given.prompt)
+        if salt is not None:
+            scope = replace(scope, salt=salt)
         state_bytes = self._target.state_bytes(source)
         most = self._target.most_tokens_beside(state_bytes)
         if params.truncate_prompt_tokens is not None:
@@ -96,6 +107,7 @@ class RequestMaker:
                 references=spec.references,
                 prediction=spec.prediction,
                 bad_words=bad_words,
+                scope=scope,
                 new_seed=self._new_seed,
             )
             for index in range(params.n)

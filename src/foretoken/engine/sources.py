@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from foretoken.core.config import nearest
 from foretoken.core.source import Source
 from foretoken.engine.prompts import (
+    SALT,
     Prompt,
     checked_ids,
     checked_text,
@@ -71,7 +72,7 @@ class SourcePrompt:
         """
         if not isinstance(prompt, Mapping):
             return SourcePrompt(prompt)
-        _check_keys(prompt, KEYS)
+        _check_keys(prompt, (*KEYS, SALT))
         name = _only_key(prompt, SOURCES)
         given = prompt[name]
         if name == "encoder_prompt" and isinstance(given, Mapping):

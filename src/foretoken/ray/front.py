@@ -171,9 +171,9 @@ class Front:
     async def _answered(self, call: Call, answer: _Answer) -> None:
         path = call.scope["path"]
         if len(call.body) <= AT_ONCE:
-            keys = prompt_keys(path, call.body)
+            keys = prompt_keys(path, call.body, call.caller)
         else:
-            keys = await asyncio.to_thread(prompt_keys, path, call.body)
+            keys = await asyncio.to_thread(prompt_keys, path, call.body, call.caller)
         for _ in range(ATTEMPTS):
             lost = await self._once(call, keys, answer)
             if lost is None:

@@ -25,14 +25,16 @@ _PARTS = {
 """The fields with the prompt, in the order in which the model reads them."""
 
 
-def prompt_keys(path: str, body: bytes) -> list[int]:
+def prompt_keys(path: str, body: bytes, caller: str = "") -> list[int]:
     """Hashes of the beginnings of a request's prompt, from the shortest to the whole prompt.
 
-    Prompts that begin with the same blocks of characters have the same first keys.
+    Prompts that begin with the same blocks of characters have the same first keys, if caches share
+    them: the requests have the same API key and the same salt.
 
     Args:
         path: the endpoint.
         body: the request's body.
+        caller: identifies its API key; empty without keys.
 
     Returns:
         No keys where there is no prompt, and for bodies that the endpoint will refuse.
@@ -45,10 +47,11 @@ def prompt_keys(path: str, body: bytes) -> list[int]:
         if not isinstance(fields, dict):
             return []
         text = "".join(_text(fields[part]) for part in parts if fields.get(part))
+        salt = f"{caller} {fields.get('cache_salt') or ''}"
     except (ValueError, RecursionError):  # writing may go deeper than reading
         return []
     text = text[: BLOCK * MOST_BLOCKS]
-    keys, before = [], b""
+    keys, before = list[int](), blake2b(salt.encode(errors="replace"), digest_size=8).digest()
     for start in range(0, len(text), BLOCK):
         piece = text[start : start + BLOCK].encode(errors="replace")
         before = blake2b(before + piece, digest_size=8).digest()

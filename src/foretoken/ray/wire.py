@@ -29,19 +29,22 @@ class Call:
     Args:
         scope: what ASGI says of it, without what belongs to a process.
         body: its body.
+        caller: identifies its API key; empty without keys.
     """
 
     scope: dict[str, Any]
     body: bytes
+    caller: str = ""
 
     @classmethod
     def of(cls, scope: Scope, body: bytes) -> Call:
         """A request that a server has read."""
-        return cls({name: scope[name] for name in _FIELDS if name in scope}, body)
+        caller = scope.get("state", {}).get("caller", "")
+        return cls({name: scope[name] for name in _FIELDS if name in scope}, body, caller)
 
     def as_scope(self) -> Scope:
         """The scope for an app."""
-        return {**self.scope, "state": {}}
+        return {**self.scope, "state": {"caller": self.caller}}
 
     def receiver(self) -> Receive:
         """Brings an app the body, and then nothing: a client that goes away ends the call."""

@@ -146,7 +146,7 @@ class _Answer:
             "message": message,
             "logprobs": self._logprobs(output.logprobs),
             **stop_fields(output, "tool_calls" if calls and self._forced is None else None),
-            **details_of(self._body.foretoken, output.tokens, output),
+            **details_of(self._body.foretoken, output.tokens, output, self._run.scope),
         }
         return choice | ({"token_ids": output.token_ids} if self._body.return_token_ids else {})
 
@@ -202,7 +202,7 @@ class _Answer:
             "delta": delta,
             "logprobs": self._logprobs(chunk.logprobs),
             **stop_fields(chunk.output, "tool_calls" if made else None),
-            **details_of(self._body.foretoken, chunk.tokens, chunk.output),
+            **details_of(self._body.foretoken, chunk.tokens, chunk.output, self._run.scope),
         }
         if self._body.return_token_ids:
             choice["token_ids"] = [token.token_id for token in chunk.tokens]

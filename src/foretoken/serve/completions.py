@@ -196,7 +196,7 @@ class _Answer:
             "text": text,
             "logprobs": logprobs,
             **stop_fields(output),
-            **details_of(body.foretoken, tokens, output),
+            **details_of(body.foretoken, tokens, output, self._run.scope),
         }
         if body.return_token_ids:
             choice["token_ids"] = [token.token_id for token in tokens]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from annotated_types import Ge, Le, MaxLen, MinLen
 from pydantic import BeforeValidator, FiniteFloat, Tag
@@ -20,6 +20,10 @@ __all__ = [
     "SamplingBody",
     "TokenizeBody",
 ]
+
+
+CacheSalt: TypeAlias = Annotated[Text, MinLen(1)] | None
+"""vLLM's field: requests with the same API key and salt share what is kept between requests."""
 
 
 class StreamOptions(Body):
@@ -81,6 +85,7 @@ class SamplingBody(Body):
     prompt_logprobs: int | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    cache_salt: CacheSalt = None
     structured_outputs: JSONObject | None = None
     guided_json: (
         Annotated[
@@ -204,6 +209,7 @@ class ResponseBody(Body):
     # vLLM's and ours
     seed: int | None = None
     top_k: int | None = None
+    cache_salt: CacheSalt = None
     speculative_config: JSONObject | None = None
 
 

@@ -74,6 +74,7 @@ def _model(state: ServerState, name: str) -> dict[str, Any]:
         "root": state.settings.model,
         "parent": None,
         "max_model_len": state.llm.llm.max_model_len,
+        "traces": state.settings.traces,
     }
 
 

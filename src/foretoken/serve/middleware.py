@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import json
 import logging
@@ -53,6 +54,8 @@ class Faults:
 class Authentication:
     """Refuses requests to endpoints of the model that do not have an API key.
 
+    The state of the others has the `caller`, which identifies the key.
+
     Args:
         app: the rest of the app.
         keys: the keys, at least one.
@@ -60,12 +63,15 @@ class Authentication:
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
-        self._keys = [key.encode() for key in keys]
+        self._callers = {key.encode(): hashlib.sha256(key.encode()).hexdigest() for key in keys}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
+        caller = self._caller(scope) if scope["type"] == "http" else None
+        if caller is not None:
+            scope.setdefault("state", {})["caller"] = caller
         guarded = scope["type"] == "http" and scope["path"].startswith(_GUARDED)
-        if guarded and scope["method"] != "OPTIONS" and not self._has_key(scope):
+        if guarded and scope["method"] != "OPTIONS" and caller is None:
             error = APIError(
                 401,
                 "an API key is needed: send 'Authorization: Bearer KEY'.",
@@ -78,12 +84,12 @@ class Authentication:
             return
         await self._app(scope, receive, send)
 
-    def _has_key(self, scope: Scope) -> bool:
+    def _caller(self, scope: Scope) -> str | None:
         kind, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
         found = given.strip().encode("latin-1", errors="replace")
         # All of them are compared, in constant time.
-        matches = [hmac.compare_digest(found, key) for key in self._keys]
-        return kind.lower() == "bearer" and any(matches)
+        matches = [of for key, of in self._callers.items() if hmac.compare_digest(found, key)]
+        return matches[0] if kind.lower() == "bearer" and matches else None
 
 
 class RequestLog:

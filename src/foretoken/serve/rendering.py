@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from foretoken.core.logprobs import PromptLogprobs, TokenLogprobs
+from foretoken.core.sequence import Scope
 from foretoken.outputs import CompletionOutput, RequestOutput, StreamedToken
 from foretoken.serve.fields import Details
 from foretoken.serve.running import Run
@@ -157,7 +158,10 @@ def _finite(value: float) -> float:
 
 
 def details_of(
-    wanted: Details | None, tokens: Sequence[StreamedToken], output: CompletionOutput | None
+    wanted: Details | None,
+    tokens: Sequence[StreamedToken],
+    output: CompletionOutput | None,
+    scope: Scope,
 ) -> Mapping[str, Any]:
     """The field `foretoken` of a choice, if the request asks for it.
 
@@ -165,6 +169,8 @@ def details_of(
         wanted: what it asks for.
         tokens: new tokens.
         output: the output if it has ended.
+        scope: of its request. If others share its drafts, what was drafted for it and not accepted
+            may be their text: the trace is without it.
     """
     if wanted is None:
         return {}
@@ -177,7 +183,8 @@ def details_of(
     if wanted.metrics and output is not None:
         found["metrics"] = output.metrics.as_dict()
     if wanted.trace and output is not None:
-        found["trace"] = output.trace.as_dict()
+        trace = output.trace if scope.private else output.trace.withheld()
+        found["trace"] = trace.as_dict()
     return {"foretoken": found}
 
 

@@ -6,16 +6,18 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from foretoken.async_llm import AsyncRequest
+from foretoken.core.sequence import Scope
 from foretoken.engine.job_spec import JobSpec
 from foretoken.errors import ForetokenError, RequestError
 from foretoken.outputs import CompletionOutput, RequestOutput, StreamChunk
-from foretoken.serve.errors import APIError, of_engine
+from foretoken.serve.errors import APIError, invalid, of_engine
 from foretoken.serve.fields import ResponseBody, SamplingBody
 from foretoken.serve.sampling import check_speculation, form_field
 from foretoken.serve.state import ServerState
@@ -38,6 +40,7 @@ class Run:
         requests: one per prompt.
         sequences: outputs that were counted when the request entered.
         began: when the request came in, by `time.perf_counter`.
+        scope: what its requests share with others.
 
     Attributes:
         log: what the request's log line says of it, when it has ended.
@@ -47,9 +50,14 @@ class Run:
     """
 
     def __init__(
-        self, state: ServerState, requests: Sequence[AsyncRequest], sequences: int, began: float
+        self,
+        state: ServerState,
+        requests: Sequence[AsyncRequest],
+        sequences: int,
+        began: float,
+        scope: Scope,
     ) -> None:
-        self.requests = requests
+        self.requests, self.scope = requests, scope
         self.log: dict[str, Any] = {}
         self._state = state
         self._sequences = sequences
@@ -221,13 +229,17 @@ async def started(
     began = time.perf_counter()
     state.check_model(body.model)
     check_speculation(body.speculative_config, state.llm.llm.speculative_config)
+    if isinstance(body, SamplingBody) and body.wants_trace and not state.settings.traces:
+        raise invalid("foretoken", "foretoken.trace: this server shows no traces (--no-traces).")
+    scope = state.scope_of(request, body.cache_salt)
     state.enter(sequences)
     requests: list[AsyncRequest] = []
-    run = Run(state, requests, sequences, began)
+    run = Run(state, requests, sequences, began, scope)
     request.state.log = run.log
     run.preparing = task = asyncio.current_task()
     try:
-        requests += await state.llm.submit(await state.llm.prepare(prepare))
+        specs = await state.llm.prepare(prepare)
+        requests += await state.llm.submit([replace(spec, scope=scope) for spec in specs])
     except BaseException as error:
         run.close()
         if run.refusal is not None and isinstance(error, asyncio.CancelledError):

@@ -6,7 +6,9 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt
 
+from foretoken.config import SpeculativeConfig
 from foretoken.core.config import Config
+from foretoken.errors import ConfigError
 
 __all__ = ["Settings"]
 
@@ -33,6 +35,9 @@ class Settings(Config):
             ends.
         shutdown_timeout: seconds that running requests have left after SIGTERM.
         log_requests: whether each request is logged when it has ended.
+        share_drafts: whether requests without a `cache_salt` draft from one another's outputs, as
+            far as they have the same API key.
+        traces: whether a request may ask for the trace of its steps.
     """
 
     served_model_names: tuple[str, ...]
@@ -49,8 +54,32 @@ class Settings(Config):
     write_timeout: Annotated[float, Gt(0)] = 30.0
     shutdown_timeout: Annotated[float, Ge(0)] = 30.0
     log_requests: bool = True
+    share_drafts: bool = False
+    traces: bool = True
 
     @property
     def model(self) -> str:
         """The name that responses show."""
         return self.served_model_names[0]
+
+    def check_learning(self, config: SpeculativeConfig | None) -> None:
+        """Refuse a drafter that would learn from one client's text for another.
+
+        Args:
+            config: the server's.
+
+        Raises:
+            ConfigError: it learns while it serves, and not all requests share their drafts.
+        """
+        if config is None or config.online is None:
+            return
+        if not self.share_drafts:
+            raise ConfigError(
+                "online: what a drafter learns reaches all requests: serve with --share-drafts "
+                "if they may read one another's text, or without 'online'."
+            )
+        if len(self.api_keys) > 1:
+            raise ConfigError(
+                f"online: what a drafter learns reaches all requests, and there are "
+                f"{len(self.api_keys)} API keys: serve with one, or without 'online'."
+            )

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import cache, cached_property
+from hashlib import sha256
 from typing import Protocol
 
 from starlette.requests import Request
 from transformers import PreTrainedTokenizerBase
 
 from foretoken.async_llm import AsyncLLM
+from foretoken.core.sequence import Scope
 from foretoken.engine.text_limit import TextLimit
 from foretoken.serve.errors import APIError, invalid, unknown_response
 from foretoken.serve.metrics import ServerMetrics
@@ -59,9 +61,13 @@ class ServerState:
         open_sequences: outputs that were begun and have not ended.
         stopping: whether no more requests are taken.
         runs: what holds places for these outputs.
+
+    Raises:
+        ConfigError: the drafter learns from all requests, which these settings keep apart.
     """
 
     def __init__(self, llm: AsyncLLM, settings: Settings, engine: str = "0") -> None:
+        settings.check_learning(llm.llm.speculative_config)
         self.llm, self.settings = llm, settings
         self.created = int(time.time())
         self.open_sequences = 0
@@ -101,6 +107,13 @@ class ServerState:
         if name is not None and name not in known:
             message = f"the model '{name[:200]}' does not exist here; there is '{known[0]}'."
             raise APIError(404, message, param="model", code="model_not_found")
+
+    def scope_of(self, request: Request, cache_salt: str | None) -> Scope:
+        """What a request shares with others: those with its API key and its salt."""
+        caller = getattr(request.state, "caller", "")
+        digest = sha256(f"{caller} {cache_salt or ''}".encode()).hexdigest()
+        private = cache_salt is None and not self.settings.share_drafts
+        return Scope(digest, private)
 
     def check_open(self) -> None:
         """Refuse a request when the engine is closed.
