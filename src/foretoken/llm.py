@@ -167,7 +167,8 @@ class LLM(LoadedLLM):
 
         Args:
             prompts: a prompt or a sequence of prompts (strings, token id lists, conversations, or
-                mappings for encoder-decoders).
+                mappings for encoder-decoders). In a mapping, `cache_salt` keeps a prompt apart from
+                those with others: they share neither cached prefixes nor what drafters remember.
             sampling_params: `SamplingParams` or a dict of them, one for all or one per prompt; None
                 takes the defaults.
             speculative_config: one for all, or one per prompt; None takes the `LLM`'s. One without

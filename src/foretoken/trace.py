@@ -134,7 +134,7 @@ class StepTrace:
             drafted=only(self.drafted, WITHHELD),
             q=only(self.q, None),
             p=only(self.p, None),
-            reason="rejected" if self.reason else "",
+            reason="withheld: it may be from another request" if self.reason else "",
             candidates=tuple(candidates),
         )
 

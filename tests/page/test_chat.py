@@ -113,6 +113,32 @@ def test_an_answer_with_its_colours_its_tally_and_its_trace(page: Page, server: 
     expect(page.locator(".answer")).to_have_count(0)
 
 
+@pytest.mark.parametrize("share", [False, True])
+def test_a_repeated_prompt_is_no_advertisement(open_page: Open, share: bool) -> None:
+    config = {"method": "suffix", "controller": "fixed"}
+    with served(tiny_llm(speculative_config=config), share_drafts=share) as running:
+        page = open_page(running.url)
+        configure(page, max_tokens=40, temperature=1, seed=3)
+        for repeated in (False, share):
+            answer = ask(page)
+            expect(answer.locator(".state")).to_have_text(ENDED)
+            note = answer.get_by_text("tokens are repeated")
+            expect(note).to_be_visible() if repeated else expect(note).to_be_hidden()
+            page.get_by_role("button", name="New chat").click()
+        page.close()
+
+
+def test_an_answer_of_a_server_without_traces(open_page: Open) -> None:
+    with served(traces=False) as running:
+        page = open_page(running.url)
+        expect(page.locator("#model")).to_have_text("tiny")
+        answer = ask(page)
+        expect(answer.locator(".state")).to_have_text(ENDED)
+        expect(answer.locator(".tally")).to_contain_text("tokens per pass")
+        expect(answer.get_by_role("link", name="Trace")).to_have_count(0)
+        page.close()
+
+
 def test_the_conversation_and_the_settings_are_sent(page: Page) -> None:
     bodies: list[dict[str, Any]] = []
 

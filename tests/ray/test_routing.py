@@ -41,6 +41,13 @@ class TestKeys:
             field == "other"
         )
 
+    def test_what_caches_keep_apart_is_not_routed_together(self) -> None:
+        body = {"prompt": "x" * 200}
+        asked = [json.dumps({**body, **salt}).encode() for salt in ({}, {"cache_salt": "a"})]
+        found = [prompt_keys(TEXT, each, caller) for each in asked for caller in ("", "one", "two")]
+        assert len({key for each in found for key in each}) == sum(map(len, found)) == 6 * 4
+        assert found[4] == prompt_keys(TEXT, asked[1], "one")
+
     def test_each_endpoint_has_its_own_fields(self) -> None:
         assert keys(RESPONSES, instructions="a", input="b") == keys(TEXT, prompt="ab")
         assert len(keys(TEXT, prompt=list(range(100)))) > 3

@@ -121,6 +121,9 @@ def test_an_extra_that_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch, nam
     assert name in error_of(result)
 
 
+LEARNS = '{"model": "no-such-draft-model", "online": {}}'
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -130,6 +133,11 @@ def test_an_extra_that_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch, nam
         (["--host", "256.1.1.1"], "256.1.1.1"),
         (["--speculative-config", "{"], "--speculative-config"),
         (["--method", "nogram"], "did you mean 'ngram'?"),
+        (["--speculative-config", LEARNS], "serve with --share-drafts"),
+        (
+            ["--speculative-config", LEARNS, "--share-drafts", "--api-key=a", "--api-key=b"],
+            "there are 2 API keys",
+        ),
     ],
 )
 def test_wrong_options(run: Run, arguments: list[str], message: str) -> None:

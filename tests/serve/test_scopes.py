@@ -202,7 +202,7 @@ def test_a_shared_trace_tells_nothing_of_what_was_not_accepted() -> None:
     assert step["drafted"] == [WITHHELD] * size
     assert size > 2
     assert step["p"] == step["q"] == [None] * size
-    assert step["reason"] == "rejected"
+    assert step["reason"].startswith("withheld")
     assert step["candidates"][1:] == [[]] * size
     assert [q for *_, q in step["candidates"][0]] == [None] * len(step["candidates"][0])
     assert [place[:3] for place in step["candidates"][0]] == [

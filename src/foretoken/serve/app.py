@@ -32,6 +32,9 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
     Args:
         llm: the engine.
         settings: limits and names.
+
+    Raises:
+        ConfigError: see `Settings.check_learning`.
     """
     app = endpoints(llm, settings)
     for kind, arguments, options in reversed(_guards(settings)):  # what is added last is outermost

@@ -75,6 +75,7 @@ def _model(state: ServerState, name: str) -> dict[str, Any]:
         "parent": None,
         "max_model_len": state.llm.llm.max_model_len,
         "traces": state.settings.traces,
+        "shares_drafts": state.settings.share_drafts,
     }
 
 

@@ -1,6 +1,6 @@
 // One answer: its text in the colours of its origin, and a tally of what it took.
 
-import { ServerError, answer } from "./api.js";
+import { ServerError, answer, server } from "./api.js";
 import { el, seconds } from "./dom.js";
 import { tokenSpan } from "./tokens.js";
 import { readTrace, summary, written } from "./trace_model.js";
@@ -23,13 +23,14 @@ export class AnswerView {
     this.state = el("span", { class: "state" });
     this.content = el("div", { class: "text" });
     this.tally = el("dl", { class: "tally" });
+    this.repeated = el("p", { class: "dim", hidden: true });
     this.links = el("p", { class: "links" });
     this.root = el(
       "section",
       { class: "card answer", "aria-label": title },
       el("div", { class: "row" }, el("h2", {}, title), this.state),
       this.content,
-      el("div", { class: "foot" }, this.tally, this.links),
+      el("div", { class: "foot" }, this.tally, this.repeated, this.links),
     );
     this.counts = { tokens: 0, passes: 0, began: 0 };
     this.show(null);
@@ -65,25 +66,36 @@ export class AnswerView {
       this.content.append(tokenSpan(text, { origin }));
     }
     if (finish) this.finish = finish;
-    if (trace) this.traced(readTrace(trace), metrics);
+    if (metrics) this.measured(metrics);
+    if (trace) this.traced(readTrace(trace));
     else this.show(this.live());
+  }
+
+  /** The speed of an answer that repeats earlier ones says nothing about others. */
+  measured(metrics) {
+    this.metrics = metrics;
+    const { accepted_earlier_tokens: earlier, generated_tokens: all } = metrics;
+    this.repeated.hidden = !earlier;
+    this.repeated.textContent =
+      `${earlier} of ${all} tokens are repeated: they were drafted from the answers to earlier ` +
+      "requests. A new prompt is slower.";
   }
 
   /** What is known while it runs. */
   live() {
     const { tokens, passes, began } = this.counts;
     const elapsed = (performance.now() - began) / 1e3;
+    const known = this.metrics || !server.sharesDrafts; // else it may repeat earlier answers
     return {
       speed: elapsed > 0.2 ? tokens / elapsed : null,
-      perPass: passes ? tokens / passes : null,
-      saved: plainCost && passes < tokens ? tokens * plainCost - elapsed : null,
+      perPass: known && passes ? tokens / passes : null,
+      saved: known && plainCost && passes < tokens ? tokens * plainCost - elapsed : null,
     };
   }
 
   /** The whole output has come: exact counts, and which drafter each token is from. */
-  traced(trace, metrics) {
+  traced(trace) {
     this.trace = trace;
-    this.metrics = metrics;
     const sums = summary(trace);
     const plain = plainSeconds(trace);
     if (plain) plainCost = plain / sums.tokens;

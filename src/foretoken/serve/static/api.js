@@ -41,10 +41,16 @@ async function refusal(response) {
   return new ServerError(`${kind}: ${told}`, response.status, retry);
 }
 
+/** What the server does, known once it has told the name of its model. */
+export const server = { traces: true, sharesDrafts: false };
+
 /** The name of the model that is served. */
 export async function modelName(key) {
   const response = await asked("v1/models", key);
-  return (await response.json()).data[0].id;
+  const { id, traces, shares_drafts } = (await response.json()).data[0];
+  server.traces = traces !== false;
+  server.sharesDrafts = shares_drafts === true;
+  return id;
 }
 
 const LAST = 3000; // milliseconds that a stopped answer has for its end
@@ -92,7 +98,7 @@ export async function* answer(body, key, stopper) {
     body: JSON.stringify({
       ...body,
       stream: true,
-      foretoken: { tokens: true, metrics: true, trace: true },
+      foretoken: { tokens: true, metrics: true, trace: server.traces },
     }),
     signal: stopper.signal,
   });

@@ -162,8 +162,9 @@ function compareButton(view, pair) {
     const [fast, slow] = [view, plain].map((one) => perToken(summary(one.trace)));
     const same = view.text === plain.text ? "Same text" : "Another text";
     const factor = (slow / fast).toFixed(2);
+    const repeated = view.repeated.hidden ? "" : ", as it repeats earlier answers";
     plain.links.append(
-      el("span", { class: "verdict" }, `${same}; speculative: ${factor} times the speed`),
+      el("span", { class: "verdict" }, `${same}; speculative: ${factor} times the speed${repeated}`),
     );
   });
   return button;
