@@ -245,7 +245,7 @@ export class Viewer {
       el("h3", {}, heading),
       candidates.length
         ? this.candidatesView(step, parent, candidates, token)
-        : el("p", { class: "dim" }, parent === null ? rootNote : noCandidates),
+        : el("p", { class: "dim" }, parent === null ? rootNote : missing(step)),
     );
   }
 
@@ -291,7 +291,10 @@ export class Viewer {
 
 }
 
-const noCandidates = "This trace has no alternatives. generate --trace records them.";
+const missing = (step) =>
+  step.candidates.length
+    ? "The server withholds these alternatives: they may tell of other requests."
+    : "This trace has no alternatives. generate --trace records them.";
 const rootNote = "The tree continues the text behind this token.";
 function timeLegend() {
   const one = (name) => el("span", { class: `time ${name}` }, name);
