@@ -240,4 +240,4 @@ def test_sources_of_running_requests_are_shared_within_a_salt() -> None:
 @pytest.mark.parametrize("salt", ["", 3, None])
 def test_a_salt_is_a_text(model: PreTrainedModel, salt: object) -> None:
     with pytest.raises(PromptError, match="cache_salt: expected a text that is not empty"):
-        LLM(model).generate([{"prompt_token_ids": [1], "cache_salt": salt}])  # type: ignore[list-item]
+        LLM(model).generate([{"prompt_token_ids": [1], "cache_salt": salt}])

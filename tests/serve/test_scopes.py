@@ -161,6 +161,13 @@ def test_a_salt_is_a_text(server: Served, salt: object) -> None:
     assert server.refused("/v1/completions", prompt="a", cache_salt=salt)["param"] == "cache_salt"
 
 
+def test_a_salt_of_any_characters(server: Served) -> None:
+    for salt in ("é \x00", "\ud800"):
+        body = {"model": MODEL, "prompt": "a", "max_tokens": 2, "cache_salt": salt}
+        answer = server.http.post("/v1/completions", content=json.dumps(body))
+        assert answer.status_code == (400 if salt == "\ud800" else 200), answer.text
+
+
 def test_any_number_of_salts_is_bounded() -> None:
     config = {**METHODS["suffix"], "suffix_decoding_max_cached_requests": 5}
     llm = tiny_llm(speculative_config=config, prefix_cache_memory="1MiB")
@@ -224,10 +231,11 @@ def test_a_private_trace_is_whole() -> None:
 
 def test_without_traces() -> None:
     with served(traces=False) as running:
-        for path, prompt in (("completions", {"prompt": "a"}), ("chat/completions", {})):
-            fields = prompt or {"messages": [{"role": "user", "content": "a"}]}
-            asked = {"foretoken": {"trace": True}, "max_tokens": 2}
-            error = running.refused(f"/v1/{path}", **fields, **asked)
+        messages = [{"role": "user", "content": "a"}]
+        prompts: dict[str, Any] = {"completions": {"prompt": "a"}}
+        prompts["chat/completions"] = {"messages": messages}
+        for path, fields in prompts.items():
+            error = running.refused(f"/v1/{path}", **fields, foretoken={"trace": True})
             assert error["param"] == "foretoken"
             assert "--no-traces" in error["message"]
         (model,) = running.http.get("/v1/models").json()["data"]
@@ -241,7 +249,7 @@ def test_without_traces() -> None:
 
 def test_who_learns_from_all_must_share() -> None:
     config = SpeculativeConfig(method="suffix").model_copy(update={"online": OnlineOptions()})
-    names = {"served_model_names": (MODEL,)}
+    names: dict[str, Any] = {"served_model_names": (MODEL,)}
     Settings(**names).check_learning(None)
     Settings(**names, api_keys=("one",), share_drafts=True).check_learning(config)
     with pytest.raises(ConfigError, match=r"online: .* serve with --share-drafts"):
