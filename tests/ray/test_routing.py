@@ -11,6 +11,7 @@ from foretoken.errors import ConfigError
 from foretoken.ray.expositions import joined
 from foretoken.ray.plan import Replicas, Share, beside, share_of
 from foretoken.ray.prefixes import BLOCK, MOST_BLOCKS, PrefixMemory, prompt_keys
+from foretoken.ray.wire import Call
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 
@@ -47,6 +48,11 @@ class TestKeys:
         found = [prompt_keys(TEXT, each, caller) for each in asked for caller in ("", "one", "two")]
         assert len({key for each in found for key in each}) == sum(map(len, found)) == 6 * 4
         assert found[4] == prompt_keys(TEXT, asked[1], "one")
+
+    def test_a_replica_knows_whose_request_it_is(self) -> None:
+        scope = {"type": "http", "state": {"caller": "one", "log": {}}}
+        assert Call.of(scope, b"").as_scope()["state"] == {"caller": "one"}
+        assert Call.of({"type": "http"}, b"").as_scope()["state"] == {"caller": ""}
 
     def test_each_endpoint_has_its_own_fields(self) -> None:
         assert keys(RESPONSES, instructions="a", input="b") == keys(TEXT, prompt="ab")
