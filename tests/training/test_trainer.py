@@ -15,15 +15,16 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError
 from torch import Tensor
 
 from foretoken import ConfigError
 from foretoken.errors import TrainingError
-from foretoken.training import optimizers
+from foretoken.training import checkpoints, optimizers
 from foretoken.training.checkpoints import Checkpoints, checkpoints_in
 from foretoken.training.curves import save_curves
 from foretoken.training.methods import TRAINING_METHODS
-from foretoken.training.progress import Evaluation, Step
+from foretoken.training.progress import Evaluation, Progress, Step
 from foretoken.training.settings import TrainingSettings
 from foretoken.training.trainee import Trainee
 from foretoken.training.trainer import Trainer
@@ -367,8 +368,9 @@ def test_the_same_step_is_saved_twice(
     moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed before either of two renames, it leaves a complete checkpoint."""
-    checkpoints = Checkpoints(Accelerator(cpu=True), tmp_path)
-    checkpoints.save(3)
+    module = torch.nn.Linear(2, 2)
+    made = Checkpoints(Accelerator(cpu=True), tmp_path, module, [], [], Progress())
+    made.save(3)
     left, rename = iter([True] * (moment - 1)), Path.rename
 
     def killed(self: Path, place: Path) -> Path:
@@ -379,10 +381,10 @@ def test_the_same_step_is_saved_twice(
     with monkeypatch.context() as context:
         context.setattr(Path, "rename", killed)
         with pytest.raises(KeyboardInterrupt):
-            checkpoints.save(3)
+            made.save(3)
     assert len(checkpoints_in(tmp_path)) == 1
-    checkpoints.load()
-    checkpoints.save(3)
+    made.load()
+    made.save(3)
     assert [each.name for each in tmp_path.iterdir()] == ["checkpoint-3"]
 
 
@@ -393,15 +395,82 @@ def test_a_checkpoint_that_cannot_be_written(
     interrupted(run, [2])
 
     def full(*_: Any, **__: Any) -> None:
-        (tmp_path / "saving").mkdir()
-        raise RuntimeError("PytorchStreamWriter failed\nwriting file")
+        raise SafetensorError("I/O error: no space left\non device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Accelerator, "save_state", full)
-        with pytest.raises(TrainingError, match="cannot be written: RuntimeError") as caught:
+        patched.setattr(checkpoints, "save_file", full)
+        with pytest.raises(TrainingError, match="cannot be written: SafetensorError") as caught:
             list(run.trainer().run())
     assert "\n" not in str(caught.value)
     assert [each.name for each in tmp_path.iterdir()] == ["checkpoint-2"]
+
+
+ACCELERATES_FILES = [
+    "model.safetensors",
+    "optimizer.bin",
+    "optimizer_1.bin",
+    "scheduler.bin",
+    "random_states_0.pkl",
+    "custom_checkpoint_0.pkl",
+    "custom_checkpoint_1.pkl",
+    "custom_checkpoint_2.pkl",
+]
+
+
+class Bomb:
+    """A pickle that makes a file when it is loaded."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.place,)
+
+
+@pytest.mark.parametrize("in_place_of", [None, "state.safetensors", "random-0.safetensors"])
+def test_pickles_in_checkpoints_are_never_loaded(
+    in_place_of: str | None, world: World, tmp_path: Path
+) -> None:
+    """Neither a checkpoint of Accelerate, nor a pickle under the name of one of our files."""
+    run, proof = Run(world, tmp_path / "run"), tmp_path / "it ran"
+    interrupted(run, [2])
+    (checkpoint,) = checkpoints_in(run.folder)
+    names = [in_place_of] if in_place_of else ACCELERATES_FILES
+    if in_place_of is None:
+        shutil.rmtree(checkpoint)
+        checkpoint.mkdir()
+    for name in names:
+        torch.save(Bomb(proof), checkpoint / name)
+    expected = "cannot be read" if in_place_of else "older version: it has pickle files"
+    with pytest.raises(TrainingError, match=f"{expected}.*; delete .* to begin") as caught:
+        list(run.trainer().run())
+    assert "\n" not in str(caught.value)
+    assert not proof.exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.pop("progress"),
+        lambda state: state["progress"].update(step="many"),
+        lambda state: state["progress"]["history"].append({}),
+        lambda state: state["weights"].popitem(),
+        lambda state: state["optimizers"].pop(),
+        lambda state: state["optimizers"][0]["state"][0].update(momentum_buffer=torch.zeros(1)),
+        lambda state: state["optimizers"][0]["state"].update({10**9: {}}),
+        lambda state: state["schedules"][0].update(step=1),
+    ],
+)
+def test_damaged_states_are_refused(change: Any, world: World, tmp_path: Path) -> None:
+    run = Run(world, tmp_path)
+    interrupted(run, [2])
+    (checkpoint,) = checkpoints_in(tmp_path)
+    state = checkpoints._read(checkpoint / "state.safetensors")
+    change(state)
+    checkpoints._write(checkpoint / "state.safetensors", state)
+    with pytest.raises(TrainingError, match="cannot be read") as caught:
+        list(run.trainer().run())
+    assert "\n" not in str(caught.value)
 
 
 def test_half_precision_needs_a_gpu(world: World, tmp_path: Path) -> None:

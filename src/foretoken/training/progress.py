@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 __all__ = ["Evaluation", "Progress", "Step"]
 
@@ -58,7 +57,7 @@ class Evaluation:
 
 @dataclass
 class Progress:
-    """Where training stands; Accelerate saves it."""
+    """Where training stands; a part of checkpoints."""
 
     step: int = 0
     epoch: int = 0
@@ -72,15 +71,6 @@ class Progress:
     finished: bool = False
     averaged: bool = False
     """Whether the last weights were averaged."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What is saved."""
-        return {**vars(self), "history": [asdict(each) for each in self.history]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what was saved."""
-        vars(self).update(state)
-        self.history = [Evaluation(**each) for each in state["history"]]
 
     @property
     def evaluated(self) -> int:

@@ -104,8 +104,9 @@ class Trainer:
         self._optimizers = [self._accelerator.prepare(each) for each in made]
         self._schedules = schedules(made, self.total_steps, settings)
         self._progress = Progress()
-        self._accelerator.register_for_checkpointing(self._progress, *self._schedules)
-        self._checkpoints = Checkpoints(self._accelerator, folder)
+        self._checkpoints = Checkpoints(
+            self._accelerator, folder, trainee, made, self._schedules, self._progress
+        )
         self._averages = Averages(folder / "weights", settings.average)
 
     @property
