@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -321,25 +322,150 @@ def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert not [path for path in (tmp_path / "native").iterdir() if path.name != ".lock"]
 
 
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The library, which is copied instead of compiled; caches and temporary files are new."""
+    made = Path(library()._name).resolve()
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(build, "_compile", lambda *given: shutil.copy(made, given[-1]))
+    build._library.cache_clear()
+    yield made
+    build._library.cache_clear()
+
+
+def loaded_from() -> Path:
+    """The file that is loaded when the library is wanted now."""
+    build._library.cache_clear()
+    return Path(library()._name).resolve()
+
+
 def test_a_cache_that_cannot_be_written(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    compiled: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The library is then in a temporary folder of this user's, and one warning says so."""
-    cache, compiled = tmp_path / "a file", Path(library()._name)
+    cache = tmp_path / "a file"
     cache.touch()
     monkeypatch.setenv("FORETOKEN_CACHE", str(cache))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(build, "_compile", lambda *given: shutil.copy(compiled, given[-1]))
-    build._library.cache_clear()
-    try:
-        made = [Path(library()._name) for _ in range(2)]
-    finally:
-        build._library.cache_clear()
-    assert made == [tmp_path / f"foretoken-{os.getuid()}" / compiled.name] * 2
+    made = loaded_from()
+    assert made == tmp_path / "tmp" / f"foretoken-{os.geteuid()}" / compiled.name
     (message,) = caplog.messages
     assert f"cannot write the cache folder {cache}" in message
     assert "set FORETOKEN_CACHE" in message
-    assert str(made[0].parent) in message
+    assert str(made.parent) in message
+
+
+def of_another(path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can give a file away")
+    os.chown(path, 12345, -1)
+
+
+def of_a_group(path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can give a file to a group")
+    path.chmod(0o775)
+    os.chown(path, -1, 12345)
+
+
+def linked(path: Path) -> None:
+    """Put a link in the place of something."""
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def mode(bits: int) -> Callable[[Path], None]:
+    return lambda path: path.chmod(bits)
+
+
+UNSAFE = {
+    "a link in the place of the library": ("cache/native/{}", linked),
+    "a link in the place of the folder": ("cache/native", linked),
+    "a library that all may write": ("cache/native/{}", mode(0o722)),
+    "a library of another user": ("cache/native/{}", of_another),
+    "a folder that all may write": ("cache/native", mode(0o777)),
+    "a folder that all may write, as /tmp": ("cache/native", mode(0o1777)),
+    "a folder of another user": ("cache/native", of_another),
+    "a cache that all may write": ("cache", mode(0o777)),
+    "a cache that a group may write": ("cache", of_a_group),
+    "a folder above it that all may write": ("", mode(0o777)),
+    "a library that is none": ("cache/native/{}", lambda path: path.write_bytes(b"damaged")),
+}
+
+
+@pytest.mark.parametrize("case", UNSAFE)
+def test_no_library_is_loaded_that_others_may_have_written(
+    case: str,
+    compiled: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is made again where only this user can write, and one warning says why."""
+    base = tmp_path / "base"
+    base.mkdir(mode=0o700)
+    monkeypatch.setenv("FORETOKEN_CACHE", str(base / "cache"))
+    place = base / "cache" / "native" / compiled.name
+    assert loaded_from() == place
+    assert not caplog.messages
+    path, change = UNSAFE[case]
+    unsafe = base / path.format(place.name)
+    unsafe.chmod(0o700)
+    change(unsafe)
+    found = loaded_from()
+    (message,) = caplog.messages
+    assert str(unsafe) in message
+    assert "\n" not in message
+    assert "set FORETOKEN_CACHE to" in message
+    assert tmp_path / "tmp" in found.parents
+
+
+def test_a_temporary_folder_of_another_user(
+    compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever made it first gets nothing loaded, and this process has a fresh one."""
+    (tmp_path / "cache").touch()
+    squatted = tmp_path / "tmp" / f"foretoken-{os.geteuid()}"
+    squatted.mkdir(mode=0o777)
+    squatted.chmod(0o777)
+    shutil.copy(compiled, squatted / compiled.name)
+    found = loaded_from()
+    assert squatted not in found.parents
+    assert list((tmp_path / "tmp").iterdir()) == [squatted]
+    (tmp_path / "tmp").chmod(0o777)
+    build._library.cache_clear()
+    with pytest.raises(NativeLibraryError, match=r"tmp, which is writable for other users"):
+        library()
+
+
+def test_a_cache_behind_links(compiled: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """A home folder may be a link; what counts is where it leads."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "home").symlink_to(tmp_path / "disk")
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "home" / "cache"))
+    assert loaded_from() == tmp_path / "disk" / "cache" / "native" / compiled.name
+
+
+def test_what_was_checked_is_loaded(
+    compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another file at its path, after the check, is not loaded."""
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("only Linux loads a file that is open")
+    place, load = tmp_path / "cache" / "native" / compiled.name, ctypes.CDLL
+
+    def replaced(name: str) -> ctypes.CDLL:
+        place.unlink()
+        place.write_bytes(b"another file")
+        return load(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", replaced)
+    assert library().omp_get_max_active_levels() >= 0
+    assert place.read_bytes() == b"another file"
 
 
 def test_lean_is_for_some_models() -> None:
@@ -365,21 +491,6 @@ def test_two_processes_compile_once(tmp_path: Path) -> None:
         assert (one.wait(), other.wait()) == (0, 0)
     compiled = [line for line in calls.read_text().splitlines() if "decoder.cpp" in line]
     assert len(compiled) == 1
-
-
-@pytest.mark.slow  # it compiles
-def test_a_library_that_others_may_write_is_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
-    path = Path(library("-O1")._name)
-    path.chmod(0o722)
-    build._library.cache_clear()
-    try:
-        with pytest.raises(NativeLibraryError, match="other users may write to"):
-            library("-O1")
-    finally:
-        build._library.cache_clear()
 
 
 def test_fewer_threads_than_asked_for() -> None:

@@ -1,8 +1,9 @@
 """Compiles the C++ code for this processor at its first use, and loads the library.
 
-The library is stored in the cache folder or, if that cannot be written, in a temporary one. Its
-name is a hash of sources, flags, compiler and processor, so that a change of any of them makes a
-new library. Without a compiler, `choose.py` takes PyTorch's operations, which are slower.
+The library is stored in the cache folder or, if that cannot be written or others may write there,
+in a temporary one. Its name is a hash of sources, flags, compiler and processor, so that a change
+of any of them makes a new library. Without a compiler, `choose.py` takes PyTorch's operations,
+which are slower.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -82,47 +85,147 @@ def _library(*flags: str) -> ctypes.CDLL | NativeLibraryError:
             f"it does not support {platform.system()} on {platform.machine()}"
         )
     try:
-        return _load(_compiled(_compiler(), flags))
+        return _loaded_somewhere(_compiler(), flags)
     except NativeLibraryError as error:
         return error
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
+    except (CacheError, OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
         return NativeLibraryError(str(error))
 
 
-def _load(path: Path) -> ctypes.CDLL:
-    """Load a library that only this user can have written, because its code will run."""
-    for place in (path.parent, path):
-        state = place.stat()
-        if state.st_uid != os.getuid() or state.st_mode & 0o022:
-            raise NativeLibraryError(
-                f"other users may write to {place}: remove it, or run chmod go-w on it"
-            )
-    return ctypes.CDLL(str(path))
-
-
-def _compiled(compiler: str, flags: tuple[str, ...]) -> Path:
-    """The library in the cache, or in a temporary folder if the cache cannot be written."""
-    name = f"{_key(compiler, flags)}.so"
+def _loaded_somewhere(compiler: str, flags: tuple[str, ...]) -> ctypes.CDLL:
+    """The library in the cache, or else in a temporary folder."""
+    name, temporary = f"{_key(compiler, flags)}.so", Path(tempfile.gettempdir())
+    # The same one for all processes of this user, so that each need not compile.
+    own = f"foretoken-{os.geteuid()}"
     try:
         with disk_errors(cache_dir(), _SIZE):
-            return _made(cache_dir() / "native" / name, compiler, flags)
+            return _loaded(_own_folder(cache_dir(), "native"), name, compiler, flags)
     except CacheError as error:
-        # The same one for all processes of this user, so that each need not compile. `_load` makes
-        # sure that it belongs to this user.
-        folder = Path(tempfile.gettempdir()) / f"foretoken-{os.getuid()}"
-        _log.warning("%s. Until then, the native runtime is compiled in %s.", error, folder)
-        return _made(folder / name, compiler, flags)
+        where = temporary / own
+        _log.warning("%s. Until then, the native runtime is compiled in %s.", error, where)
+    try:
+        return _loaded(_own_folder(temporary, own), name, compiler, flags)
+    except CacheError:  # another user was there first
+        with tempfile.TemporaryDirectory(prefix="foretoken-") as fresh:
+            return _loaded(Path(fresh).resolve(), name, compiler, flags)
 
 
-def _made(path: Path, compiler: str, flags: tuple[str, ...]) -> Path:
-    """The library at this place, compiled now if it is not there."""
-    folder = path.parent
+def _loaded(folder: Path, name: str, compiler: str, flags: tuple[str, ...]) -> ctypes.CDLL:
+    """The library of this name in a folder, compiled now if it is not there.
+
+    Raises:
+        CacheError: another user can have written it, or the system cannot load it.
+    """
+    path = folder / name
     if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with FileLock(folder / ".lock"):
             if not path.exists():
                 _compile(compiler, flags, path)
-    return path
+    # It stays open: another library that got its number would be taken for this one.
+    opened = _opened(path, os.O_RDONLY | os.O_NONBLOCK)
+    link = Path(f"/proc/self/fd/{opened}")  # what was checked; elsewhere, by its checked path
+    try:
+        return ctypes.CDLL(str(link if link.exists() else path))
+    except OSError as error:
+        raise CacheError(
+            f"cannot load {path}: {error}; delete it, or set FORETOKEN_CACHE to another folder"
+        ) from error
+
+
+def _own_folder(base: Path, name: str) -> Path:
+    """A folder that only this user and root can change, made now if it is not there.
+
+    Args:
+        base: where; it may be a link, and so may the folders above it.
+        name: the folder's, which may not be a link.
+
+    Raises:
+        CacheError: others can change it.
+    """
+    base.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder = base.resolve() / name
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    os.close(_opened(folder))
+    return folder
+
+
+def _opened(path: Path, flags: int | None = None) -> int:
+    """Open what only this user and root can change, because its code will run.
+
+    Every part of the path is opened in the folder before, whose owner and permissions are those
+    of the very folder that is open. No link is followed.
+
+    Args:
+        path: absolute.
+        flags: of `os.open`; None for a folder.
+
+    Raises:
+        CacheError: a part of the path is a link or another user's, or others may write to it.
+    """
+    parts = [*reversed(path.parents), path]
+    folder = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY  # O_PATH: it may be unreadable
+    opened = os.open(parts[0], folder)
+    try:
+        for part in parts[1:]:
+            _check_owner(part.parent, os.fstat(opened), may_be_sticky=True)
+            kind = folder if flags is None or part != path else flags
+            try:
+                inner = os.open(part.name, kind | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=opened)
+            except OSError as error:
+                if part.is_symlink():
+                    raise _unsafe(part, "is a link") from error
+                raise
+            os.close(opened)
+            opened = inner
+        _check_owner(path, os.fstat(opened), may_be_sticky=False)
+    except BaseException:
+        os.close(opened)
+        raise
+    return opened
+
+
+def _check_owner(path: Path, state: os.stat_result, *, may_be_sticky: bool) -> None:
+    """Refuse what others than this user and root can change.
+
+    Args:
+        path: a file or folder, for the message.
+        state: of it.
+        may_be_sticky: whether others may write to a folder in which nobody can replace what is not
+            theirs, such as /tmp.
+
+    Raises:
+        CacheError: they can.
+    """
+    # Whoever owns "/" is root: in a container, root may have another number.
+    if state.st_uid not in (0, os.geteuid(), Path("/").stat().st_uid):
+        raise _unsafe(path, "belongs to another user")
+    others = stat.S_IWOTH if _is_own_group(state.st_gid) else stat.S_IWOTH | stat.S_IWGRP
+    sticky = may_be_sticky and state.st_mode & stat.S_ISVTX
+    if state.st_mode & others and not sticky:
+        raise _unsafe(path, "is writable for other users")
+
+
+def _is_own_group(group: int) -> bool:
+    """Whether a group is root's, or has this user alone, as many systems make one for each user."""
+    import grp  # these are not on Windows, where this module says that it has no library
+    import pwd
+
+    if group == 0:
+        return True
+    try:
+        found, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    own = user.pw_gid == group and user.pw_name == found.gr_name
+    return own and set(found.gr_mem) <= {user.pw_name}
+
+
+def _unsafe(path: Path, why: str) -> CacheError:
+    return CacheError(
+        f"no code is loaded from {path}, which {why}: make it yours alone (chown, chmod go-w), "
+        "or set FORETOKEN_CACHE to a folder of your own"
+    )
 
 
 def _compiler() -> str:
@@ -153,15 +256,21 @@ def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
     _log.info("compiling the native runtime with %s; this takes half a minute", compiler)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
-        _run([compiler, *_FLAGS, *flags, str(_SOURCES / "decoder.cpp"), "-o", str(made)])
-        made.chmod(0o700)
+        command = [compiler, *_FLAGS, *flags, str(_SOURCES / "decoder.cpp"), "-o", str(made)]
+        _run(command, TMPDIR=folder)  # what the compiler writes on the way is as safe as the rest
+        made.chmod(0o500)
         made.replace(path)
 
 
-def _run(command: list[str]) -> str:
+def _run(command: list[str], **environment: str) -> str:
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT, check=False
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT,
+            check=False,
+            env={**os.environ, **environment},
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise NativeLibraryError(f"{command[0]} cannot be run: {error}") from error
