@@ -1,4 +1,4 @@
-"""`models`: list, fetch, remove."""
+"""`models`: list, fetch, check, remove."""
 
 from __future__ import annotations
 
@@ -123,6 +123,31 @@ def test_path(run: Run) -> None:
     refused = run("models", "path", "mine", "--gguf")
     assert refused.exit_code == 2
     assert "mine is no alias" in error_of(refused)
+
+
+def test_check(run: Run) -> None:
+    mine, damaged = cached("mine"), cached("damaged") / "model.safetensors"
+    assert run("models", "check", "mine").stdout == "mine is as it was made\n"
+    damaged.chmod(0o644)
+    with damaged.open("r+b") as file:
+        file.write(b"x")
+    for arguments in (["damaged"], []):
+        result = run("models", "check", *arguments)
+        assert result.exit_code == 1
+        assert "damaged is damaged, and is made again when it is loaded: model.saf" in result.stdout
+    assert json.loads(run("models", "check", "--json").stdout) == {
+        "models": [
+            {"name": "damaged", "damaged": ["model.safetensors"]},
+            {"name": "mine", "damaged": []},
+        ]
+    }
+    manifest = mine / "foretoken.json"
+    manifest.chmod(0o644)
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"sums": {}}))
+    assert "mine has no checksums" in run("models", "check", "mine").stdout
+    unknown = run("models", "check", "other")
+    assert unknown.exit_code == 2
+    assert "other is not in the cache, which holds damaged, mine" in error_of(unknown)
 
 
 def test_remove(run: Run) -> None:

@@ -447,6 +447,7 @@ def test_an_older_layout_is_packed_anew(written: Any, monkeypatch: pytest.Monkey
         patched.setattr(packed, "LAYOUT_VERSION", packed_files.LAYOUT_VERSION - 1)
         expected = scores(LLM(path, dtype="float32"))
     (old,) = cached()
+    (old.folder / "layer-00000.safetensors").chmod(0o644)
     (old.folder / "layer-00000.safetensors").write_bytes(b"of another layout")
     assert torch.equal(scores(LLM(path, dtype="float32")), expected)
     (new,) = cached()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import signal
@@ -81,7 +82,8 @@ def test_a_built_model_is_found_listed_and_removed(cache: Path) -> None:
     assert cached() == []
     folder = store.build("tiny", "a test", 0, fill_one_file)
     assert store.find("tiny") == folder == cache / "models" / "tiny"
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "foretoken.json"]
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == [".verified", "config.json", "foretoken.json"]
     model = store.CachedModel("tiny", folder, 2, "a test")
     assert cached() == [model]
     assert remove("tiny") == model
@@ -166,11 +168,28 @@ def test_a_cache_that_cannot_be_written_is_reported(monkeypatch: pytest.MonkeyPa
         store.build("tiny", "a test", 0, fill_one_file)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "deleted", "manifest", "format"])
-def test_a_damaged_model_is_built_again(damage: str) -> None:
+def writable(path: Path) -> Path:
+    path.chmod(0o644)
+    return path
+
+
+def flip(path: Path, place: int = 0, bit: int = 0) -> None:
+    """Change one bit of a file."""
+    with writable(path).open("r+b") as file:
+        file.seek(place)
+        (byte,) = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "deleted", "manifest", "format", "bit"])
+def test_a_damaged_model_is_built_again(damage: str, caplog: pytest.LogCaptureFixture) -> None:
     folder = store.build("tiny", "a test", 0, fill_one_file)
-    manifest = folder / "foretoken.json"
-    if damage == "truncated":
+    manifest = writable(folder / "foretoken.json")
+    writable(folder / "config.json")
+    if damage == "bit":
+        flip(folder / "config.json")
+    elif damage == "truncated":
         (folder / "config.json").write_text("{")
     elif damage == "deleted":
         (folder / "config.json").unlink()
@@ -184,11 +203,85 @@ def test_a_damaged_model_is_built_again(damage: str) -> None:
     assert store.build("tiny", "a test", 0, fill_one_file) == folder
     assert store.find("tiny") == folder
     assert (folder / "config.json").read_text() == "{}"
+    made_again = [f"{folder} is damaged, and is made again from a test"]
+    assert caplog.messages == ([] if damage in ("manifest", "format") else made_again)
+
+
+def test_files_are_compared_when_they_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ordinary loads read nothing; a copy of a cache is read once."""
+    folder = store.build("tiny", "a test", 0, fill_one_file)
+    sum_of, read = store._sum_of, []
+
+    def reading(path: Path) -> int:
+        read.append(path.name)
+        return sum_of(path)
+
+    monkeypatch.setattr(store, "_sum_of", reading)
+    assert store.find("tiny") == folder
+    assert not read
+    os.utime(folder / "config.json", ns=(1, 1))
+    assert [store.find("tiny"), store.find("tiny")] == [folder, folder]
+    assert read == ["config.json"]
+    copy = folder / "copy"
+    shutil.copy2(folder / "config.json", copy)
+    copy.replace(folder / "config.json")
+    assert [store.find("tiny"), store.find("tiny")] == [folder, folder]
+    assert read == ["config.json"] * 2
+    writable(folder / ".verified").write_text("{damaged")
+    assert store.find("tiny") == folder
+    assert read == ["config.json"] * 3
+
+
+def test_check_finds_what_no_time_tells() -> None:
+    """A bit that the disk has flipped changes no modification time."""
+    folder = store.build("tiny", "a test", 0, fill_one_file)
+    assert store.check("tiny") == []
+    at = (folder / "config.json").stat()
+    flip(folder / "config.json")
+    os.utime(folder / "config.json", ns=(at.st_atime_ns, at.st_mtime_ns))
+    assert store.find("tiny") == folder
+    assert store.check("tiny") == ["config.json"]
+    assert store.find("tiny") is None
+    with pytest.raises(ModelError, match="no cached model 'huge'"):
+        store.check("huge")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": None},
+        {"files": {"config.json": "2"}},
+        {"sums": [1]},
+        {"sums": {"config.json": None}},
+        {"notes": {"runs": 1}},
+        {"source": None},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_a_manifest_with_wrong_values(change: dict[str, Any]) -> None:
+    folder = store.build("tiny", "a test", 0, fill_one_file)
+    manifest = writable(folder / "foretoken.json")
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | change))
+    assert store.find("tiny") is None
+    assert cached() == []
+
+
+def test_a_model_of_an_older_version_has_no_checksums() -> None:
+    folder = store.build("tiny", "a test", 0, fill_one_file)
+    manifest = writable(folder / "foretoken.json")
+    content = json.loads(manifest.read_text())
+    del content["sums"]
+    manifest.write_text(json.dumps(content))
+    assert store.find("tiny") == folder
+    assert store.check("tiny") is None
+    (writable(folder / "config.json")).write_text("{")
+    assert store.check("tiny") == ["config.json"]
 
 
 def test_files_may_be_read_by_whoever_may_read_the_cache(make_gguf: Any) -> None:
     folder = resolve(make_gguf())
-    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
+    assert len({path.stat().st_mode & 0o444 for path in folder.iterdir()}) == 1
 
 
 def test_a_second_process_waits_and_uses_the_result(cache: Path) -> None:

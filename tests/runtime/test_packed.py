@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from foretoken.models import cached, load_model, remove, resolve, store
 from foretoken.models.weights import FolderWeights
 from foretoken.runtime import packed, packing
 from foretoken.runtime.native.packed_files import LAYOUT_VERSION
+from tests.models.test_store import flip
 from tests.tiny import tiny_model
 
 PROMPT = [1, 2, 3, 4]
@@ -123,6 +126,7 @@ def test_an_older_layout_is_packed_anew(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(packed, "LAYOUT_VERSION", LAYOUT_VERSION - 1)
     opened(folder)
     (old,) = cached()
+    (old.folder / "layer-00000.safetensors").chmod(0o644)
     (old.folder / "layer-00000.safetensors").write_bytes(b"of another layout")
     monkeypatch.undo()
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
@@ -134,8 +138,101 @@ def test_a_damaged_file_is_made_again(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model")
     first = output(opened(folder))
     (entry,) = cached()
+    (entry.folder / "layer-00001.safetensors").chmod(0o644)
     os.truncate(entry.folder / "layer-00001.safetensors", 1000)
     assert output(opened(folder)) == first
+
+
+def test_files_are_read_only(tmp_path: Path) -> None:
+    opened(saved(tmp_path / "model"))
+    (entry,) = cached()
+    files = list(entry.folder.glob("*.safetensors"))
+    assert files
+    assert not any(path.stat().st_mode & 0o222 for path in files)
+
+
+@pytest.mark.parametrize("name", ["layer-00001", "rest"])
+def test_a_flipped_bit_is_found(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In every region of a file; it is packed again, and one line says so."""
+    folder = saved(tmp_path / "model")
+    first = output(opened(folder))
+    (entry,) = cached()
+    path = entry.folder / f"{name}.safetensors"
+    size = path.stat().st_size
+    for number, place in enumerate([0, 9, 40, 200, size // 3, size // 2, size - 1]):
+        flip(path, place, number)
+        assert output(opened(folder)) == first
+        (message,) = caplog.messages
+        assert message == f"{entry.folder} is damaged, and is made again from {folder}"
+        caplog.clear()
+
+
+def rewritten(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the header of a packed file, and its checksum."""
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    change(header)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    assert len(text) <= end - 8
+    path.chmod(0o644)
+    path.write_bytes(content[:8] + text.ljust(end - 8) + content[end:])
+    manifest = path.parent / "foretoken.json"
+    known = json.loads(manifest.read_text())
+    known["sums"][path.name] = store._sum_of(path)
+    manifest.chmod(0o644)
+    manifest.write_text(json.dumps(known))
+
+
+def linear(name: str, text: str) -> Callable[[dict[str, Any]], object]:
+    return lambda header: header["__metadata__"].update({name: text})
+
+
+def tensor(name: str, **fields: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda header: header[name].update(fields)
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("layer-00000", linear("down", "[2,0,64]")),
+        ("layer-00000", linear("down", "[2,128,0]")),
+        ("layer-00000", linear("down", "[2,-128,-64]")),
+        ("layer-00000", linear("down", "[2,64,128]")),
+        ("layer-00000", linear("down", "[3,128,64]")),
+        ("layer-00000", linear("down", "[9,128,64]")),
+        ("layer-00000", linear("down", "[2,1e9,64]")),
+        ("layer-00000", linear("down", "[2,99999999999,1]")),
+        ("layer-00000", linear("down", '["2",1,1]')),
+        ("layer-00000", linear("down", "{}")),
+        ("layer-00000", linear("down", "[[[[[[[[")),
+        ("layer-00000", linear("qkv.0", "[2,64,64]")),
+        ("layer-00000", linear("qkv.0", "[0,64,160]")),
+        ("layer-00000", lambda header: header["__metadata__"].pop("qkv.0")),
+        ("layer-00000", lambda header: header["__metadata__"].pop("output")),
+        ("layer-00000", tensor("mlp_norm", shape=[32, 2])),
+        ("layer-00000", tensor("mlp_norm", dtype="I32")),
+        ("rest", tensor("embedding", shape=[64, 100])),
+        ("rest", tensor("embedding", shape=[100, 64, 1])),
+        ("rest", tensor("embedding", dtype="U32")),
+        ("rest", tensor("embedding", dtype="BF16", shape=[200, 64])),
+        ("rest", linear("head", "[2,64,96]")),
+    ],
+)
+def test_wrong_metadata_is_refused(
+    file: str, change: Callable[[dict[str, Any]], object], tmp_path: Path
+) -> None:
+    """Even with the right checksum: the kernels would read past the end, or divide by zero."""
+    folder = saved(tmp_path / "model")
+    opened(folder)
+    (entry,) = cached()
+    path = entry.folder / f"{file}.safetensors"
+    rewritten(path, change)
+    with pytest.raises(ModelError, match=f"{path} is damaged: .* delete it, to pack") as caught:
+        opened(folder)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_full_disk_leaves_nothing_and_the_model_runs(

@@ -1,4 +1,4 @@
-"""`foretoken models`: list, fetch and delete the models in the cache."""
+"""`foretoken models`: list, fetch, check and delete the models in the cache."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ EXAMPLES = examples(
     "foretoken models",
     "foretoken models fetch smollm2-135m",
     "foretoken models path smollm2-135m --gguf",
+    "foretoken models check",
     "foretoken models remove smollm2-135m --yes",
 )
 
@@ -32,7 +33,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.
 
 @app.callback()
 def models() -> None:
-    """List, fetch and remove models. Without a command, list them."""
+    """List, fetch, check and remove models. Without a command, list them."""
 
 
 @app.command("list")
@@ -104,6 +105,43 @@ def remove(
         return
     store.remove(name)
     display().print(plain(f"{name} is deleted, which frees {size}"), soft_wrap=True)
+
+
+@app.command()
+def check(
+    name: Annotated[
+        str | None, typer.Argument(help="A name from `foretoken models`.", metavar="[NAME]")
+    ] = None,
+    *,
+    json_output: JsonOption = False,
+) -> None:
+    """Compare the files of one model in the cache, or of all, with their checksums.
+
+    Damaged models are made again when they are loaded. Exit status 1 if
+    there is one.
+    """
+    from foretoken import models as store
+
+    names = [model.name for model in store.cached()]
+    if name not in (None, *names):
+        held = ", ".join(names) or "nothing"
+        raise UsageError(f"{name} is not in the cache, which holds {held}")
+    found = {each: store.check(each) for each in ([name] if name else names)}
+    if json_output:
+        print(as_json({"models": [{"name": each, "damaged": d} for each, d in found.items()]}))
+    else:
+        for each, damaged in found.items():
+            display().print(plain(f"{each} {_condition(damaged)}"), soft_wrap=True)
+    if any(found.values()):
+        raise typer.Exit(1)
+
+
+def _condition(damaged: list[str] | None) -> str:
+    if damaged:
+        return f"is damaged, and is made again when it is loaded: {', '.join(damaged)}"
+    if damaged is None:
+        return "has no checksums: an older version made it. Its files have the right sizes."
+    return "is as it was made"
 
 
 def _packed_gguf(name: str) -> Path | None:

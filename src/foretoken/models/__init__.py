@@ -8,7 +8,7 @@ from __future__ import annotations
 from foretoken.models.alias import Alias, aliases
 from foretoken.models.load import load_model, load_tokenizer
 from foretoken.models.resolver import gguf_of, resolve
-from foretoken.models.store import CachedModel, cache_dir, cached, remove
+from foretoken.models.store import CachedModel, cache_dir, cached, check, remove
 from foretoken.models.tokenizers import find_tokenizer
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "aliases",
     "cache_dir",
     "cached",
+    "check",
     "find_tokenizer",
     "gguf_of",
     "load_model",

@@ -177,15 +177,21 @@ def _opened(
     folder, files = pack()
     try:
         module, rest = skeleton(folder, dtype), MappedFile(rest_file(files))
-        fill_ends(module, rest.tensors["embedding"], rest.tensors["norm"].to(dtype))
+        body, vocabulary = module.model, module.config.vocab_size
+        embedding = rest.tensor("embedding", body.embed_tokens.weight)
+        if embedding.dtype != dtype:
+            raise rest.damaged("embedding")
+        norm = rest.tensor("norm", body.norm.weight)
+        fill_ends(module, embedding, norm.to(dtype))
         sizes = LlamaWeights(module)
-        sizes.norm = sizes.family.norm(rest.tensors["norm"])  # as precise as it is stored
+        sizes.norm = sizes.family.norm(norm)  # as precise as it is stored
         weights = MappedDecoder(files, rest, sizes)
+        logits = rest.optional("logits", torch.empty(3, vocabulary, device="meta"))
     except ModelError:
         if files.is_dir() or not again:
             raise
         return _opened(pack, dtype, form, again=False)
-    return PackedModel(folder, module, weights, form, rest.tensors.get("logits"))
+    return PackedModel(folder, module, weights, form, logits)
 
 
 def _packed_folder(folder: Path, dtype: torch.dtype, form: str) -> tuple[Path, Path]:

@@ -25,6 +25,7 @@ __all__ = [
     "pack",
     "pack_steps",
     "packed_in_turns",
+    "panel_bytes",
     "quads",
     "split_bits",
 ]
@@ -34,6 +35,9 @@ PANEL = 32
 
 GROUP = 32
 """Inputs that share a scale in int8 and int4; `GROUP` in formats.h."""
+
+_BLOCK_GROUPS = 8
+"""Groups of a K-quant's block; `BLOCK_GROUPS` in k_blocks.h."""
 
 _PIECE = 64
 """Panels that are packed at once."""
@@ -91,6 +95,24 @@ class PackedWeights:
         """The layer as the kernels take it."""
         bias, form = None if self.bias is None else self.bias.data_ptr(), self.format
         return CLinear(self.weight.data_ptr(), bias, form, self.inputs, self.outputs, form)
+
+
+def panel_bytes(form: Format, inputs: int) -> int | None:
+    """Bytes of a panel, as in formats.h; None if the format cannot have so many inputs."""
+    match form:
+        case Format.FLOAT32:
+            return 4 * PANEL * inputs
+        case Format.BFLOAT16:
+            return None if inputs % 2 else 2 * PANEL * inputs
+    groups, rest = divmod(inputs, GROUP)
+    bits = {Format.INT4: 4, Format.INT5: 5, Format.Q4K: 4, Format.Q5K: 5, Format.Q6K: 6}.get(
+        form, 8
+    )
+    k_block = 2 * PANEL * {Format.Q4K: 2, Format.Q5K: 2, Format.Q6K: 1}.get(form, 0)
+    if rest or (k_block and groups % _BLOCK_GROUPS):
+        return None
+    factors = 2 * PANEL if form is Format.INT8 or k_block else 4 * PANEL
+    return groups * (GROUP * PANEL * bits // 8 + factors) + groups // _BLOCK_GROUPS * k_block
 
 
 def pack(layer: LinearWeights, form: Format) -> PackedWeights:

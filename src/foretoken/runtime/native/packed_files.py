@@ -21,19 +21,19 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from foretoken.errors import ModelError
-from foretoken.runtime.llama import LlamaWeights
-from foretoken.runtime.native.pack import Format, PackedWeights
+from foretoken.runtime.llama import LayerWeights, LinearWeights, LlamaWeights
+from foretoken.runtime.native.pack import PANEL, Format, PackedWeights, panel_bytes
 from foretoken.runtime.native.packed import PackedDecoder, PackedLayer
 
 __all__ = ["LAYOUT_VERSION", "MappedDecoder", "MappedFile", "layer_file", "rest_file", "write"]
 
-LAYOUT_VERSION = 3
-"""Increased when the kernels read another layout, or packing rounds to other numbers."""
+LAYOUT_VERSION = 4
+"""Increased when the files are others: in layout, in numbers, or in what is known about them."""
 
 _ALIGNMENT = 64
 _NAMES = {torch.uint8: "U8", torch.float32: "F32", torch.bfloat16: "BF16"}
 _LINEAR = ("output", "down")
-_IN_PARTS = ("qkv", "gate_up")
+_IN_PARTS = {"qkv": 3, "gate_up": 2}  # and at most so many parts
 _NORMS = (
     "attention_norm",
     "query_norm",
@@ -110,28 +110,104 @@ def write(path: Path, tensors: Mapping[str, Tensor], linear: Mapping[str, Packed
 class MappedFile:
     """A file that `write` wrote, mapped into memory.
 
+    The kernels read as many bytes as the sizes say, so whatever is asked for must have the shape
+    that the model has. `store` compares the files' content with their checksums.
+
     Raises:
         ModelError: it cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         try:
             with safe_open(path, "pt") as file:
-                self.tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                self._tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
                 self._linear = file.metadata() or {}
         except (OSError, SafetensorError) as error:
             raise ModelError(f"cannot read {path}: {error}; delete it, to pack again") from error
+        for name, tensor in self._tensors.items():
+            if tensor.data_ptr() % _ALIGNMENT:
+                raise self.damaged(name)
 
-    def linear(self, name: str) -> PackedWeights:
-        """A packed linear layer."""
-        form, inputs, outputs = json.loads(self._linear[name])
-        weight, bias = self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias")
+    def tensor(self, name: str, like: Tensor) -> Tensor:
+        """A tensor.
+
+        Args:
+            name: its name.
+            like: of the shape that it must have; of any dtype.
+
+        Raises:
+            ModelError: it is missing, or has another shape.
+        """
+        found = self._tensors.get(name)
+        if found is None or found.shape != like.shape or not found.is_floating_point():
+            raise self.damaged(name)
+        return found
+
+    def optional(self, name: str, like: Tensor | None) -> Tensor | None:
+        """The same of a tensor that may be missing; there must be none where `like` is None."""
+        if name not in self._tensors:
+            return None
+        if like is None:
+            raise self.damaged(name)
+        return self.tensor(name, like)
+
+    def linear(self, name: str, like: LinearWeights) -> PackedWeights:
+        """A packed linear layer.
+
+        Args:
+            name: its name.
+            like: of the shapes that it must have.
+
+        Raises:
+            ModelError: it is missing, or its sizes are others.
+        """
+        packed = self._part(name)
+        if (packed.outputs, packed.inputs) != like.weight.shape:
+            raise self.damaged(name)
+        if packed.bias is not None and like.bias is None:
+            raise self.damaged(name)
+        return packed
+
+    def parts(self, name: str, like: LinearWeights, most: int) -> tuple[PackedWeights, ...]:
+        """At most so many packed linear layers that are parts of one, one below the other.
+
+        Raises:
+            ModelError: one is missing, or their sizes are others.
+        """
+        names = sorted(each for each in self._linear if each.startswith(f"{name}."))
+        found = tuple(map(self._part, names))
+        outputs, inputs = like.weight.shape
+        if not 1 <= len(found) <= most or sum(each.outputs for each in found) != outputs:
+            raise self.damaged(name)
+        for each in found:
+            biased = each.bias is not None and like.bias is None
+            mixed = len(found) > 1 and each.format <= Format.BFLOAT16
+            if each.inputs != inputs or each.outputs % PANEL or biased or mixed:
+                raise self.damaged(name)
+        return found
+
+    def _part(self, name: str) -> PackedWeights:
+        """A packed linear layer that has as many bytes as the kernels will read."""
+        try:
+            form, inputs, outputs = json.loads(self._linear[name])
+            panel = panel_bytes(Format(form), inputs)
+            panels = -(-outputs // PANEL)
+            weight, bias = self._tensors[f"{name}.weight"], self._tensors.get(f"{name}.bias")
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise self.damaged(name) from error
+        whole = type(inputs) is type(outputs) is int and min(inputs, outputs) > 0
+        if not whole or panel is None or weight.nbytes != panels * panel:
+            raise self.damaged(name)
+        if bias is not None and (bias.dtype != torch.float32 or bias.shape != (panels * PANEL,)):
+            raise self.damaged(name)
         return PackedWeights(weight, bias, Format(form), inputs, outputs)
 
-    def parts(self, name: str) -> tuple[PackedWeights, ...]:
-        """The packed linear layers that are parts of one."""
-        found = sorted(each for each in self._linear if each.startswith(f"{name}."))
-        return tuple(map(self.linear, found))
+    def damaged(self, name: str) -> ModelError:
+        """The error that says that a part of the file does not fit the model."""
+        return ModelError(
+            f"{self._path} is damaged: {name} does not fit the model; delete it, to pack again"
+        )
 
 
 class MappedDecoder(PackedDecoder):
@@ -149,22 +225,35 @@ class MappedDecoder(PackedDecoder):
     sizes: LlamaWeights
 
     def __init__(self, folder: Path, rest: MappedFile, sizes: LlamaWeights) -> None:
-        self.sizes, self._rest = sizes, rest
+        self.sizes, self._head = sizes, rest.linear("head", sizes.head)
         # All are mapped now: a folder that is out of date may be deleted at any time.
-        self._layers = [MappedFile(layer_file(folder, x)) for x in range(sizes.num_layers)]
+        self._layers = [
+            _mapped_layer(MappedFile(layer_file(folder, index)), sizes.layer(index))
+            for index in range(sizes.num_layers)
+        ]
 
     def head(self) -> PackedWeights:
         """See `PackedDecoder.head`."""
-        return self._rest.linear("head")
+        return self._head
 
     def mix(self) -> None:
         """None: a language model reads no states."""
 
     def layer(self, index: int) -> PackedLayer:
         """See `PackedDecoder.layer`."""
-        file = self._layers[index]
-        found: dict[str, Any] = {name: file.tensors.get(name) for name in _NORMS}
-        found |= {name: file.linear(name) for name in _LINEAR}
-        found |= {name: file.parts(name) for name in _IN_PARTS}
-        windows, rotates = self.sizes.windows, self.sizes.rotates
-        return PackedLayer(**found, window=windows[index], rotates=rotates[index])
+        return self._layers[index]
+
+
+def _mapped_layer(file: MappedFile, like: LayerWeights) -> PackedLayer:
+    """The weights of a layer in a file.
+
+    Args:
+        file: the file.
+        like: of the shapes that they must have.
+    """
+    found: dict[str, Any] = {name: file.optional(name, getattr(like, name)) for name in _NORMS}
+    found |= {name: file.linear(name, getattr(like, name)) for name in _LINEAR}
+    found |= {name: file.parts(name, getattr(like, name), most) for name, most in _IN_PARTS.items()}
+    if len(found["gate_up"]) == 2 and found["gate_up"][0].outputs != found["gate_up"][1].outputs:
+        raise file.damaged("gate_up")
+    return PackedLayer(**found, window=like.window, rotates=like.rotates)
