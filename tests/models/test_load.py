@@ -79,7 +79,26 @@ def test_pickles_are_never_opened(folder: Path, tmp_path: Path) -> None:
     assert "convert them to safetensors" in refusal(folder)
     with pytest.raises(ModelError, match="convert them to safetensors"):
         resolve(folder)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "pytorch_model.bin"}}))
+    assert "pytorch_model.bin is truncated or damaged" in refusal(folder)
     assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize("where", [(), ("text_config",)])
+@pytest.mark.parametrize("name", ["attn_implementation", "experts_implementation"])
+def test_code_of_the_hub_is_never_run(where: tuple[str, ...], name: str, folder: Path) -> None:
+    """Transformers would fetch kernels that config.json names, if their package is installed."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    for value in ("kernels-community/flash-attn", {"": "any/kernel"}):
+        inner: Any = {name: value}
+        for each in where:
+            inner = {each: inner}
+        path.write_text(json.dumps({**config, **inner}))
+        assert f"names code on the Hugging Face Hub ({name})" in refusal(folder)
+        with pytest.raises(ModelError, match="names code on the Hugging Face Hub"):
+            resolve(folder)
 
 
 def test_an_incomplete_folder_is_refused(folder: Path) -> None:

@@ -212,6 +212,7 @@ def tensor(name: str, **fields: Any) -> Callable[[dict[str, Any]], object]:
         ("layer-00000", linear("qkv.0", "[0,64,160]")),
         ("layer-00000", lambda header: header["__metadata__"].pop("qkv.0")),
         ("layer-00000", lambda header: header["__metadata__"].pop("output")),
+        ("layer-00000", lambda header: header.update(another=header.pop("mlp_norm"))),
         ("layer-00000", tensor("mlp_norm", shape=[32, 2])),
         ("layer-00000", tensor("mlp_norm", dtype="I32")),
         ("rest", tensor("embedding", shape=[64, 100])),

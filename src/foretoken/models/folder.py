@@ -15,6 +15,8 @@ __all__ = ["check_folder", "read_config", "weight_files"]
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_KERNELS = {"attn_implementation", "experts_implementation"}
+"""Settings that may name a repository of kernels."""
 
 
 def check_folder(folder: Path) -> None:
@@ -31,11 +33,19 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The content of a folder's `config.json`.
 
     Raises:
-        ModelError: If there is none, or it is not a JSON object.
+        ModelError: If there is none, it is not a JSON object, or it names code on the Hub.
     """
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} is not a Hugging Face model folder: it has no config.json")
-    return _read_object(folder / "config.json")
+    config = _read_object(folder / "config.json")
+    for part in (config, *config.values()):
+        for name in _KERNELS & (part.keys() if isinstance(part, dict) else set()):
+            if "/" in str(part[name]):  # Transformers would fetch and run it
+                raise ModelError(
+                    f"{folder / 'config.json'} names code on the Hugging Face Hub ({name}), which "
+                    "is never run; remove that setting"
+                )
+    return config
 
 
 def weight_files(folder: Path) -> list[Path]:

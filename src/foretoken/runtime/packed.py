@@ -186,7 +186,8 @@ def _opened(
         sizes = LlamaWeights(module)
         sizes.norm = sizes.family.norm(norm)  # as precise as it is stored
         weights = MappedDecoder(files, rest, sizes)
-        logits = rest.optional("logits", torch.empty(3, vocabulary, device="meta"))
+        like = None if form == OWN else torch.empty(3, vocabulary, device="meta")
+        logits = rest.optional("logits", like)
     except ModelError:
         if files.is_dir() or not again:
             raise

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -151,10 +151,10 @@ def _check_moments(optimizer: Optimizer, saved: dict[str, Any]) -> None:
 
 def _random_state() -> dict[str, Any]:
     """The states of all random number generators that training may use."""
-    name, keys, *rest = np.random.get_state()
+    name, keys, *rest = cast(tuple[Any, ...], np.random.get_state())
     return {
         "python": random.getstate(),
-        "numpy": (name, keys.tolist(), *rest),  # type: ignore[union-attr]
+        "numpy": (name, keys.tolist(), *rest),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }

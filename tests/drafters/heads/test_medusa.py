@@ -197,7 +197,7 @@ FAULTS: dict[str, Fault] = {
     "truncated": (lambda f: (f / PT).write_bytes((f / PT).read_bytes()[:-900]), "cannot be read"),
     "empty": (lambda f: (f / PT).write_bytes(b""), "cannot be read"),
     "text": (lambda f: (f / PT).write_text("version https://git-lfs"), "cannot be read"),
-    "a pickle that runs": (lambda f: torch.save({"x": Foreign()}, f / PT), "cannot be read"),
+    "a pickle that runs": (lambda f: torch.save({"x": Foreign()}, f / PT), "never loaded; save"),
     "a bare pickle": (
         lambda f: (f / PT).write_bytes(pickle.dumps({"x": 1})),
         "cannot be read|than",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from foretoken.drafters.heads.eagle_layer import EagleConfig
 from foretoken.drafters.heads.eagle_net import EagleNet
 from foretoken.drafters.heads.export import export_head
 from foretoken.drafters.heads.feature_net import FeatureConfig
+from foretoken.drafters.heads.folder import read_tensors
+from foretoken.errors import ModelError
 from foretoken.runtime.target import Target, vocabulary_weights
 from tests.drafters.heads.folders import (
     Fault,
@@ -119,6 +122,32 @@ def test_eagle1(bias: bool, pickled: bool, tmp_path: Path) -> None:
     folder = published(tmp_path / "head", net, pickled=pickled, **given)
     same(loaded(folder), net)
     drafts(folder)
+
+
+class Bomb:
+    """A pickle that makes a file when it is loaded."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.place,)
+
+
+@pytest.mark.parametrize("bare", [False, True], ids=["of PyTorch", "bare"])
+@pytest.mark.parametrize("suffix", ["pt", "bin", "safetensors"])
+def test_a_pickle_that_runs_code_is_refused(suffix: str, bare: bool, tmp_path: Path) -> None:
+    """Under every name that the weights of heads may have."""
+    path, proof = tmp_path / f"weights.{suffix}", tmp_path / "it ran"
+    if bare:
+        path.write_bytes(pickle.dumps({"weight": Bomb(proof)}))
+    else:
+        torch.save({"weight": Bomb(proof)}, path)
+    with pytest.raises(ModelError, match="cannot be read") as caught:
+        read_tensors(path)
+    assert ("never loaded; save its tensors" in str(caught.value)) == (suffix != "safetensors")
+    assert "\n" not in str(caught.value)
+    assert not proof.exists()
 
 
 @pytest.mark.parametrize("pickled", [False, True], ids=["safetensors", "bin"])

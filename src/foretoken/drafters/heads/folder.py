@@ -7,6 +7,7 @@ it, and is one line.
 from __future__ import annotations
 
 import json
+import pickle
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -119,6 +120,11 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         tensors: Any = load_file(path) if path.suffix == ".safetensors" else _unpickled(path)
     except FileNotFoundError:
         raise ModelError(f"{path} does not exist: the folder is incomplete.") from None
+    except pickle.UnpicklingError:  # PyTorch's message says how to run it all the same
+        raise ModelError(
+            f"{path} cannot be read: it is damaged, or a pickle of more than tensors, which could "
+            "run code and is never loaded; save its tensors as safetensors."
+        ) from None
     except Exception as error:  # damaged files make PyTorch's reader raise errors of any kind
         reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
         raise ModelError(f"{path} cannot be read: {reason}.") from None

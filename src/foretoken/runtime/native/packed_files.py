@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +120,11 @@ class MappedFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._tensors: dict[str, Tensor] = {}
         try:
             with safe_open(path, "pt") as file:
-                self._tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                for name in file.keys():  # noqa: SIM118
+                    self._tensors[name] = file.get_tensor(name)
                 self._linear = file.metadata() or {}
         except (OSError, SafetensorError) as error:
             raise ModelError(f"cannot read {path}: {error}; delete it, to pack again") from error
@@ -145,12 +148,12 @@ class MappedFile:
         return found
 
     def optional(self, name: str, like: Tensor | None) -> Tensor | None:
-        """The same of a tensor that may be missing; there must be none where `like` is None."""
-        if name not in self._tensors:
-            return None
-        if like is None:
+        """The same of a tensor that some models have; there must be none where `like` is None."""
+        if like is not None:
+            return self.tensor(name, like)
+        if name in self._tensors:
             raise self.damaged(name)
-        return self.tensor(name, like)
+        return None
 
     def linear(self, name: str, like: LinearWeights) -> PackedWeights:
         """A packed linear layer.
@@ -165,7 +168,7 @@ class MappedFile:
         packed = self._part(name)
         if (packed.outputs, packed.inputs) != like.weight.shape:
             raise self.damaged(name)
-        if packed.bias is not None and like.bias is None:
+        if (packed.bias is None) != (like.bias is None):
             raise self.damaged(name)
         return packed
 
@@ -180,10 +183,11 @@ class MappedFile:
         outputs, inputs = like.weight.shape
         if not 1 <= len(found) <= most or sum(each.outputs for each in found) != outputs:
             raise self.damaged(name)
+        if all(each.bias is None for each in found) != (like.bias is None):
+            raise self.damaged(name)
         for each in found:
-            biased = each.bias is not None and like.bias is None
             mixed = len(found) > 1 and each.format <= Format.BFLOAT16
-            if each.inputs != inputs or each.outputs % PANEL or biased or mixed:
+            if each.inputs != inputs or each.outputs % PANEL or mixed:
                 raise self.damaged(name)
         return found
 
@@ -226,9 +230,10 @@ class MappedDecoder(PackedDecoder):
 
     def __init__(self, folder: Path, rest: MappedFile, sizes: LlamaWeights) -> None:
         self.sizes, self._head = sizes, rest.linear("head", sizes.head)
+        like = sizes.layer(0)  # all have the same shapes
         # All are mapped now: a folder that is out of date may be deleted at any time.
         self._layers = [
-            _mapped_layer(MappedFile(layer_file(folder, index)), sizes.layer(index))
+            _mapped_layer(MappedFile(layer_file(folder, index)), like)
             for index in range(sizes.num_layers)
         ]
 
@@ -241,7 +246,8 @@ class MappedDecoder(PackedDecoder):
 
     def layer(self, index: int) -> PackedLayer:
         """See `PackedDecoder.layer`."""
-        return self._layers[index]
+        windows, rotates = self.sizes.windows, self.sizes.rotates
+        return replace(self._layers[index], window=windows[index], rotates=rotates[index])
 
 
 def _mapped_layer(file: MappedFile, like: LayerWeights) -> PackedLayer:
@@ -256,4 +262,4 @@ def _mapped_layer(file: MappedFile, like: LayerWeights) -> PackedLayer:
     found |= {name: file.parts(name, getattr(like, name), most) for name, most in _IN_PARTS.items()}
     if len(found["gate_up"]) == 2 and found["gate_up"][0].outputs != found["gate_up"][1].outputs:
         raise file.damaged("gate_up")
-    return PackedLayer(**found, window=like.window, rotates=like.rotates)
+    return PackedLayer(**found)
