@@ -20,7 +20,7 @@ import httpx2
 import psutil
 import pytest
 
-from foretoken.core.form import source
+from foretoken.core.form import checked_source
 from foretoken.core.grammar import Grammar, Grammars
 from tests.serve.support import MODEL, Served
 
@@ -160,7 +160,7 @@ def faults(server: Served) -> Iterator[None]:
 
     def compiling(self: Any, form: Any) -> Grammar:
         made = compile_form(self, form)
-        if FAULTY_FORM in source(form):
+        if FAULTY_FORM in checked_source(form):
             made.__class__ = _FaultyGrammar
         return made
 

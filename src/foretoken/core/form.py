@@ -6,11 +6,26 @@ This file needs neither PyTorch nor NumPy, so options are checked without waitin
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from typing import Any, Protocol
 
-from foretoken.errors import ConfigError
+from foretoken.errors import ConfigError, in_one_line
 
-__all__ = ["Form", "check_grammar", "library", "source"]
+__all__ = ["Form", "checked_source", "library"]
+
+MAX_BYTES = 256 << 10
+"""Longest form, in bytes."""
+MAX_VALUES = 10_000
+"""Most objects, lists and values in a schema, and most choices."""
+MAX_DEPTH = 128
+"""Most levels of objects and lists in a schema; llguidance has this limit, too."""
+MAX_DEFINITIONS = 1000
+"""Most rules and terminals of a grammar, and most definitions that a schema refers to."""
+
+_TRIVIAL_BYTES = 1000
+"""Choices that are shorter than this together need no trial."""
+_DEFINITION = re.compile(r"^[ \t]*[?!]*[A-Za-z_]\w*[^:\n]{0,80}:", re.MULTILINE)
 
 
 class Form(Protocol):
@@ -29,17 +44,96 @@ class Form(Protocol):
         ...
 
 
-def check_grammar(outputs: Form) -> None:
-    """Check that a form can be compiled.
+def checked_source(outputs: Form) -> str:
+    """The grammar of a form in llguidance's own format.
 
     Raises:
-        ConfigError: llguidance refuses the form (the message is its first error line), or
+        ConfigError: the form is too large, is refused by llguidance or takes it too long; or
             llguidance is not installed.
     """
-    if message := library().LLMatcher.validate_grammar(source(outputs)):
-        lines = [line.strip() for line in message.splitlines()]
-        reason = next((line for line in lines if line.startswith("error:")), lines[0])
-        raise ConfigError(f"not a valid {outputs.kind}: {reason.removeprefix('error: ')}")
+    library()
+    try:
+        made = _source(outputs)
+    except (TypeError, UnicodeError) as error:  # no JSON; half of a character
+        raise ConfigError(f"{outputs.kind}: {in_one_line(error)}") from None
+    trivial = outputs.kind == "choice" and len(made) < _TRIVIAL_BYTES
+    if not trivial and outputs.kind != "json_object":
+        from foretoken.core.trials import what_is_wrong
+
+        if reason := what_is_wrong(made):
+            raise ConfigError(f"{outputs.kind}: {reason}.")
+    return made
+
+
+def _source(outputs: Form) -> str:
+    matcher, kind, value = library().LLMatcher, outputs.kind, outputs.value
+    compact = {"whitespace_flexible": not outputs.disable_any_whitespace}
+    match kind:
+        case "json":
+            grammar = matcher.grammar_from_json_schema(_checked_schema(value), overrides=compact)
+        case "json_object":
+            grammar = matcher.grammar_from_json_schema({"type": "object"}, overrides=compact)
+        case "regex":
+            _at_most(MAX_BYTES, "bytes", len(value), kind)
+            grammar = matcher.grammar_from_regex(value)
+        case "choice":
+            _at_most(MAX_BYTES, "bytes", sum(map(len, value)), kind)
+            _at_most(MAX_VALUES, "choices", len(value), kind)
+            strings = (json.dumps(choice, ensure_ascii=False) for choice in value)
+            # One terminal: as rules, the choices would reach the parser's limit of 2000 items.
+            grammar = matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(strings)}")
+        case _:
+            _at_most(MAX_BYTES, "bytes", len(value), kind)
+            _at_most(MAX_DEFINITIONS, "rules and terminals", _definitions(value), kind)
+            grammar = matcher.grammar_from_lark(value)
+    return str(grammar)
+
+
+def _at_most(most: int, what: str, found: int, kind: str) -> None:
+    if found > most:
+        raise ConfigError(f"{kind}: at most {most} {what}, got {found}: make it smaller.")
+
+
+def _definitions(grammar: str) -> int:
+    return sum(1 for _ in _DEFINITION.finditer(grammar))
+
+
+def _checked_schema(given: Mapping[str, Any] | str) -> Any:
+    """A JSON schema, or text that has one, within the limits; no part of it is read recursively."""
+    if isinstance(given, str):
+        _at_most(MAX_BYTES, "bytes", len(given), "json")
+        try:
+            given = json.loads(given)
+        except RecursionError:
+            raise ConfigError(_TOO_DEEP) from None
+        except ValueError as error:
+            raise ConfigError(f"json: the schema is not valid JSON: {error}") from None
+        if not isinstance(given, dict):
+            raise ConfigError("json: a schema is a JSON object, such as {...}")
+    values, size, references, level = 0, 0, set[str](), [given]
+    for _ in range(MAX_DEPTH):
+        if not level:
+            return given
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, Mapping):
+                size += sum(len(key) for key in value if isinstance(key, str))
+                below += value.values()
+                if isinstance(reference := value.get("$ref"), str):
+                    references.add(reference)
+            elif isinstance(value, list | tuple):
+                below += value
+            elif isinstance(value, str):
+                size += len(value)
+        values += len(level)
+        _at_most(MAX_VALUES, "values", values, "json")
+        _at_most(MAX_BYTES, "bytes", size, "json")
+        _at_most(MAX_DEFINITIONS, "definitions that are referred to", len(references), "json")
+        level = below
+    raise ConfigError(_TOO_DEEP)
+
+
+_TOO_DEEP = f"json: a schema has at most {MAX_DEPTH} levels: nest it less."
 
 
 def library() -> Any:
@@ -55,29 +149,3 @@ def library() -> Any:
             "structured outputs need llguidance: pip install 'foretoken[structured]'"
         ) from None
     return llguidance
-
-
-def source(outputs: Form) -> str:
-    """The grammar of a form in llguidance's own format.
-
-    Raises:
-        ConfigError: llguidance is not installed.
-    """
-    matcher = library().LLMatcher
-    compact = {"whitespace_flexible": not outputs.disable_any_whitespace}
-    value = outputs.value
-    match outputs.kind:
-        case "json":
-            schema = json.loads(value) if isinstance(value, str) else value
-            grammar = matcher.grammar_from_json_schema(schema, overrides=compact)
-        case "json_object":
-            grammar = matcher.grammar_from_json_schema({"type": "object"}, overrides=compact)
-        case "regex":
-            grammar = matcher.grammar_from_regex(value)
-        case "choice":
-            strings = (json.dumps(choice, ensure_ascii=False) for choice in value)
-            # One terminal: as rules, the choices would reach the parser's limit of 2000 items.
-            grammar = matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(strings)}")
-        case _:
-            grammar = matcher.grammar_from_lark(value)
-    return str(grammar)

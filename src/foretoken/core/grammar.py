@@ -10,8 +10,9 @@ need. They also know which tokens are forced; the drafter `regex` proposes those
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor
 
 from foretoken.core.common_prefix import common_prefix
-from foretoken.core.form import Form, library, source
+from foretoken.core.form import Form, checked_source, library
+from foretoken.core.trial import MAX_ITEMS, first_line, on_stack
 from foretoken.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -27,10 +29,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Grammar", "Grammars"]
 
-MAX_ITEMS = 5000
-"""Most items that llguidance's parser may make for one mask. An ambiguous grammar makes more of
-them with every token, and the time for one grows too: at half this number a mask took up to 30 ms.
-An object of 480 optional properties needs fewer."""
+STACK = 16 << 20
+"""Bytes of the stack on which grammars are compiled: four times that of their trial."""
+KEPT = 16
+"""Most compiled grammars that are kept for the next request with the same form."""
 
 
 class Grammars:
@@ -52,25 +54,38 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
+        self._indexing = threading.Lock()
+        self._matcher = lru_cache(maxsize=KEPT)(self._compiled)
 
     def compile(self, outputs: Form) -> Grammar:
         """Compile a grammar for one request.
 
         Raises:
-            ConfigError: the model has no fast tokenizer, or llguidance refuses the form.
+            ConfigError: the model has no fast tokenizer, llguidance refuses the form, or the form
+                is too large or too complex.
         """
-        llguidance, vocabulary, grammar = library(), self._vocabulary, source(outputs)
+        try:
+            matcher = self._matcher(checked_source(outputs))
+        except ConfigError as error:
+            raise ConfigError(f"structured_outputs: {error}") from None
+        return Grammar(matcher.deep_copy, self._vocab_size)
+
+    def _compiled(self, grammar: str) -> Any:
+        """A matcher that knows its first mask, and is only copied from then on."""
+        llguidance = library()
+        with self._indexing:
+            vocabulary = self._vocabulary
         limits = llguidance.LLParserLimits(step_max_items=MAX_ITEMS)
 
-        def matcher() -> Any:
-            return llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+        def compiled() -> Any:
+            matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+            matcher.compute_bitmask()
+            return matcher
 
-        compiled = Grammar(matcher, self._vocab_size)
-        try:
-            compiled.try_out()
-        except RequestError as error:
-            raise ConfigError(str(error)) from None
-        return compiled
+        matcher = on_stack(STACK, compiled)
+        if matcher.is_error():
+            raise ConfigError(first_line(matcher))
+        return matcher
 
     @cached_property
     def _vocabulary(self) -> Any:
@@ -79,7 +94,7 @@ class Grammars:
 
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if self._tokenizer is None or backend is None:
-            raise ConfigError("structured_outputs need a model with a fast tokenizer.")
+            raise ConfigError("the model needs a fast tokenizer.")
         return from_tokenizer(
             self._tokenizer,  # type: ignore[arg-type]
             n_vocab=self._vocab_size,
@@ -103,15 +118,6 @@ class Grammar:
         self._matcher = new()
         self._vocab_size = vocab_size
         self._tokens: list[int] = []  # output tokens the matcher has consumed
-
-    def try_out(self) -> None:
-        """Compute the first mask: a form that is too complex mostly shows it there.
-
-        Raises:
-            RequestError: as `allowed`.
-        """
-        self._matcher.compute_bitmask()
-        self._check()
 
     def allowed(self, output_ids: Sequence[int]) -> Tensor | None:
         """The tokens that may come next.
@@ -170,6 +176,6 @@ class Grammar:
         """
         if not self._matcher.is_error():
             return
-        lines = str(self._matcher.get_error()).splitlines()
+        reason = first_line(self._matcher)
         self._matcher, self._tokens = self._new(), []
-        raise RequestError(f"structured_outputs: {lines[0] if lines else 'llguidance failed'}")
+        raise RequestError(f"structured_outputs: {reason}")

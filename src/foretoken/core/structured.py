@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -10,7 +9,7 @@ from annotated_types import MinLen
 from pydantic import BeforeValidator, Field, model_validator
 
 from foretoken.core.config import Config
-from foretoken.core.form import check_grammar
+from foretoken.core.form import checked_source
 from foretoken.errors import ConfigError
 
 __all__ = ["Structured", "StructuredOutputs"]
@@ -29,7 +28,8 @@ class StructuredOutputs(Config):
             and the drafter `regex` proposes forced tokens at no cost.
 
     Raises:
-        ConfigError: not exactly one form is given, or it cannot be compiled.
+        ConfigError: not exactly one form is given, it cannot be compiled, or it is too large or too
+            complex (`core.form` and `core.trial` have the limits).
     """
 
     json_schema: Mapping[str, Any] | str | None = Field(default=None, alias="json")
@@ -62,14 +62,7 @@ class StructuredOutputs(Config):
             raise ConfigError(f"give one of json, regex, choice, grammar, json_object: got {found}")
         if self.disable_any_whitespace and self.kind not in ("json", "json_object"):
             raise ConfigError(f"disable_any_whitespace is for json, not for {self.kind}: remove it")
-        if isinstance(self.json_schema, str):
-            try:
-                is_object = isinstance(json.loads(self.json_schema), dict)
-            except ValueError as error:
-                raise ConfigError(f"json: the schema is not valid JSON: {error}") from None
-            if not is_object:
-                raise ConfigError("json: a schema is a JSON object, such as {...}")
-        check_grammar(self)
+        checked_source(self)
         return self
 
 
