@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -33,7 +33,9 @@ __all__ = ["AsyncLLM", "AsyncRequest"]
 T = TypeVar("T")
 
 _PREPARING = 2
-"""Threads that read prompts and compile grammars, so that a slow one does not hold up all."""
+"""Threads that read prompts, so that a long one does not hold up all."""
+_COMPILING = 2
+"""Threads for requests whose outputs have a form: other prompts do not wait for its grammar."""
 _RENDERING = 1
 """Threads that write large answers: these do not wait for the prompts of others."""
 
@@ -147,6 +149,7 @@ class AsyncLLM:
             )
         self.worker = Worker(self.llm.engine)
         self._preparing = Pool(_PREPARING, "foretoken-prepare")
+        self._compiling = Pool(_COMPILING, "foretoken-compile")
         self._rendering = Pool(_RENDERING, "foretoken-render")
 
     async def generate(
@@ -179,8 +182,12 @@ class AsyncLLM:
         finally:
             request.abort()
 
-    async def submit(self, specs: Sequence[JobSpec]) -> list[AsyncRequest]:
+    async def submit(self, specs: Sequence[JobSpec], client: Hashable = None) -> list[AsyncRequest]:
         """Check prompts and queue them together.
+
+        Args:
+            specs: the prompts.
+            client: whose they are: prompts of others do not wait for all of these to be prepared.
 
         The caller reads each request to its end, or aborts it. An output that failed while it ran
         has `finish_reason` "error", and nothing is raised for it. However many prompts there are,
@@ -197,11 +204,14 @@ class AsyncLLM:
             default = not any(spec.needs_strategy for spec in read)
             return read, engine.made_jobs(read, [None] * len(read)) if default else None
 
-        read, jobs = await self.prepare(begun)
+        prepare = partial(
+            self.prepare, client=client, compiles=any(_has_form(spec.params) for spec in specs)
+        )
+        read, jobs = await prepare(begun)
         if jobs is None:
             # Building may load models and time passes.
             strategies = await self.in_engine(partial(engine.strategies_of, read))
-            jobs = await self.prepare(partial(engine.made_jobs, read, strategies))
+            jobs = await prepare(partial(engine.made_jobs, read, strategies))
         return [AsyncRequest(job, self.worker) for job in jobs]
 
     def measure_costs(self) -> None:
@@ -215,9 +225,18 @@ class AsyncLLM:
         """See `LLM.encode`."""
         return await self.prepare(partial(self.llm.encode, prompt))
 
-    async def prepare(self, act: Callable[[], T]) -> T:
-        """Run this in a thread that prepares requests."""
-        return await asyncio.wrap_future(self._preparing.submit(act))
+    async def prepare(
+        self, act: Callable[[], T], *, client: Hashable = None, compiles: bool = False
+    ) -> T:
+        """Run this in a thread that prepares requests.
+
+        Args:
+            act: what to run.
+            client: as `submit` has it.
+            compiles: whether a grammar may be compiled.
+        """
+        pool = self._compiling if compiles else self._preparing
+        return await asyncio.wrap_future(pool.submit(act, client))
 
     async def off_loop(self, act: Callable[[], T]) -> T:
         """Run this in a thread that requests are not prepared in."""
@@ -237,6 +256,7 @@ class AsyncLLM:
             Whether the engine's thread has ended. If not, it ends after the step.
         """
         self._preparing.close()
+        self._compiling.close()
         self._rendering.close()
         return self.worker.close(timeout)
 
@@ -247,3 +267,9 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         """Close it, off the loop."""
         await asyncio.to_thread(self.close)
+
+
+def _has_form(params: Sampling) -> bool:
+    if isinstance(params, Mapping):
+        return params.get("structured_outputs") is not None
+    return params is not None and params.form is not None

@@ -64,11 +64,15 @@ class RequestError(ForetokenError):
 
     Attributes:
         outputs: results of all prompts of the call, with the tokens generated so far.
+        by_parameters: whether the request's own sampling parameters made it fail.
     """
 
-    def __init__(self, message: str, outputs: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, message: str, outputs: Sequence[Any] = (), *, by_parameters: bool = False
+    ) -> None:
         super().__init__(message)
         self.outputs = outputs
+        self.by_parameters = by_parameters
 
 
 def in_one_line(error: BaseException) -> str:

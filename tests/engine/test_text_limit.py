@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -84,9 +85,14 @@ def test_no_text_has_fewer_tokens(backend: Tokenizer, bound: int) -> None:
     ],
 )
 def test_tokenizers_without_a_bound(backend: Tokenizer) -> None:
-    tokenizer = wrapped(backend)
+    tokenizer, text = wrapped(backend), "a" * 10**5
     assert most_bytes_per_token(tokenizer) is None
-    TextLimit.of(tokenizer, 1).check("a" * 10**6)
+    limit = TextLimit.of(tokenizer, 100)
+    if len(tokenizer(text)["input_ids"]) <= 100:
+        limit.check(text)
+        return
+    with pytest.raises(PromptError, match=r"more than \d+ tokens, .* context of 100: shorten"):
+        limit.check(text)
 
 
 def test_a_text_that_cannot_fit() -> None:
@@ -97,3 +103,28 @@ def test_a_text_that_cannot_fit() -> None:
     ):
         limit.check("語" * 134)
     TextLimit.of(None, 1).check("a" * 10**6)
+
+
+def test_a_long_text_is_counted_no_further_than_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    split = []
+    monkeypatch.setattr(
+        "foretoken.engine.text_limit.tokens_of",
+        lambda _, text, *, in_output: split.append(text) or [0] * len(text),
+    )
+    limit = TextLimit(10_000, 1000, wrapped(byte_level()))
+    limit.check("7" * 40_000)
+    assert not split
+    with pytest.raises(PromptError, match=r"the prediction has more than \d+ tokens"):
+        limit.check("7" * 7_000_000, "prediction")
+    assert sum(map(len, split)) < 4 * 10_000
+    replace(limit, times=4).check("7" * 75_000)
+    with pytest.raises(PromptError, match="with room for 4 times the context of 10000: shorten"):
+        replace(limit, times=4).check("7" * 7_000_000)
+
+
+@pytest.mark.parametrize("text", ["ab \n" * 9000, "7" * 30_000, "é\u0301語" * 9000])
+def test_what_fits_is_never_refused(text: str) -> None:
+    for backend in (byte_level(), sentence_piece(BYTES)):
+        tokenizer = wrapped(backend)
+        tokens = len(tokenizer(text)["input_ids"])
+        TextLimit.of(tokenizer, tokens).check(text)

@@ -54,8 +54,10 @@ def checked_source(outputs: Form) -> str:
     library()
     try:
         made = _source(outputs)
-    except (TypeError, UnicodeError) as error:  # no JSON; half of a character
-        raise ConfigError(f"{outputs.kind}: {in_one_line(error)}") from None
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:  # no JSON; half of a character
+        raise ConfigError(f"{outputs.kind}: {in_one_line(error)[:200]}") from None
     trivial = outputs.kind == "choice" and len(made) < _TRIVIAL_BYTES
     if not trivial and outputs.kind != "json_object":
         from foretoken.core.trials import what_is_wrong

@@ -178,4 +178,4 @@ class Grammar:
             return
         reason = first_line(self._matcher)
         self._matcher, self._tokens = self._new(), []
-        raise RequestError(f"structured_outputs: {reason}")
+        raise RequestError(f"structured_outputs: {reason}", by_parameters=True)

@@ -10,6 +10,7 @@ verified nodes (invariant 7).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -25,7 +26,7 @@ from foretoken.core.params import GREEDY_BELOW, SamplingParams
 from foretoken.core.rules import OutputRules
 from foretoken.core.tree import TokenTree
 from foretoken.core.truncation import Limits, truncate
-from foretoken.errors import ConfigError
+from foretoken.errors import ConfigError, RequestError
 
 __all__ = ["Sampler", "TreeDistributions"]
 
@@ -205,12 +206,32 @@ class Sampler:
             RequestError: the largest logit is not finite.
         """
         temperature = self.params.temperature if temperature is None else temperature
-        logits = self.shaped(logits, output_ids)
+        shaped = self.shaped(logits, output_ids)
         if temperature < GREEDY_BELOW:
-            best = logits.max(-1)
-            check_finite(best.values)
+            best = shaped.max(-1)
+            if not math.isfinite(best.values):
+                raise self._failure(logits)
             return Distribution.one_hot(int(best.indices))
-        return truncate(logits / temperature, self.params if limits is None else limits)
+        limits = self.params if limits is None else limits
+        try:
+            return truncate(shaped / temperature, limits)
+        except RequestError:
+            highest = shaped.max()
+            if not math.isfinite(highest):
+                raise self._failure(logits) from None
+            # Only the division has overflowed.
+            return truncate((shaped - highest) / temperature, limits)
+
+    def _failure(self, logits: Tensor) -> RequestError:
+        """Why no token can be drawn, by the logits [V] as the model gave them."""
+        try:
+            check_finite(logits.max())
+        except RequestError as error:
+            return error
+        return RequestError(
+            "logit_bias, penalties and masks leave no token that can be drawn: relax them.",
+            by_parameters=True,
+        )
 
     def untempered(self, logits: Tensor, output_ids: Sequence[int]) -> Distribution:
         """The distribution at temperature 1, without truncation; arguments as in `shaped`.

@@ -7,9 +7,9 @@ outlast a server's time to shut down.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from foretoken.errors import ForetokenError
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Pool:
-    """Daemon threads that run what is submitted, in order.
+    """Daemon threads that run what is submitted: one call of each client in turn.
 
     Args:
         threads: how many.
@@ -28,8 +28,8 @@ class Pool:
     """
 
     def __init__(self, threads: int, name: str) -> None:
-        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._lock = threading.Lock()  # nothing is queued behind the end
+        self._waiting: dict[Hashable, deque[Callable[[], None]]] = {}  # the next client first
+        self._news = threading.Condition()
         self._closed = False
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{index}", daemon=True)
@@ -38,8 +38,13 @@ class Pool:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, act: Callable[[], T]) -> Future[T]:
+    def submit(self, act: Callable[[], T], client: Hashable = None) -> Future[T]:
         """Queue a call.
+
+        Args:
+            act: the call.
+            client: whose it is. The calls of a client run in order, and do not wait for all those
+                of another one.
 
         Raises:
             ForetokenError: the pool is closed. The future of a call that had not begun by then has
@@ -58,30 +63,41 @@ class Pool:
             except BaseException as error:  # whoever waits for it decides
                 future.set_exception(error)
 
-        with self._lock:
+        with self._news:
             if self._closed:
                 raise closed_error()
-            self._queue.put(run)
+            self._waiting.setdefault(client, deque()).append(run)
+            self._news.notify()
         return future
 
     def close(self) -> None:
         """Refuse all that has not begun, and return without waiting for what runs."""
-        with self._lock:
-            if self._closed:
-                return
+        with self._news:
             self._closed = True
-        try:
-            while (waiting := self._queue.get_nowait()) is not None:
-                waiting()
-        except Empty:
-            pass
-        for _ in self._threads:
-            self._queue.put(None)
+            waiting = [run for queue in self._waiting.values() for run in queue]
+            self._waiting.clear()
+            self._news.notify_all()
+        for run in waiting:
+            run()
 
     def _run(self) -> None:
-        while (act := self._queue.get()) is not None:
+        while (act := self._next()) is not None:
             act()
             del act  # and what it holds, while this waits for the next
+
+    def _next(self) -> Callable[[], None] | None:
+        """The next client's first call; None after the end."""
+        with self._news:
+            while not self._waiting:
+                if self._closed:
+                    return None
+                self._news.wait()
+            client = next(iter(self._waiting))
+            queue = self._waiting.pop(client)
+            act = queue.popleft()
+            if queue:
+                self._waiting[client] = queue  # after the others
+            return act
 
 
 def closed_error() -> ForetokenError:

@@ -2,7 +2,8 @@
 
 A token of a byte-level tokenizer stands for so many bytes of the text at most as its longest token
 has. Tokenizers that may leave out or merge parts of a text (unknown words, runs of spaces) have no
-such bound. Their texts are split first and refused then.
+such bound. A text that could fit by its bytes, but is long, is counted in pieces, and the count
+ends where it is clear.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from tokenizers import models
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
+from foretoken.engine.prompts import tokens_of
 from foretoken.errors import PromptError
 
 __all__ = ["TextLimit", "most_bytes_per_token"]
@@ -28,6 +30,14 @@ _KEEPING = frozenset({"ByteLevel", "Digits", "Metaspace"})
 """Pre-tokenizers that leave out no part of a text; and `Split`, unless it removes what it finds."""
 
 
+_LONG = 4
+"""Characters per token of the context; texts that have more are counted."""
+_PIECE = 1 << 14
+"""Characters that are split into tokens at a time for counting."""
+_MARGIN = 2
+"""A text has at least half as many tokens as its pieces together, which cut a few words in two."""
+
+
 @dataclass(frozen=True)
 class TextLimit:
     """The longest text that can fit into a context.
@@ -35,31 +45,52 @@ class TextLimit:
     Args:
         max_tokens: the context.
         bytes_per_token: most bytes that a token stands for; None if there is no bound.
+        tokenizer: counts the tokens of long texts; None does not count.
+        times: contexts that a text may fill, where it need not fit into one.
     """
 
     max_tokens: int
     bytes_per_token: int | None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    times: int = 1
 
     @staticmethod
     def of(tokenizer: PreTrainedTokenizerBase | None, max_tokens: int) -> TextLimit:
         """That of a tokenizer; without one there is no bound."""
         bound = None if tokenizer is None else most_bytes_per_token(tokenizer)
-        return TextLimit(max_tokens, bound)
+        return TextLimit(max_tokens, bound, tokenizer)
 
-    def check(self, text: str) -> None:
+    def check(self, text: str, name: str = "prompt") -> None:
         """Refuse a text that has too many tokens in any case.
+
+        Args:
+            text: the text.
+            name: what it is, for error messages.
 
         Raises:
             PromptError: it does.
         """
-        if self.bytes_per_token is None or len(text) < self.max_tokens:
+        most = self.times * self.max_tokens
+        if self.bytes_per_token is not None and len(text) >= most:
+            size = len(text.encode(errors="replace"))
+            if size > most * self.bytes_per_token:
+                tokens = -(-size // self.bytes_per_token)
+                raise self._too_long(f"the {name} has {size} bytes, at least {tokens} tokens")
+        if self.tokenizer is None or len(text) <= _LONG * most:
             return
-        size = len(text.encode(errors="replace"))
-        if size > self.max_tokens * self.bytes_per_token:
-            raise PromptError(
-                f"the prompt has {size} bytes, at least {-(-size // self.bytes_per_token)} tokens, "
-                f"which leaves no room in the context of {self.max_tokens}: shorten it."
-            )
+        found = 0
+        for begin in range(0, len(text), _PIECE):
+            piece = text[begin : begin + _PIECE].encode(errors="replace").decode()
+            # One less: an unknown word of any length is one token, and its pieces are several.
+            found += max(0, len(tokens_of(self.tokenizer, piece, in_output=False)) - 1)
+            if found > _MARGIN * most:
+                raise self._too_long(f"the {name} has more than {found // _MARGIN} tokens")
+
+    def _too_long(self, what: str) -> PromptError:
+        context = f"the context of {self.max_tokens}"
+        if self.times > 1:
+            return PromptError(f"{what}, with room for {self.times} times {context}: shorten it.")
+        return PromptError(f"{what}, which leaves no room in {context}: shorten it.")
 
 
 def most_bytes_per_token(tokenizer: PreTrainedTokenizerBase) -> int | None:

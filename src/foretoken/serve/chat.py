@@ -91,8 +91,10 @@ def _prepared(body: ChatBody, tools: Sequence[Tool], state: ServerState) -> list
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         chat_template_kwargs=body.chat_template_kwargs,
-        limit=None if body.truncate_prompt_tokens is not None else state.text_limit,
+        limit=state.limit_of(body),
     )
+    if body.prediction is not None:
+        state.text_limit.check(body.prediction.text, "prediction")
     spec = JobSpec(
         ids,
         params,

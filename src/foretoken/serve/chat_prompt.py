@@ -33,7 +33,7 @@ def text_ids(
     tokenizer: PreTrainedTokenizerBase | None,
     *,
     add_special_tokens: bool,
-    limit: TextLimit | None = None,
+    limit: TextLimit,
 ) -> list[int]:
     """Token ids of a text.
 
@@ -41,14 +41,13 @@ def text_ids(
         prompt: the text.
         tokenizer: the model's, or None.
         add_special_tokens: whether the tokenizer adds those that begin or end a text.
-        limit: refuses it early; None if it may have any length.
+        limit: refuses it early.
 
     Raises:
         PromptError: there is no tokenizer, or the text has no encoding or is too long.
     """
     tokenizer = needed(tokenizer)
-    if limit is not None:
-        limit.check(prompt)
+    limit.check(prompt)
     if not add_special_tokens:
         return tokens_of(tokenizer, checked_text("prompt", prompt), in_output=False)
     return list(tokenizer.encode(checked_text("prompt", prompt)))
@@ -58,16 +57,16 @@ def chat_ids(
     messages: Sequence[Message],
     tokenizer: PreTrainedTokenizerBase | None,
     *,
+    limit: TextLimit,
     tools: Sequence[Tool] = (),
     add_generation_prompt: bool | None = None,
     continue_final_message: bool | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
-    limit: TextLimit | None = None,
 ) -> list[int]:
     """Token ids of a conversation.
 
     A chat template that has no tools gets them in a system message, and calls and their results as
-    text. With a limit, a text that is too long is refused before it is split into tokens.
+    text. A text that is too long is refused before it is split into tokens.
 
     Raises:
         APIError: `chat_template_kwargs` are not the template's.
@@ -97,7 +96,7 @@ def chat_ids(
             listed,
             tokenizer,
             add_generation_prompt=generates,
-            check_text=(lambda _: None) if limit is None else limit.check,
+            check_text=limit.check,
             **template,
         )
     except RecursionError:  # a template writes the JSON of calls and tools

@@ -87,11 +87,13 @@ def _prepared(
 ) -> list[JobSpec]:
     llm = state.llm.llm
     special = body.add_special_tokens is not False
-    limit = None if body.truncate_prompt_tokens is not None else state.text_limit
+    limit = state.limit_of(body)
 
     def ids(prompt: str | list[int]) -> str | list[int]:
-        reads_source = llm.engine.target.reads_source
-        if isinstance(prompt, list) or (reads_source and special):
+        if isinstance(prompt, list):
+            return prompt
+        if llm.engine.target.reads_source and special:
+            limit.check(prompt)
             return prompt
         return text_ids(prompt, llm.tokenizer, add_special_tokens=special, limit=limit)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from foretoken.serve.chat_prompt import chat_ids, refuse_special_tokens, text_id
 from foretoken.serve.errors import APIError, invalid, of_engine
 from foretoken.serve.fields import DetokenizeBody, TokenizeBody
 from foretoken.serve.schema import takes
-from foretoken.serve.state import ServerState, state_of
+from foretoken.serve.state import MAX_CONTEXTS, ServerState, state_of
 
 __all__ = ["router"]
 
@@ -95,15 +96,16 @@ async def tokenize(request: Request) -> Response:
 
 
 def _tokenized(body: TokenizeBody, state: ServerState) -> dict[str, Any]:
-    llm = state.llm.llm
+    llm, limit = state.llm.llm, replace(state.text_limit, times=MAX_CONTEXTS)
     if body.prompt is not None:
         special = body.add_special_tokens is not False
-        ids = text_ids(body.prompt, llm.tokenizer, add_special_tokens=special)
+        ids = text_ids(body.prompt, llm.tokenizer, add_special_tokens=special, limit=limit)
     else:
         assert body.messages is not None
         ids = chat_ids(
             body.messages,
             llm.tokenizer,
+            limit=limit,
             tools=body.tools or (),
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
@@ -129,6 +131,8 @@ async def detokenize(request: Request) -> Response:
 
     def decoded() -> dict[str, str]:
         llm = state.llm.llm
+        if len(body.tokens) > (most := MAX_CONTEXTS * llm.max_model_len):
+            raise invalid("tokens", f"tokens: at most {most} here, got {len(body.tokens)}.")
         check_token_ids("tokens", body.tokens, llm.engine.target.vocab_size)
         return {"prompt": str(needed(llm.tokenizer).decode(body.tokens))}
 

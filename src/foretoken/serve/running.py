@@ -19,7 +19,7 @@ from foretoken.errors import ForetokenError, RequestError
 from foretoken.outputs import CompletionOutput, RequestOutput, StreamChunk
 from foretoken.serve.errors import APIError, invalid, of_engine
 from foretoken.serve.fields import ResponseBody, SamplingBody
-from foretoken.serve.sampling import check_speculation, form_field
+from foretoken.serve.sampling import check_speculation, form_field, wants_form
 from foretoken.serve.state import ServerState
 
 __all__ = ["GONE", "Run", "started", "while_connected"]
@@ -197,12 +197,13 @@ class Run:
             output = self.requests[index].job.requests[chunk.index]
             self._state.metrics.finished(output, now - self._began)
             self._counted.add(place)
-            _refuse_failed(chunk.output)
+            _refuse_failed(chunk.output, output.failure)
 
 
-def _refuse_failed(output: CompletionOutput) -> None:
+def _refuse_failed(output: CompletionOutput, failure: Exception | None) -> None:
     if output.finish_reason == "error":
-        raise APIError(500, f"the request failed: {output.error}")
+        status = 400 if isinstance(failure, RequestError) and failure.by_parameters else 500
+        raise APIError(status, f"the request failed: {output.error}")
 
 
 async def started(
@@ -238,8 +239,10 @@ async def started(
     request.state.log = run.log
     run.preparing = task = asyncio.current_task()
     try:
-        specs = await state.llm.prepare(prepare)
-        requests += await state.llm.submit([replace(spec, scope=scope) for spec in specs])
+        client = None if request.client is None else request.client.host
+        specs = await state.llm.prepare(prepare, client=client, compiles=wants_form(body))
+        scoped = [replace(spec, scope=scope) for spec in specs]
+        requests += await state.llm.submit(scoped, client)
     except BaseException as error:
         run.close()
         if run.refusal is not None and isinstance(error, asyncio.CancelledError):

@@ -16,7 +16,7 @@ from foretoken.serve.errors import APIError, invalid
 from foretoken.serve.fields import ResponseBody, SamplingBody
 from foretoken.serve.settings import Settings
 
-__all__ = ["check_speculation", "form_field", "form_of", "params_of"]
+__all__ = ["check_speculation", "form_field", "form_of", "params_of", "wants_form"]
 
 _SAME = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
@@ -116,6 +116,14 @@ def form_field(body: SamplingBody | ResponseBody) -> str | None:
     kinds = (f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar"))
     names = ("structured_outputs", *kinds, "response_format", "text", "tools")
     return next((name for name in names if getattr(body, name, None) is not None), None)
+
+
+def wants_form(body: SamplingBody | ResponseBody) -> bool:
+    """Whether a grammar may have to be compiled for a request."""
+    field = form_field(body)
+    return field is not None and (
+        field != "tools" or getattr(body, "tool_choice", None) not in (None, "none", "auto")
+    )
 
 
 def _of_format(given: Mapping[str, Any], param: str) -> dict[str, Any] | None:

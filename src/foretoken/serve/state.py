@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, cached_property
 from hashlib import sha256
-from typing import Protocol
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from transformers import PreTrainedTokenizerBase
@@ -18,10 +19,14 @@ from foretoken.serve.errors import APIError, invalid, unknown_response
 from foretoken.serve.metrics import ServerMetrics
 from foretoken.serve.settings import Settings
 
-__all__ = ["Pieces", "ServerState", "shut_down", "state_of"]
+__all__ = ["MAX_CONTEXTS", "Pieces", "ServerState", "shut_down", "state_of"]
 
 MAX_STRATEGIES = 8
 """Most strategies of requests that are kept. Clients choose them, and each has its own memory."""
+
+
+MAX_CONTEXTS = 4
+"""Contexts that a text may fill if it is cut to its end, or only counted."""
 
 
 class OpenRun(Protocol):
@@ -90,7 +95,15 @@ class ServerState:
     @cached_property
     def text_limit(self) -> TextLimit:
         """The longest prompt that can fit; made off the loop, for it reads the vocabulary."""
-        return TextLimit.of(self.llm.llm.tokenizer, self.llm.llm.max_model_len)
+        most = self.llm.llm.max_model_len
+        if (source := self.llm.llm.engine.target.source_network) is not None:
+            most = source.source_limit or MAX_CONTEXTS * most
+        return TextLimit.of(self.llm.llm.tokenizer, most)
+
+    def limit_of(self, body: Any) -> TextLimit:
+        """The longest prompt of a request, which may be longer if it is cut."""
+        cut = body.truncate_prompt_tokens is not None
+        return replace(self.text_limit, times=MAX_CONTEXTS) if cut else self.text_limit
 
     @cached_property
     def pieces(self) -> Pieces:
