@@ -38,3 +38,18 @@ def test_closing_waits_for_nothing_and_refuses_the_rest() -> None:
     gate.set()
     assert runs.result(60) == "done"
     assert all(each.daemon for each in threading.enumerate() if each.name.startswith("test-"))
+
+
+def test_clients_take_turns() -> None:
+    pool, gate, ran = Pool(1, "test"), threading.Event(), list[str]()
+    pool.submit(lambda: gate.wait(60))
+    waits = [
+        pool.submit(partial(ran.append, f"{client}{n}"), client)
+        for client, calls in (("a", 3), ("b", 2), (None, 1))
+        for n in range(calls)
+    ]
+    gate.set()
+    for each in waits:
+        each.result(60)
+    assert ran == ["a0", "b0", "None0", "a1", "b1", "a2"]
+    pool.close()

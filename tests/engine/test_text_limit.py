@@ -108,8 +108,8 @@ def test_a_text_that_cannot_fit() -> None:
 def test_a_long_text_is_counted_no_further_than_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     split = []
     monkeypatch.setattr(
-        "foretoken.engine.text_limit.tokens_of",
-        lambda _, text, *, in_output: split.append(text) or [0] * len(text),
+        "foretoken.engine.text_limit._count",
+        lambda _, text: split.append(text) or len(text),
     )
     limit = TextLimit(10_000, 1000, wrapped(byte_level()))
     limit.check("7" * 40_000)

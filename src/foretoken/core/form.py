@@ -23,6 +23,7 @@ MAX_DEPTH = 128
 MAX_DEFINITIONS = 1000
 """Most rules and terminals of a grammar, and most definitions that a schema refers to."""
 
+_TOO_DEEP = f"json: a schema has at most {MAX_DEPTH} levels: nest it less."
 _TRIVIAL_BYTES = 1000
 """Choices that are shorter than this together need no trial."""
 _DEFINITION = re.compile(r"^[ \t]*[?!]*[A-Za-z_]\w*[^:\n]{0,80}:", re.MULTILINE)
@@ -86,7 +87,7 @@ def _source(outputs: Form) -> str:
             grammar = matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(strings)}")
         case _:
             _at_most(MAX_BYTES, "bytes", len(value), kind)
-            _at_most(MAX_DEFINITIONS, "rules and terminals", _definitions(value), kind)
+            _at_most(MAX_DEFINITIONS, "rules and terminals", len(_DEFINITION.findall(value)), kind)
             grammar = matcher.grammar_from_lark(value)
     return str(grammar)
 
@@ -94,10 +95,6 @@ def _source(outputs: Form) -> str:
 def _at_most(most: int, what: str, found: int, kind: str) -> None:
     if found > most:
         raise ConfigError(f"{kind}: at most {most} {what}, got {found}: make it smaller.")
-
-
-def _definitions(grammar: str) -> int:
-    return sum(1 for _ in _DEFINITION.finditer(grammar))
 
 
 def _checked_schema(given: Mapping[str, Any] | str) -> Any:
@@ -112,7 +109,8 @@ def _checked_schema(given: Mapping[str, Any] | str) -> Any:
             raise ConfigError(f"json: the schema is not valid JSON: {error}") from None
         if not isinstance(given, dict):
             raise ConfigError("json: a schema is a JSON object, such as {...}")
-    values, size, references, level = 0, 0, set[str](), [given]
+    values, size, references = 0, 0, set[str]()
+    level: list[Any] = [given]
     for _ in range(MAX_DEPTH):
         if not level:
             return given
@@ -133,9 +131,6 @@ def _checked_schema(given: Mapping[str, Any] | str) -> Any:
         _at_most(MAX_DEFINITIONS, "definitions that are referred to", len(references), "json")
         level = below
     raise ConfigError(_TOO_DEEP)
-
-
-_TOO_DEEP = f"json: a schema has at most {MAX_DEPTH} levels: nest it less."
 
 
 def library() -> Any:

@@ -32,7 +32,7 @@ _KEEPING = frozenset({"ByteLevel", "Digits", "Metaspace"})
 
 _LONG = 4
 """Characters per token of the context; texts that have more are counted."""
-_PIECE = 1 << 14
+_PIECE = 1 << 12
 """Characters that are split into tokens at a time for counting."""
 _MARGIN = 2
 """A text has at least half as many tokens as its pieces together, which cut a few words in two."""
@@ -82,7 +82,7 @@ class TextLimit:
         for begin in range(0, len(text), _PIECE):
             piece = text[begin : begin + _PIECE].encode(errors="replace").decode()
             # One less: an unknown word of any length is one token, and its pieces are several.
-            found += max(0, len(tokens_of(self.tokenizer, piece, in_output=False)) - 1)
+            found += max(0, _count(self.tokenizer, piece) - 1)
             if found > _MARGIN * most:
                 raise self._too_long(f"the {name} has more than {found // _MARGIN} tokens")
 
@@ -91,6 +91,13 @@ class TextLimit:
         if self.times > 1:
             return PromptError(f"{what}, with room for {self.times} times {context}: shorten it.")
         return PromptError(f"{what}, which leaves no room in {context}: shorten it.")
+
+
+def _count(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or backend.truncation:
+        return len(tokens_of(tokenizer, text, in_output=False))
+    return len(backend.encode_batch_fast([text], add_special_tokens=False)[0])
 
 
 def most_bytes_per_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
