@@ -38,6 +38,13 @@ def test_a_hostile_tool_is_the_clients_mistake(server: Served, choice: Any) -> N
     assert "\n" not in error["message"]
 
 
+@pytest.mark.parametrize("definitions", [None, [1], "a"])
+def test_definitions_of_a_tool_that_are_none(server: Served, definitions: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"$defs": definitions}}}]
+    error = server.refused(CHAT, messages=HELLO, tools=tools, tool_choice="required")
+    assert error["message"].startswith("tools: '$defs'")
+
+
 @pytest.mark.parametrize(
     "fields",
     [

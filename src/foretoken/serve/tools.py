@@ -88,7 +88,10 @@ def _parameters(tool: Tool) -> dict[str, Any]:
 def _call_schema(tool: Tool, shared: dict[str, Any]) -> dict[str, Any]:
     """The schema of a call; references lead to the root, so definitions go to `shared`."""
     parameters = dict(_parameters(tool))
-    for name, schema in parameters.pop("$defs", {}).items():
+    definitions = parameters.pop("$defs", {})
+    if not isinstance(definitions, dict):
+        raise invalid("tools", "tools: '$defs' of a function's parameters must be an object.")
+    for name, schema in definitions.items():
         if shared.setdefault(name, schema) != schema:
             raise invalid("tools", f"tools: two functions define '{name}' in different ways.")
     return {
