@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequenc
 from functools import partial
 from typing import Any, TypeVar
 
-from foretoken.core.params import Sampling
+from foretoken.core.params import Sampling, SamplingParams
 from foretoken.engine.arguments import REQUIRED, refuse_unknown
 from foretoken.engine.job_spec import JobSpec, ReadSpec
 from foretoken.engine.jobs import Job
@@ -272,4 +272,4 @@ class AsyncLLM:
 def _has_form(params: Sampling) -> bool:
     if isinstance(params, Mapping):
         return params.get("structured_outputs") is not None
-    return params is not None and params.form is not None
+    return isinstance(params, SamplingParams) and params.form is not None

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from foretoken import ConfigError, SamplingParams, StructuredOutputs
-from foretoken.core import trials
-from foretoken.core.form import MAX_BYTES
+from foretoken.core import trial, trials
+from foretoken.core.form import MAX_LENGTH
 from foretoken.core.grammar import Grammars
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer
 
@@ -50,7 +50,7 @@ def endless() -> dict[str, Any]:
     return schema
 
 
-DEEP = {"json": references(900, wrapped=True)}
+DEEP: dict[str, Any] = {"json": references(900, wrapped=True)}
 """Within the limits of size, and too much for the stack of a trial."""
 
 HOSTILE: dict[str, dict[str, Any]] = {
@@ -69,8 +69,8 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "choice": {"choice": ["x" * 2**20]},
     "long choice": {"choice": ["x" * 200_000]},
     "choices": {"choice": [f"{number:0100}" for number in range(10_500)]},
-    "regex": {"regex": "[ab]" * MAX_BYTES},
-    "grammar": {"grammar": f'start: "{"a" * MAX_BYTES}"'},
+    "regex": {"regex": "[ab]" * MAX_LENGTH},
+    "grammar": {"grammar": f'start: "{"a" * MAX_LENGTH}"'},
 }
 
 
@@ -166,10 +166,32 @@ def test_a_process_that_was_ended_by_others_is_replaced(asked: list[int]) -> Non
 def test_a_trial_ends(asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     StructuredOutputs(regex="[ab]h")
     monkeypatch.setattr(trials, "_PATIENCE", 0.01)
-    with pytest.raises(ConfigError, match="takes more than 2 s to compile"):
+    with pytest.raises(ConfigError, match=r"it took more than 0\.01 s to try it out"):
         StructuredOutputs(regex="a{90000}")
     monkeypatch.undo()
     StructuredOutputs(regex="[ab]i")
+
+
+def test_time_is_limited_where_the_process_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "MAX_SECONDS", 0)
+    found = trial.wrong('{"grammars": [{"lark_grammar": "start: /[ab]+/"}]}')
+    assert found == "too complex: it takes more than 2 s to compile"
+
+
+def test_an_answer_that_was_not_waited_for_is_nobody_elses(
+    asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    StructuredOutputs(regex="[ab]j")
+
+    def interrupted(_: Any) -> bytes | None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trials._Process, "_answer", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            StructuredOutputs(regex="[ab")
+    StructuredOutputs(regex="[ab]k")
+    assert asked[-1] != asked[0]
 
 
 def test_compiled_grammars_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:

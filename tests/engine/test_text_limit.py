@@ -106,11 +106,13 @@ def test_a_text_that_cannot_fit() -> None:
 
 
 def test_a_long_text_is_counted_no_further_than_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    split = []
-    monkeypatch.setattr(
-        "foretoken.engine.text_limit._count",
-        lambda _, text: split.append(text) or len(text),
-    )
+    split = list[str]()
+
+    def count(_: Any, text: str) -> int:
+        split.append(text)
+        return len(text)
+
+    monkeypatch.setattr("foretoken.engine.text_limit._count", count)
     limit = TextLimit(10_000, 1000, wrapped(byte_level()))
     limit.check("7" * 40_000)
     assert not split

@@ -14,8 +14,8 @@ from foretoken.errors import ConfigError, in_one_line
 
 __all__ = ["Form", "checked_source", "library"]
 
-MAX_BYTES = 256 << 10
-"""Longest form, in bytes."""
+MAX_LENGTH = 256 << 10
+"""Most characters of a form."""
 MAX_VALUES = 10_000
 """Most objects, lists and values in a schema, and most choices."""
 MAX_DEPTH = 128
@@ -24,7 +24,7 @@ MAX_DEFINITIONS = 1000
 """Most rules and terminals of a grammar, and most definitions that a schema refers to."""
 
 _TOO_DEEP = f"json: a schema has at most {MAX_DEPTH} levels: nest it less."
-_TRIVIAL_BYTES = 1000
+_TRIVIAL = 1000
 """Choices that are shorter than this together need no trial."""
 _DEFINITION = re.compile(r"^[ \t]*[?!]*[A-Za-z_]\w*[^:\n]{0,80}:", re.MULTILINE)
 
@@ -59,7 +59,7 @@ def checked_source(outputs: Form) -> str:
         raise
     except (TypeError, ValueError) as error:  # no JSON; half of a character
         raise ConfigError(f"{outputs.kind}: {in_one_line(error)[:200]}") from None
-    trivial = outputs.kind == "choice" and len(made) < _TRIVIAL_BYTES
+    trivial = outputs.kind == "choice" and len(made) < _TRIVIAL
     if not trivial and outputs.kind != "json_object":
         from foretoken.core.trials import what_is_wrong
 
@@ -77,16 +77,16 @@ def _source(outputs: Form) -> str:
         case "json_object":
             grammar = matcher.grammar_from_json_schema({"type": "object"}, overrides=compact)
         case "regex":
-            _at_most(MAX_BYTES, "bytes", len(value), kind)
+            _at_most(MAX_LENGTH, "characters", len(value), kind)
             grammar = matcher.grammar_from_regex(value)
         case "choice":
-            _at_most(MAX_BYTES, "bytes", sum(map(len, value)), kind)
+            _at_most(MAX_LENGTH, "characters", sum(map(len, value)), kind)
             _at_most(MAX_VALUES, "choices", len(value), kind)
             strings = (json.dumps(choice, ensure_ascii=False) for choice in value)
             # One terminal: as rules, the choices would reach the parser's limit of 2000 items.
             grammar = matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(strings)}")
         case _:
-            _at_most(MAX_BYTES, "bytes", len(value), kind)
+            _at_most(MAX_LENGTH, "characters", len(value), kind)
             _at_most(MAX_DEFINITIONS, "rules and terminals", len(_DEFINITION.findall(value)), kind)
             grammar = matcher.grammar_from_lark(value)
     return str(grammar)
@@ -100,7 +100,7 @@ def _at_most(most: int, what: str, found: int, kind: str) -> None:
 def _checked_schema(given: Mapping[str, Any] | str) -> Any:
     """A JSON schema, or text that has one, within the limits; no part of it is read recursively."""
     if isinstance(given, str):
-        _at_most(MAX_BYTES, "bytes", len(given), "json")
+        _at_most(MAX_LENGTH, "characters", len(given), "json")
         try:
             given = json.loads(given)
         except RecursionError:
@@ -127,7 +127,7 @@ def _checked_schema(given: Mapping[str, Any] | str) -> Any:
                 size += len(value)
         values += len(level)
         _at_most(MAX_VALUES, "values", values, "json")
-        _at_most(MAX_BYTES, "bytes", size, "json")
+        _at_most(MAX_LENGTH, "characters", size, "json")
         _at_most(MAX_DEFINITIONS, "definitions that are referred to", len(references), "json")
         level = below
     raise ConfigError(_TOO_DEEP)

@@ -61,7 +61,7 @@ def on_stack(size: int, act: Callable[[], T]) -> T:
     with _SIZING:
         before = threading.stack_size(size)
         try:
-            thread = threading.Thread(target=run)
+            thread = threading.Thread(target=run, daemon=True)
             thread.start()
         finally:
             threading.stack_size(before)
@@ -129,6 +129,8 @@ def first_line(matcher: Any) -> str:
 def main() -> None:
     """Answer lines until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes
+    if hasattr(os, "nice"):
+        os.nice(5)  # the passes of running requests go first
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # nothing else may write there
     import llguidance  # noqa: F401 (before it says that it is ready)

@@ -49,8 +49,9 @@ class _Process:
     """A process that tries out one grammar after the other."""
 
     def __init__(self) -> None:
-        # An arena for each thread would not fit into the limit of memory, and be tried in vain.
+        self._late = False
         path = os.pathsep.join(each for each in sys.path if each)
+        # An arena for each thread would not fit into the limit of memory, and be tried in vain.
         self._popen = subprocess.Popen(
             [sys.executable, "-P", str(Path(trial.__file__))],
             stdin=subprocess.PIPE,
@@ -79,8 +80,10 @@ class _Process:
             return found
         code = self._popen.wait()
         self.end()
-        if code in _TIMES:
+        if code == -getattr(signal, "SIGXCPU", 0):
             return f"too complex: {trial.TOO_LONG}"
+        if self._late:  # perhaps only because the machine is busy
+            raise ConfigError(f"too complex: it took more than {_PATIENCE:g} s to try it out.")
         return (
             "too complex: llguidance overflows its stack, or needs more than "
             f"{trial.MAX_MEGABYTES} MB: nest and chain less"
@@ -89,12 +92,16 @@ class _Process:
     def _answer(self) -> bytes | None:
         """The next line; None if there is none."""
         assert self._popen.stdout is not None
-        killer = threading.Timer(_PATIENCE, self._popen.kill)
+        killer = threading.Timer(_PATIENCE, self._kill)
         killer.daemon = True
         killer.start()
         line = self._popen.stdout.readline()
         killer.cancel()
         return line if line.endswith(b"\n") else None
+
+    def _kill(self) -> None:
+        self._late = True
+        self._popen.kill()
 
     def end(self) -> None:
         """End it; nothing happens if it has ended."""
@@ -111,9 +118,6 @@ class _Process:
         self._popen.returncode = self._popen.returncode or 0  # no warning that it still runs
 
 
-_TIMES = {-getattr(signal, name, 0) for name in ("SIGXCPU", "SIGKILL")} - {0}
-
-
 class _Trials:
     """The processes that are there; more are started when they are needed."""
 
@@ -125,10 +129,13 @@ class _Trials:
         with self._places:
             process = self._taken()
             try:
-                return process.ask(grammar)
-            finally:
-                if process.alive:
-                    self._idle.append(process)
+                answer = process.ask(grammar)
+            except BaseException:  # its answer may still come
+                process.end()
+                raise
+            if process.alive:
+                self._idle.append(process)
+            return answer
 
     def _taken(self) -> _Process:
         while self._idle:
