@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+
+from pydantic import ConfigDict
 
 from foretoken.core.acceptance.base import Accepted, Origin
+from foretoken.core.files import read_json, validated
 from foretoken.core.sampler import TreeDistributions
 from foretoken.core.tree import Draft
-from foretoken.errors import ForetokenError
+from foretoken.errors import ForetokenError, in_one_line
 
 __all__ = ["WITHHELD", "Candidate", "Source", "StepTrace", "Trace", "record"]
 
@@ -74,6 +77,8 @@ class StepTrace:
         candidates: the most likely tokens after the root and after each drafted token, in the order
             of their indices, which begin with -1 here; empty without `trace=True`.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     parents: tuple[int, ...]
     drafted: tuple[int, ...]
@@ -212,13 +217,17 @@ class Trace:
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise ForetokenError(f"not a trace: expected an object with format '{FORMAT}'.")
         try:
-            steps = [_step(step) for step in value["steps"]]
+            steps = validated(list[StepTrace], value["steps"])
+            for step in steps:
+                _check_tree(step)
             pieces = {int(token): str(piece) for token, piece in value["pieces"].items()}
             encode, prefill = (float(value.get(f"{x}_seconds", 0)) for x in ("encode", "prefill"))
             passes = value.get("pass_seconds", {}).items()
             pass_seconds = {int(size): float(seconds) for size, seconds in passes}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ForetokenError(f"damaged trace: {error!r}.") from error
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise ForetokenError(f"damaged trace: {in_one_line(error).rstrip('.')}.") from error
+        if not all(map(math.isfinite, (encode, prefill, *pass_seconds.values()))):
+            raise ForetokenError("damaged trace: a time is not finite.")
         return Trace(steps, pieces, encode, prefill, pass_seconds)
 
     @staticmethod
@@ -229,23 +238,13 @@ class Trace:
             ForetokenError: the file cannot be read or is not a trace.
         """
         try:
-            return Trace.from_dict(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            value = read_json(path)
+        except (OSError, ValueError) as error:
             raise ForetokenError(f"cannot read trace {path}: {error}.") from error
+        try:
+            return Trace.from_dict(value)
         except ForetokenError as error:
             raise ForetokenError(f"{path}: {error}") from error
-
-
-def _step(value: dict[str, Any]) -> StepTrace:
-    names = {item.name for item in fields(StepTrace)}
-    if unknown := set(value) - names:
-        raise ValueError(f"unknown fields {sorted(unknown)}")
-    tuples = {name: tuple(item) for name, item in value.items() if isinstance(item, list)}
-    places = (tuple(Candidate(*each) for each in place) for place in value.get("candidates", ()))
-    known = {"origin": Origin(value["origin"]), "candidates": tuple(places)}
-    step = StepTrace(**{**value, **tuples, **known})
-    _check_tree(step)
-    return step
 
 
 def _check_tree(step: StepTrace) -> None:

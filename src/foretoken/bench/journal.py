@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from foretoken.core.files import parsed_json
 from foretoken.errors import ForetokenError
 
 __all__ = ["Journal"]
@@ -51,7 +52,7 @@ class Journal:
             os.truncate(path, 0)
             return False
         try:
-            found, *self.records = [json.loads(line) for line in whole.splitlines()]
+            found, *self.records = [parsed_json(line) for line in whole.splitlines()]
         except ValueError as error:
             raise ForetokenError(f"{path} is not a results file: {error}.") from error
         if not all(isinstance(record, dict) for record in (found, *self.records)):

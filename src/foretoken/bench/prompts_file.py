@@ -10,7 +10,6 @@ first turn of a conversation is used, as a chat message.
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from foretoken.core.files import parsed_json
 from foretoken.errors import ForetokenError, PromptError
 
 __all__ = ["MULTI_TURN", "Prompt", "cut_middle", "read_prompts", "stratified"]
@@ -92,8 +92,8 @@ def _parse_text(line: str, _place: str, number: str, kind: str) -> Prompt:
 
 def _parse_json(line: str, place: str, number: str, kind: str) -> Prompt:
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        value = parsed_json(line)
+    except ValueError as error:
         raise PromptError(f"{place}: not JSON ({error}).") from None
     fields = value if isinstance(value, dict) else {"text": value}
     text = _text(fields)

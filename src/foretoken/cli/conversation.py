@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from foretoken.cli.console import errors, plain, say
 from foretoken.cli.report import show_summary
 from foretoken.cli.writer import TokenWriter
-from foretoken.core.files import write_whole
+from foretoken.core.files import read_json, write_whole
 from foretoken.errors import ConfigError, ForetokenError, PromptError, RequestError
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class Conversation:
 
     def _load(self, name: str) -> None:
         try:
-            found = json.loads(_file(name).read_text(encoding="utf-8"))
+            found = read_json(_file(name))
         except ValueError as error:
             raise PromptError(f"{name} is not a saved conversation: {error}") from None
         if not _are_messages(found):

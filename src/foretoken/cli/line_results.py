@@ -11,6 +11,7 @@ from typing import Any
 
 from foretoken.cli.files import check_writable, write_whole
 from foretoken.cli.root import UsageError
+from foretoken.core.files import parsed_json
 from foretoken.engine.lines import Line, error_of
 from foretoken.errors import ForetokenError
 
@@ -111,7 +112,7 @@ class LineResults:
         records = []
         for number, line in enumerate(whole.splitlines(), 1):
             try:
-                record = json.loads(line)
+                record = parsed_json(line)
             except ValueError:
                 record = None
             if not isinstance(record, dict):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretoken.cli.prompt import STDIN, decoded, read_stdin
 from foretoken.cli.root import UsageError
+from foretoken.core.files import parsed_json
 from foretoken.engine.lines import Line, line_of
 from foretoken.errors import ConfigError, PromptError
 
@@ -46,8 +46,8 @@ def read_prompts_file(file: Path, params: SamplingParams) -> list[Line]:
 
 def _fields(line: str) -> dict[str, Any]:
     try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        fields = parsed_json(line)
+    except ValueError as error:
         raise PromptError(f"not JSON ({error}): it takes an object per line") from None
     if not isinstance(fields, dict):
         raise PromptError('it takes an object, such as {"prompt": "Hello"}')

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +9,7 @@ from typing import Annotated
 from foretoken.cli.flat import in_panel
 from foretoken.cli.prompt import decoded
 from foretoken.cli.root import UsageError
+from foretoken.core.files import parsed_json
 from foretoken.errors import ForetokenError
 
 __all__ = ["ReferenceOptions"]
@@ -87,7 +87,7 @@ def _lists(path: Path) -> list[list[str]]:
     listed = []
     for number, line in enumerate(decoded(path.read_bytes(), str(path)).split("\n"), 1):
         try:
-            texts = json.loads(line)
+            texts = parsed_json(line)
         except ValueError:
             texts = None
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):

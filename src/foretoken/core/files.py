@@ -1,12 +1,77 @@
-"""Writing a file completely or not at all."""
+"""Reading JSON that others wrote, and writing a file completely or not at all."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
-__all__ = ["write_whole"]
+from pydantic import TypeAdapter, ValidationError
+
+__all__ = ["parsed_json", "read_json", "validated", "write_whole"]
+
+_Fields = TypeVar("_Fields")
+
+MAX_DEPTH = 100
+"""Levels of JSON: what copies or compares a value later recurses, too."""
+
+_MAX_BYTES = 1 << 30
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value that a file holds.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: see `parsed_json`; or the file is larger than 1 GiB.
+    """
+    with path.open("rb") as file:
+        content = file.read(_MAX_BYTES + 1)
+    if len(content) > _MAX_BYTES:
+        raise ValueError("it is larger than 1 GiB")
+    return parsed_json(content)
+
+
+def parsed_json(text: str | bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is not JSON in UTF-8, is nested deeper than `MAX_DEPTH`, or has half of a
+            character, which could not be printed; the message is one line.
+    """
+    try:
+        text = text.decode() if isinstance(text, bytes) else text
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels") from None
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(MAX_DEPTH):
+        inner = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [child for part in inner for child in part if isinstance(child, dict | list)]
+        if not level:
+            break
+    else:
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+    if "\\ud" in text or "\\uD" in text:  # only an escape can stand for half of a character
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+def validated(kind: type[_Fields], fields: Any) -> _Fields:
+    """Fields of a file as a pydantic model, a dataclass, or any other type.
+
+    Raises:
+        ValueError: a field is missing or wrong; the message names it, in one line.
+    """
+    try:
+        return TypeAdapter(kind).validate_python(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        wrong = f"{name}: {first['msg'].lower()}" if name else first["msg"].lower()
+    raise ValueError(wrong)  # without pydantic's error: see `Config`
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:

@@ -89,9 +89,9 @@ class SmoothedNgrams:
             return tokens, probs
         row = tables.trigrams(*context[-2:])
         if row.start < row.stop:
-            counts = np.zeros(len(tokens))
+            counts = np.zeros(len(tokens) + 1)  # the last one is for damaged files
             counts[tokens.searchsorted(tables.trigram_tokens[row])] = tables.trigram_counts[row]
-            probs = _interpolated(counts, probs)
+            probs = _interpolated(counts[:-1], probs)
         return tokens, probs
 
 

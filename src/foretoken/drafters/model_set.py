@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from foretoken.core.files import write_whole
+from foretoken.core.files import read_json, write_whole
 from foretoken.errors import ConfigError, ModelError, in_one_line
 
 __all__ = ["drafters_in", "write_drafters"]
@@ -47,7 +47,7 @@ def drafters_in(folder: str | Path) -> list[dict[str, Any]]:
 
 def _names(folder: Path) -> list[str]:
     try:
-        config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+        config = read_json(folder / _CONFIG)
         names = config["drafters"] if config["model_type"] == _TYPE else None
     except (OSError, ValueError, KeyError, TypeError):
         names = None

@@ -121,5 +121,7 @@ def load_datastore(
     """
     datastore = Datastore.load(path)
     made_with = datastore.fingerprint
-    check_target(path, FILE.made_by, datastore.highest, made_with, vocab_size, tokenizer)
+    fits = datastore.vocab_size <= vocab_size
+    highest = datastore.vocab_size - 1 if fits else datastore.highest
+    check_target(path, FILE.made_by, highest, made_with, vocab_size, tokenizer)
     return datastore

@@ -6,12 +6,12 @@ fields of `TreeFile`: {"format": "foretoken-tree-1", "paths": [[0], [1], [0, 0]]
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from foretoken.core.files import read_json
 from foretoken.errors import ForetokenError
 
 __all__ = ["MAX_DEPTH", "MAX_NODES", "MAX_RANKS", "TreeFile", "closed", "is_tree_file"]
@@ -75,10 +75,10 @@ def is_tree_file(value: object) -> bool:
 
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.expanduser().read_text(encoding="utf-8"))
+        return read_json(path.expanduser())
     except OSError as error:
         raise ForetokenError(f"cannot read tree {path}: {error.strerror or error}.") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ForetokenError(f"{path} is not a tree: not JSON in UTF-8 ({error}).") from error
 
 

@@ -9,7 +9,6 @@ which can also be written by hand:
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -17,6 +16,7 @@ from annotated_types import Ge, Le
 from pydantic import Field, Strict, model_validator
 
 from foretoken.core.config import Config
+from foretoken.core.files import read_json
 from foretoken.errors import CompatibilityError, ForetokenError
 
 __all__ = ["LayerIndices", "TunedLayers"]
@@ -67,10 +67,10 @@ class TunedLayers(Config):
             ForetokenError: the file cannot be read, is damaged, or is of another kind.
         """
         try:
-            value = json.loads(Path(path).read_text(encoding="utf-8"))
+            value = read_json(Path(path))
         except OSError as error:
             raise ForetokenError(f"cannot read {path}: {error.strerror or error}") from error
-        except (ValueError, RecursionError):
+        except ValueError:
             value = None
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise ForetokenError(

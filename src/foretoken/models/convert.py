@@ -102,12 +102,12 @@ def _save_configs(file: GgufFile, model: PreTrainedModel, folder: Path) -> None:
 
     model.config.save_pretrained(folder)
     # A chat model may end a turn and a text with different tokens.
-    ends = [file.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot")]
+    ends = [file.token_id(end) for end in ("eos", "eot")]
     stops = list(dict.fromkeys(end for end in ends if end is not None))
     generation = GenerationConfig(  # type: ignore[no-untyped-call]
-        bos_token_id=file.get("tokenizer.ggml.bos_token_id"),
+        bos_token_id=file.token_id("bos"),
         eos_token_id=stops[0] if len(stops) == 1 else stops or None,
-        pad_token_id=file.get("tokenizer.ggml.padding_token_id"),
+        pad_token_id=file.token_id("padding"),
     )
     generation.save_pretrained(folder)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from foretoken.errors import ModelError
+from foretoken.models.folder import check_config, check_sizes
 from foretoken.models.gguf_architectures import (
     REQUIRED_SETTINGS,
     THETA_OF_WINDOWS,
@@ -38,20 +39,24 @@ def config_of(file: GgufFile) -> PretrainedConfig:
     about = file.about
     names = {**REQUIRED_SETTINGS, **about.required, **about.optional}
     given = {to: _number(file, name) for name, to in names.items() if file.has(name)}
+    check_config(file.path, given)
     given["head_dim"] = _head_dim(file, given)
-    given["num_key_value_heads"] = (
-        _number(file, "attention.head_count_kv") or given["num_attention_heads"]
-    )
+    groups = _number(file, "attention.head_count_kv")
+    given["num_key_value_heads"] = given["num_attention_heads"] if groups is None else groups
     given["vocab_size"] = _vocab_size(file)
     given["tie_word_embeddings"] = all(tensor.name != "output.weight" for tensor in file.tensors)
     given["rope_parameters"] = _rope(file)
     for end in ("bos", "eos", "pad"):
         kind = {"pad": "padding"}.get(end, end)
-        given[f"{end}_token_id"] = file.get(f"tokenizer.ggml.{kind}_token_id")
+        given[f"{end}_token_id"] = file.token_id(kind)
     if (pattern := file.setting(WINDOW_PATTERN)) is not None:
+        if not pattern or not isinstance(pattern, int | list):
+            raise file.wrong(WINDOW_PATTERN)
         given["layer_types"] = _layer_types(pattern, given["num_hidden_layers"])
     if about.model_type == "phi3":
         _check_phi(file, given)
+    check_config(file.path, given)
+    check_sizes(file.path, given, {each.name: each.shape for each in file.tensors})
     config: PretrainedConfig = AutoConfig.for_model(
         about.model_type, **(given | about.fields(given))
     )
@@ -66,6 +71,8 @@ def _number(file: GgufFile, name: str) -> Any:
     """
     found = file.setting(name)
     if isinstance(found, list):
+        if any(isinstance(each, list) for each in found):
+            raise file.wrong(name)
         if len(set(found)) != 1:
             raise ModelError(f"{file.path} has another {name} in each layer, which is not known")
         (found,) = set(found)
@@ -94,6 +101,8 @@ def _head_dim(file: GgufFile, given: dict[str, Any]) -> int:
     """
     sizes = {_number(file, name) for name in ("attention.key_length", "rope.dimension_count")}
     sizes.discard(None)
+    if not all(isinstance(size, int) for size in sizes):
+        raise file.wrong("attention.key_length")
     if not sizes:
         return int(given["hidden_size"] // given["num_attention_heads"])
     if len(sizes) > 1:
@@ -107,7 +116,7 @@ def _rope(file: GgufFile) -> dict[str, Any]:
     Raises:
         ModelError: It is scaled in a way that cannot be converted.
     """
-    kind, theta = file.setting("rope.scaling.type"), _number(file, "rope.freq_base") or _THETA
+    kind, theta = file.setting("rope.scaling.type"), _base(file, "rope.freq_base")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     if kind == "linear":
         rope |= {"rope_type": "linear", "factor": _number(file, "rope.scaling.factor")}
@@ -119,8 +128,12 @@ def _rope(file: GgufFile) -> dict[str, Any]:
     if file.about.model_type != "gemma3_text":
         return rope
     # Layers with a window have angles of their own, which older files do not say.
-    windowed = {"rope_type": "default", "rope_theta": _number(file, THETA_OF_WINDOWS) or _THETA}
+    windowed = {"rope_type": "default", "rope_theta": _base(file, THETA_OF_WINDOWS)}
     return {"full_attention": rope, "sliding_attention": windowed}
+
+
+def _base(file: GgufFile, name: str) -> Any:
+    return _number(file, name) if file.has(name) else _THETA
 
 
 def _layer_types(pattern: int | list[bool], layers: int) -> list[str]:

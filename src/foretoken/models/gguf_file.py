@@ -33,6 +33,7 @@ Bytes = npt.NDArray[np.uint8]
 _MAGIC = b"GGUF"
 _HINT = "use the model's safetensors folder instead"
 _PART = re.compile(r"(.*-)(\d{5})(-of-(\d{5})\.gguf)", re.IGNORECASE)
+_BLOCK = re.compile(r"blk\.(\d+)\.")
 _FLOATS = {
     gguf.GGMLQuantizationType.F32,
     gguf.GGMLQuantizationType.F16,
@@ -147,6 +148,8 @@ class _Reader(gguf.GGUFReader):
         if kind not in self.gguf_scalar_to_np:
             return super()._get_field_parts(orig_offs, raw_type)
         numbers = self._get(at, self.gguf_scalar_to_np[types[1]], count)
+        if len(numbers) != count:
+            raise ValueError("an array that goes on after the end of the file")
         return at - orig_offs + numbers.nbytes, [*parts, numbers], [1], types
 
 
@@ -189,6 +192,8 @@ class GgufFile:
         tensors = [each for part in zip(parts, readers, strict=True) for each in _tensors(*part)]
         file = cls(parts[0], readers[0], tuple(tensors))
         count = file.get("split.count") or 1
+        if not isinstance(count, int):
+            raise file.wrong("split.count")
         if count != len(parts):
             raise ModelError(
                 f"{path} is one of {count} parts, but is not named like NAME-00001-of-"
@@ -207,9 +212,34 @@ class GgufFile:
         return sum(tensor.elements for tensor in self.tensors)
 
     def get(self, key: str) -> Any:
-        """The value of a metadata key, or None if the file does not have it."""
+        """The value of a metadata key, or None if the file does not have it.
+
+        Raises:
+            ModelError: It cannot be read.
+        """
         field = self.reader.get_field(key)
-        return None if field is None else field.contents()
+        try:
+            return None if field is None else field.contents()
+        except (ValueError, TypeError, IndexError) as error:
+            raise self.wrong(key) from error
+
+    def wrong(self, key: str) -> ModelError:
+        """The error for a metadata key whose value no model has."""
+        return ModelError(f"{self.path} has a wrong value for {key}; get the file again")
+
+    def token_id(self, name: str) -> int | None:
+        """The id of a special token such as "eos", or None if the file does not have it.
+
+        Raises:
+            ModelError: It is not in the vocabulary.
+        """
+        key = f"tokenizer.ggml.{name}_token_id"
+        found = self.get(key)
+        tokens = self.reader.get_field("tokenizer.ggml.tokens")
+        count = 0 if tokens is None else len(tokens.data)
+        if found is not None and not (isinstance(found, int) and 0 <= found < count):
+            raise self.wrong(key)
+        return found
 
     def setting(self, name: str) -> Any:
         """The value of one of the architecture's settings, or None."""
@@ -256,6 +286,12 @@ class GgufFile:
             raise ModelError(
                 f"{self.path} has settings that cannot be converted: {', '.join(unknown)}; {_HINT}"
             )
+        blocks = {match[1] for each in self.tensors if (match := _BLOCK.match(each.name))}
+        if self.setting("block_count") != len(blocks):
+            raise ModelError(
+                f"{self.path} has the tensors of {len(blocks)} blocks, and its block_count is "
+                f"{self.setting('block_count')!r:.30}; get the file again"
+            )
 
 
 def _reader(path: Path) -> gguf.GGUFReader:
@@ -280,6 +316,8 @@ def _reader(path: Path) -> gguf.GGUFReader:
 def _tensors(path: Path, reader: gguf.GGUFReader) -> Iterator[GgufTensor]:
     for each in reader.tensors:
         shape = tuple(reversed(each.shape.tolist()))
+        if not shape or min(shape) < 1:
+            raise ModelError(f"{path} is damaged: {each.name} has no numbers; get the file again")
         yield GgufTensor(
             path, each.name, each.tensor_type, shape, int(each.data_offset), int(each.n_bytes)
         )

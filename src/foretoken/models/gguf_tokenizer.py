@@ -45,6 +45,8 @@ _SPECIAL = {
 # Token types whose text must not change: normal, control, user-defined.
 _CHECKED_TYPES = {1, 3, 4}
 _PROBE = "  Two  spaces, 12 apples\n\n\tand 3.14 more;\r\n it's I'LL (é🎉中文) "
+_MAX_TOKEN = 4096
+"""Characters of a token: Transformers tries all its parts, two by two."""
 _HINT = "use the model's safetensors folder instead"
 
 
@@ -66,6 +68,7 @@ def convert_tokenizer(file: GgufFile, folder: Path) -> None:
             f"{file.path} has a tokenizer (model {kind!r}, pre {split!r}) that cannot be "
             f"converted; {_HINT}"
         )
+    _check_vocabulary(file)
     backend = _backend(file)
     if split in _DIGIT_SPLITS:
         _split_digits(backend)
@@ -74,7 +77,7 @@ def convert_tokenizer(file: GgufFile, folder: Path) -> None:
     if kind == "llama":
         _keep_leading_spaces(backend, file.get("tokenizer.ggml.add_space_prefix") is not False)
     tokens = file.get("tokenizer.ggml.tokens")
-    special = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
+    special = {name: file.token_id(key) for name, key in _SPECIAL.items()}
     # Files of these vocabularies need not say that a text begins with a token of its own.
     begins = file.get("tokenizer.ggml.add_bos_token")
     usual = kind == "llama" or split in _WHOLE_WORDS
@@ -89,6 +92,33 @@ def convert_tokenizer(file: GgufFile, folder: Path) -> None:
     tokenizer.add_eos_token = bool(file.get("tokenizer.ggml.add_eos_token"))  # type: ignore[misc]
     tokenizer.save_pretrained(folder)
     _check_saved(file, tokenizer, folder)
+
+
+def _check_vocabulary(file: GgufFile) -> None:
+    """Check the types and lengths of what makes up the vocabulary.
+
+    Raises:
+        ModelError: One is wrong.
+    """
+    tokens = file.get("tokenizer.ggml.tokens")
+    if not _are(str, tokens) or max(map(len, tokens), default=_MAX_TOKEN + 1) > _MAX_TOKEN:
+        raise file.wrong("tokenizer.ggml.tokens")
+    for key, kind, size in (
+        ("scores", float, len(tokens)),
+        ("token_type", int, len(tokens)),
+        ("merges", str, None),
+    ):
+        name = f"tokenizer.ggml.{key}"
+        given = file.get(name)
+        if given is not None and not (_are(kind, given) and size in (None, len(given))):
+            raise file.wrong(name)
+    for key, single in (("tokenizer.chat_template", str), ("tokenizer.ggml.add_bos_token", bool)):
+        if not isinstance(file.get(key), single | None):
+            raise file.wrong(key)
+
+
+def _are(kind: type, values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(each, kind) for each in values)
 
 
 def _backend(file: GgufFile) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretoken.errors import ModelError
-from foretoken.models.folder import read_config, weight_files
+from foretoken.models.folder import check_sizes, check_tokenizer, read_config, weight_files
 from foretoken.models.guard import guarded
 from foretoken.models.tensor_parallel import check_sharded, sharded
 
@@ -61,7 +61,7 @@ def load_model(
         CompatibilityError: If it cannot be spread over so many processes.
     """
     config = read_config(folder)
-    _check_weights_readable(folder)
+    check_sizes(folder / "config.json", config, _weight_shapes(folder))
     written = config.get("foretoken")
     if not fills_masks and isinstance(written, dict) and "spec_drafter" in written:
         raise ModelError(
@@ -103,27 +103,32 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
         return None
     from transformers import AutoTokenizer
 
+    check_tokenizer(folder)
     with guarded(f"cannot load the tokenizer in {folder}"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
+        tokenizer.decode([*tokenizer("")["input_ids"], 0])  # what is damaged may only show now
     return tokenizer
 
 
-def _check_weights_readable(folder: Path) -> None:
-    """Read the headers of the weight files, which reveal a truncated file.
+def _weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The headers of the weight files, which reveal a truncated file.
 
     Raises:
         ModelError: If a file is truncated or damaged.
     """
     from safetensors import SafetensorError, safe_open
 
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(folder):
         try:
-            with safe_open(file, "numpy"):
-                pass
+            with safe_open(file, "numpy") as opened:
+                for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                    shapes[name] = tuple(opened.get_slice(name).get_shape())
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{file} is truncated or damaged ({error}); get it again") from error
+    return shapes
 
 
 def _kind(folder: Path, config: dict[str, Any], tensor_parallel_size: int) -> Any:

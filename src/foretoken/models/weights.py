@@ -6,7 +6,6 @@ models.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -15,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from foretoken.core.files import parsed_json
 from foretoken.errors import ModelError
 from foretoken.models.folder import weight_files
 from foretoken.models.identity import identity_of
@@ -137,7 +137,7 @@ def _places(file: Path) -> dict[str, _Place]:
             pass
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(length))
+            header = parsed_json(opened.read(length))
     except (OSError, SafetensorError, ValueError) as error:
         raise ModelError(f"{file} is truncated or damaged ({error}); get it again") from error
     header.pop("__metadata__", None)

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from foretoken.core.files import parsed_json
 from foretoken.errors import DataError
 
 __all__ = ["Conversation", "ConversationFile", "Repeats", "loop_start", "opening"]
@@ -93,7 +94,7 @@ def _fields(conversation: Conversation) -> dict[str, Any]:
 
 def _conversation(line: str, where: str) -> Conversation:
     try:
-        fields = json.loads(line)
+        fields = parsed_json(line)
         return Conversation(
             tuple(fields["tokens"]),
             tuple((int(start), int(stop)) for start, stop in fields["answers"]),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from foretoken.core.files import parsed_json
 from foretoken.errors import DataError
 from foretoken.training.conversations import Conversation
 
@@ -113,7 +113,7 @@ def texts_in(path: Path) -> Iterator[str]:
     for number, line in enumerate(lines, 1):
         try:
             if line.strip():
-                yield from _strings(json.loads(line) if path.suffix == ".jsonl" else line)
+                yield from _strings(parsed_json(line) if path.suffix == ".jsonl" else line)
         except ValueError as error:
             raise DataError(f"{path}, line {number}: not JSON: {error}.") from None
 

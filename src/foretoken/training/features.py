@@ -11,7 +11,6 @@ written last. A folder without it is incomplete and is made anew (`feature_passe
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd, prod
@@ -23,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foretoken.core.files import read_json
 from foretoken.errors import DataError
 
 __all__ = [
@@ -134,7 +134,7 @@ class FeatureCache:
 
     def __init__(self, folder: Path) -> None:
         try:
-            self.index: Mapping[str, Any] = json.loads((folder / INDEX).read_text())
+            self.index: Mapping[str, Any] = read_json(folder / INDEX)
             self._starts = [0, *np.cumsum(self.index["lengths"]).tolist()]
             sizes = [len(source) for source in self.index.get("sources", ())]
             self._source_starts = [0, *np.cumsum(sizes, dtype=int).tolist()]

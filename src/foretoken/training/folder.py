@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foretoken.core.files import write_whole
+from foretoken.core.files import read_json, write_whole
 from foretoken.errors import ConfigError
 from foretoken.training.checkpoints import checkpoints_in
 
@@ -104,7 +104,7 @@ class TrainingFolder:
             ConfigError: it has.
         """
         if self._settings.exists():
-            found = json.loads(self._settings.read_text())
+            found = read_json(self._settings)
             if found != wanted:
                 changed = {*found, *wanted}
                 other = next(k for k in sorted(changed) if found.get(k) != wanted.get(k))

@@ -13,12 +13,12 @@ answers only what is held out.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from foretoken.core.files import parsed_json
 from foretoken.core.params import SamplingParams
 from foretoken.errors import DataError, PromptError
 from foretoken.llm import LLM
@@ -182,7 +182,7 @@ def _entry(where: str, line: str, suffix: str) -> tuple[str, dict[str, Any], str
 
 def _of_json(where: str, line: str) -> tuple[str, dict[str, Any], str | None]:
     try:
-        fields = json.loads(line)
+        fields = parsed_json(line)
     except ValueError as error:
         raise DataError(f"{where}: not JSON: {error}.") from None
     if not isinstance(fields, dict) or not isinstance(fields.get("source"), str):

@@ -14,11 +14,11 @@ for them (`answers=fixed`), the last answer of a conversation is learnt, or the 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from foretoken.core.files import parsed_json
 from foretoken.errors import DataError, ForetokenError
 from foretoken.llm import LLM, Prompt
 from foretoken.training.conversations import Conversation
@@ -132,7 +132,7 @@ def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         where = f"{path}, line {number}"
         try:
-            fields = json.loads(line)
+            fields = parsed_json(line)
         except ValueError as error:
             raise DataError(f"{where}: not JSON: {error}.") from None
         if not isinstance(fields, dict):

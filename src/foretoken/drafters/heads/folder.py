@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from foretoken.core import files
 from foretoken.core.files import write_whole
 from foretoken.errors import CompatibilityError, ModelError
 from foretoken.runtime.target import Target
@@ -85,10 +85,10 @@ def read_json(path: Path) -> dict[str, Any]:
         ModelError: the file is missing or damaged.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = files.read_json(path)
     except FileNotFoundError:
         raise ModelError(f"{path} does not exist: give the folder of a trained head.") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read: {error}.") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds no JSON object.")
@@ -102,12 +102,9 @@ def validated(kind: type[_Fields], fields: Any, path: Path) -> _Fields:
         ModelError: a field is missing or wrong; the message names it.
     """
     try:
-        return TypeAdapter(kind).validate_python(fields)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"])
-        wrong = f"{path}: {name}: {first['msg'].lower()}."
-    raise ModelError(wrong)  # without pydantic's error: see `Config`
+        return files.validated(kind, fields)
+    except ValueError as error:
+        raise ModelError(f"{path}: {error}.") from None
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -93,8 +93,8 @@ class Datastore:
 
     @property
     def highest(self) -> int:
-        """The highest token id that occurs; only separators are sorted behind it."""
-        return int(self.tokens[self.suffixes[self.num_tokens - 1]])
+        """The highest token id that occurs; this reads all tokens."""
+        return int(self.tokens.max(initial=0, where=self.tokens < self.vocab_size))
 
     def find(self, pattern: Sequence[int]) -> range:
         """The occurrences of these tokens, as a range of indices into `suffixes`."""
@@ -140,7 +140,7 @@ class Datastore:
             skipped: number of first tokens to leave out: the match.
             length: most tokens of a continuation.
         """
-        inside = partial(int.__gt__, self.vocab_size)
+        inside = range(self.vocab_size).__contains__
         starts = (self._suffixes[entry] + skipped for entry in entries)
         return [list(takewhile(inside, self._tokens[s : s + length].tolist())) for s in starts]
 

@@ -84,7 +84,7 @@ class TensorFile:
                 tensors = {name: file.get_tensor(name) for name in names if name in present}
         except OSError as error:
             raise ForetokenError(f"cannot read {path}: {error.strerror or error}") from error
-        except SafetensorError as error:
+        except (SafetensorError, RuntimeError) as error:  # of PyTorch: unaligned tensors
             raise ForetokenError(
                 f"{path} is not a valid {self.what}: make one with '{self.made_by}'."
             ) from error
