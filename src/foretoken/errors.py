@@ -32,7 +32,17 @@ __all__ = [
 
 
 class ForetokenError(ValueError):
-    """Base of all errors that a user can cause and fix."""
+    """Base of all errors that a user can cause and fix.
+
+    Messages quote files and requests: what would act on a terminal is shown as an escape.
+    """
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__("".join(map(_shown, str(message))))
+
+
+def _shown(letter: str) -> str:
+    return letter if letter.isprintable() or letter == "\n" else letter.encode("unicode_escape").decode()
 
 
 class ConfigError(ForetokenError):

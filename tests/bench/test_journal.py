@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from foretoken.bench.journal import Journal
 from foretoken.errors import ForetokenError
 
-HEADER = b'{"format": "test", "seed": 0}\n'
+HEADER = b'{"format": "test", "seed": 0, "checksum": "980e8106"}\n'
 
 
 def journal(path: Path) -> Journal:
@@ -35,7 +34,15 @@ def test_a_record_that_was_cut_off_is_removed_without_writing_the_others_again(
     again = journal(path)
     assert again.records == [{"of": "\u00e9"}, {"of": 2}]
     again.add({"of": 3})
-    assert [json.loads(line) for line in path.read_text().splitlines()][1:] == again.records
+    assert journal(path).records == again.records == [{"of": "\u00e9"}, {"of": 2}, {"of": 3}]
+
+
+def test_a_record_that_was_changed_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    journal(path).add({"of": 2})
+    path.write_text(path.read_text().replace("2}", "3}").replace('"of": 2', '"of": "two"'))
+    with pytest.raises(ForetokenError, match="line 2 has changed since it was written"):
+        journal(path)
 
 
 @pytest.mark.parametrize("length", [0, 1, len(HEADER) - 1])
@@ -48,7 +55,7 @@ def test_a_header_that_was_cut_off_is_written_again(length: int, tmp_path: Path)
 
 def test_what_is_no_results_file_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
-    for content in (b"notes", b"notes\n", b"[]\n", HEADER.replace(b"0", b"1")[:-1]):
+    for content in (b"notes", b"notes\n", b"[]\n", HEADER.replace(b"0,", b"1,")[:-1]):
         path.write_bytes(content)
         with pytest.raises(ForetokenError, match="not a results file"):
             journal(path)

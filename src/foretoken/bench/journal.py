@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ from foretoken.errors import ForetokenError
 
 __all__ = ["Journal"]
 
+_CHECK = "checksum"
+
 
 class Journal:
     """A file of JSON objects; the first one has the settings that all others depend on.
 
-    A file made with other settings is refused, so that a summary never mixes different runs.
+    A file made with other settings is refused, so that a summary never mixes different runs. So is
+    one with a line that was changed: each ends with the checksum of what it says.
 
     Args:
         path: created if it does not exist; None keeps the records in memory only.
@@ -47,7 +51,7 @@ class Journal:
         content = path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]  # a kill may have cut off the last line
         if not whole:
-            if not json.dumps(header).encode().startswith(content):
+            if not _line(header).encode().startswith(content):
                 raise ForetokenError(f"{path} is not a results file; choose another --output.")
             os.truncate(path, 0)
             return False
@@ -57,6 +61,14 @@ class Journal:
             raise ForetokenError(f"{path} is not a results file: {error}.") from error
         if not all(isinstance(record, dict) for record in (found, *self.records)):
             raise ForetokenError(f"{path} is not a results file: expected JSON objects.")
+        if found.get("format") != header["format"]:
+            raise ForetokenError(f"{path} is not a results file; choose another --output.")
+        for number, record in enumerate((found, *self.records), 1):
+            if record.pop(_CHECK, None) != _checksum(record):
+                raise ForetokenError(
+                    f"{path}: line {number} has changed since it was written, or is of an older "
+                    "version; choose another --output."
+                )
         # JSON turns tuples into lists: compare like with like.
         _check_header(path, found, json.loads(json.dumps(header)))
         if whole != content:
@@ -66,12 +78,18 @@ class Journal:
     def _append(self, record: dict[str, Any]) -> None:
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+                file.write(_line(record) + "\n")
+
+
+def _line(record: dict[str, Any]) -> str:
+    return json.dumps({**record, _CHECK: _checksum(record)})
+
+
+def _checksum(record: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(record).encode()):08x}"
 
 
 def _check_header(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    if found.get("format") != wanted["format"]:
-        raise ForetokenError(f"{path} is not a results file; choose another --output.")
     changed = [name for name in wanted if found.get(name) != wanted[name]]
     if changed:
         name = changed[0]

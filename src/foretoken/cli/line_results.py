@@ -115,7 +115,8 @@ class LineResults:
                 record = parsed_json(line)
             except ValueError:
                 record = None
-            if not isinstance(record, dict):
+            outputs = record.get("outputs", []) if isinstance(record, dict) else None
+            if not isinstance(outputs, list) or not all(isinstance(x, dict) for x in outputs):
                 raise ForetokenError(f"{self.path}: line {number} is not a JSON object")
             records.append(record)
         if whole != content:

@@ -70,9 +70,9 @@ class ConversationFile:
         """
         if not self.path.exists():
             return
-        with self.path.open(encoding="utf-8") as file:
+        with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                if not line.endswith("\n"):
+                if not line.endswith(b"\n"):
                     return  # the process was killed while it wrote this line
                 yield _conversation(line, f"{self.path}, line {number}")
 
@@ -92,7 +92,7 @@ def _fields(conversation: Conversation) -> dict[str, Any]:
     return fields if conversation.source else {k: v for k, v in fields.items() if k != "source"}
 
 
-def _conversation(line: str, where: str) -> Conversation:
+def _conversation(line: bytes, where: str) -> Conversation:
     try:
         fields = parsed_json(line)
         return Conversation(
@@ -102,7 +102,7 @@ def _conversation(line: str, where: str) -> Conversation:
             float(fields["temperature"]),
             tuple(fields.get("source", ())),
         )
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise DataError(f"{where}: not a conversation of this program: {error}.") from None
 
 

@@ -82,6 +82,8 @@ class TensorFile:
                 self._check(path, metadata)
                 present = set(file.keys())
                 tensors = {name: file.get_tensor(name) for name in names if name in present}
+            if any(each.data_ptr() % each.element_size() for each in tensors.values()):
+                raise self.damaged(path)  # unaligned: a memoryview cannot read it
         except OSError as error:
             raise ForetokenError(f"cannot read {path}: {error.strerror or error}") from error
         except (SafetensorError, RuntimeError) as error:  # of PyTorch: unaligned tensors
