@@ -42,7 +42,11 @@ class ForetokenError(ValueError):
 
 
 def _shown(letter: str) -> str:
-    return letter if letter.isprintable() or letter == "\n" else letter.encode("unicode_escape").decode()
+    return (
+        letter
+        if letter.isprintable() or letter == "\n"
+        else letter.encode("unicode_escape").decode()
+    )
 
 
 class ConfigError(ForetokenError):

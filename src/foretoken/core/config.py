@@ -73,7 +73,7 @@ class Config(BaseModel):
         reason = first["msg"].removeprefix("Value error, ")
         if not name:
             return reason
-        return f"{name}: {reason[0].lower()}{reason[1:]}, got {first['input']!r}."
+        return f"{name}: {reason[0].lower()}{reason[1:]}, got {first['input']!r:.200}."
 
     @classmethod
     def advice(cls, name: str, known: list[str]) -> str:

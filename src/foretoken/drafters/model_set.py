@@ -40,9 +40,18 @@ def drafters_in(folder: str | Path) -> list[dict[str, Any]]:
         ConfigError: it is no such folder, or one of them is not there.
     """
     found = [Path(folder) / name for name in _names(Path(folder))]
-    if missing := [each for each in found if not (each / _CONFIG).is_file()]:
-        raise ConfigError(f"there is no draft model in {missing[0]}, of which {folder} tells.")
+    if missing := [each for each in found if not _is_file(each / _CONFIG)]:
+        raise ConfigError(
+            f"there is no draft model in {missing[0]!s:.300}, of which {folder} tells."
+        )
     return [{"method": "draft_model", "model": str(each)} for each in found]
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # it is no name of a file
+        return False
 
 
 def _names(folder: Path) -> list[str]:

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from foretoken.core.config import Config
 from foretoken.errors import ConfigError, PromptError, in_one_line
+from foretoken.models.chat_template import rendered
 from foretoken.runtime.target import Target
 
 __all__ = [
@@ -149,16 +150,13 @@ def conversation_ids(
         raise PromptError("this model has no chat template: pass text instead of messages.")
     listed = [_with_text(message) for message in messages]
     try:
-        text = tokenizer.apply_chat_template(
-            listed, add_generation_prompt=add_generation_prompt, tokenize=False, **template
-        )
+        text = rendered(tokenizer, listed, add_generation_prompt=add_generation_prompt, **template)
     except TemplateError as error:  # a template may refuse roles or their order
         raise PromptError(f"the model's chat template refuses this: {error}") from error
     except (TypeError, ValueError, KeyError, AttributeError) as error:  # raised inside it
         raise PromptError(
             f"the model's chat template cannot format this: {in_one_line(error)}"
         ) from error
-    assert isinstance(text, str)
     check_text(text)
     return tokens_of(tokenizer, text, in_output=False)
 

@@ -15,14 +15,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd, prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
 import numpy as np
 import torch
+from annotated_types import Ge, Gt, Le
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
-from foretoken.core.files import read_json
+from foretoken.core.files import read_json, validated
 from foretoken.errors import DataError
 
 __all__ = [
@@ -122,6 +124,21 @@ def noisy(hidden: Tensor, noise: float) -> Tensor:
     return hidden + noise * size * torch.randn_like(hidden)
 
 
+_PER_TEXT = ("lengths", "answers", "sources")
+_Whole = Annotated[int, Ge(0), Le(2**40)]
+
+
+class _Index(TypedDict):
+    """What `index.json` says; the lists have an entry for each conversation."""
+
+    layers: list[int]
+    hidden_size: Annotated[_Whole, Gt(0)]
+    lengths: list[_Whole]
+    answers: list[list[tuple[_Whole, _Whole]]]
+    sources: NotRequired[list[list[int]]]
+    encoded: NotRequired[bool]
+
+
 class FeatureCache:
     """The features of some conversations.
 
@@ -134,7 +151,7 @@ class FeatureCache:
 
     def __init__(self, folder: Path) -> None:
         try:
-            self.index: Mapping[str, Any] = read_json(folder / INDEX)
+            self.index: Mapping[str, Any] = validated(_Index, read_json(folder / INDEX))
             self._starts = [0, *np.cumsum(self.index["lengths"]).tolist()]
             sizes = [len(source) for source in self.index.get("sources", ())]
             self._source_starts = [0, *np.cumsum(sizes, dtype=int).tolist()]
@@ -142,7 +159,10 @@ class FeatureCache:
                 name: np.memmap(folder / name, dtype=kind, mode="r", shape=shape)
                 for name, (kind, shape) in array_shapes(self.index).items()
             }
-        except (OSError, ValueError, KeyError, TypeError):
+            numbers = {len(self.index[name]) for name in _PER_TEXT if name in self.index}
+            if numbers != {len(self)}:
+                raise ValueError("it tells of other conversations")
+        except (OSError, ValueError, KeyError, TypeError, OverflowError):
             raise DataError(
                 f"{folder}: the features are incomplete: delete the folder, and compute them anew."
             ) from None

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from foretoken.core.params import SamplingParams
 from foretoken.errors import CompatibilityError
 from foretoken.llm import LLM
+from foretoken.models.chat_template import rendered
 from foretoken.training.conversations import Conversation
 from foretoken.training.openings import Opening, authors_of, first_opening, next_opening, reads
 from foretoken.training.talks import (
@@ -92,7 +93,7 @@ class Template:
         roles = ("user", "assistant", "user")
         messages = [{"role": r, "content": m} for r, m in zip(roles, marks, strict=True)]
         try:
-            text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+            text = rendered(tokenizer, messages)
         except TemplateError as error:
             raise CompatibilityError(
                 f"the chat template of this model fails on a plain conversation ({error}): give "

@@ -8,7 +8,7 @@ them. If it does, they count: EAGLE's authors trained output rows of their own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -31,6 +31,7 @@ from foretoken.drafters.heads.folder import (
 )
 from foretoken.drafters.heads.parallel_net import ParallelConfig, ParallelNet
 from foretoken.drafters.heads.published import fields_of, read_published
+from foretoken.models.folder import check_sizes as check_model_sizes
 
 __all__ = [
     "EMBEDDING",
@@ -120,6 +121,9 @@ class Checkpoint:
         sizes = (config.vocab_size, config.hidden_size)
         for found in (tuple(embedding.shape), tuple(output_rows.shape)):
             check_sizes(self.path, self.description.verifier, sizes, found)
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+        here = {**shapes, EMBEDDING: tuple(embedding.shape)}
+        check_model_sizes(self.path / CONFIG, asdict(config), here)
         tokens = self.draft_tokens()
         rows = self._own(OUTPUT_ROWS, output_rows[tokens.to(output_rows.device)])
         net = new_net(config, self._own(EMBEDDING, embedding), rows, tokens, final_norm)

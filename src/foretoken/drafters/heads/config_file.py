@@ -17,6 +17,7 @@ from foretoken.drafters.heads.eagle_layer import EagleConfig
 from foretoken.drafters.heads.folder import Verifier, read_json, validated
 from foretoken.drafters.heads.parallel_net import ParallelConfig
 from foretoken.errors import ModelError
+from foretoken.models.guard import guarded
 
 __all__ = ["KINDS", "Description", "Verifier", "describe", "described", "read_description"]
 
@@ -166,10 +167,13 @@ def described(fields: Mapping[str, Any], path: Path) -> Description:
             f"{path}: mask_token_id ({file.mask_token_id}) is not below vocab_size "
             f"({layer.vocab_size})."
         )
+    config = _config(file)
+    with guarded(f"{path}: there is no such rotary embedding"):
+        config.rotary()
     verifier = file.speculators_config.verifier
     name = verifier.name_or_path or "another model"
     return Description(
-        _config(file),
+        config,
         Verifier(name, verifier.architectures, notes.verifier_layers),
         notes.model_extra or {},
     )

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foretoken.drafters.heads.state_net import Size, StateConfig, StateNet, linear
+from foretoken.drafters.heads.state_net import Depth, StateConfig, StateNet, linear
 
 __all__ = ["HydraConfig", "HydraNet"]
 
@@ -33,7 +33,7 @@ class HydraConfig(StateConfig):
         num_layers: blocks of each head, the one that reads the tokens included.
     """
 
-    num_layers: Size = 1
+    num_layers: Depth = 1
 
 
 class _Head(nn.Module):

@@ -17,7 +17,7 @@ from typing import ClassVar, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foretoken.drafters.heads.state_net import Size, StateConfig, StateNet, linear
+from foretoken.drafters.heads.state_net import Depth, StateConfig, StateNet, linear
 
 __all__ = ["MedusaConfig", "MedusaNet"]
 
@@ -31,7 +31,7 @@ class MedusaConfig(StateConfig):
         bias: whether the blocks have biases.
     """
 
-    num_layers: Size = 1
+    num_layers: Depth = 1
     bias: bool = True
 
 

@@ -31,6 +31,7 @@ from foretoken.drafters.heads.feature_net import FeatureNet
 from foretoken.drafters.heads.folder import CONFIG, Verifier, validated
 from foretoken.drafters.heads.parallel_net import ParallelNet
 from foretoken.errors import CompatibilityError, ModelError
+from foretoken.models.chat_template import rendered
 from foretoken.runtime.kv_slab import SlabFull
 from foretoken.runtime.network import Need
 from foretoken.runtime.rows import INTERNAL_KEY
@@ -159,7 +160,7 @@ def our_text(tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
         return []
     text = " ".join(message["content"] for message in _MESSAGES)
     if tokenizer.chat_template:
-        text = str(tokenizer.apply_chat_template(_MESSAGES, tokenize=False))
+        text = rendered(tokenizer, _MESSAGES)
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return tokens[-LENGTH:]
 

@@ -40,6 +40,7 @@ from foretoken.drafters.heads.folder import (
 from foretoken.drafters.heads.notes import noted, notes_of
 from foretoken.drafters.heads.state_net import StateConfig, StateNet
 from foretoken.errors import CompatibilityError, ModelError
+from foretoken.models.folder import check_sizes as check_model_sizes
 from foretoken.runtime.target import Target
 
 __all__ = ["Layout", "StateFile", "load_net", "read_state_file", "write_state_file"]
@@ -74,6 +75,14 @@ class StateFile:
             ModelError: tensors are missing, damaged, or do not have the shapes that the
                 configuration says.
         """
+        fields = asdict(self.config)
+        sizes = {
+            "hidden_size": self.config.hidden_size,
+            "intermediate_size": fields.get("inner_size"),
+            "num_layers": min(self.config.num_heads, len(self.tensors)),
+        }
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+        check_model_sizes(self.path.parent / CONFIG, sizes, shapes)
         net = kind(self.config, embedding, rows, self.draft_tokens)
         check_tensors(self.path, self.tensors, net.wanted(), f"a head of method '{kind.METHOD}'")
         # The file's own tensors, without a copy.

@@ -35,7 +35,7 @@ from foretoken.drafters.heads.folder import (
 from foretoken.drafters.heads.medusa import MedusaConfig
 from foretoken.drafters.heads.mlp_speculator import MlpSpeculatorConfig
 from foretoken.drafters.heads.state_file import StateFile
-from foretoken.drafters.heads.state_net import Size
+from foretoken.drafters.heads.state_net import Depth, Size
 from foretoken.errors import ModelError
 
 __all__ = ["fasterdecoding_medusa", "ibm_mlp_speculator", "vllm_medusa"]
@@ -45,8 +45,8 @@ _UNKNOWN = "another model"
 
 @dataclass(frozen=True)
 class _FasterDecoding:
-    medusa_num_heads: Size
-    medusa_num_layers: Size = 1
+    medusa_num_heads: Depth
+    medusa_num_layers: Depth = 1
     base_model_name_or_path: str = _UNKNOWN
 
 
@@ -85,8 +85,8 @@ def _count(tensors: Mapping[str, Tensor]) -> int:
 class _Vllm:
     hidden_size: Size
     vocab_size: Size
-    num_heads: Size
-    num_hidden_layers: Size = 1
+    num_heads: Depth
+    num_hidden_layers: Depth = 1
     truncated_vocab_size: Size | None = None
     medusa_fc_bias: bool = False
     original_lm_head: bool = False
@@ -127,7 +127,7 @@ def vllm_medusa(folder: Path, fields: Mapping[str, Any]) -> StateFile | None:
 class _Mlp:
     vocab_size: Size
     emb_dim: Size
-    n_predict: Size
+    n_predict: Depth
     inner_dim: Annotated[int, Ge(0)] = 0
     tie_weights: bool = False
     scale_input: bool = False

@@ -19,12 +19,13 @@ from typing import Annotated, Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
-from annotated_types import Gt
+from annotated_types import Gt, Le
 from torch import Tensor, nn
 
-__all__ = ["FrozenLinear", "Size", "StateConfig", "StateNet", "linear", "normed"]
+__all__ = ["Depth", "FrozenLinear", "Size", "StateConfig", "StateNet", "linear", "normed"]
 
 Size = Annotated[int, Gt(0)]
+Depth = Annotated[int, Gt(0), Le(256)]
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class StateConfig:
     hidden_size: Size
     vocab_size: Size
     draft_vocab_size: Size
-    num_heads: Size
+    num_heads: Depth
     own_rows: bool = False
 
     def fault(self) -> str | None:
