@@ -126,6 +126,26 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown cut": ({"settings": {"tokenizer.ggml.pre": "new"}}, "pre 'new'"),
     "unknown tokenizer": ({"settings": {"tokenizer.ggml.model": "rwkv"}}, "model 'rwkv'"),
     "no tokenizer": ({"settings": {"tokenizer.ggml.model": None}}, "model None"),
+    "no such layers": ({"settings": {"llama.block_count": 10**9}}, "of 2 blocks, .* 1000000000"),
+    "a million layers": ({"settings": {"llama.block_count": 2**20}}, "of 2 blocks, .* 1048576"),
+    "layers in words": ({"settings": {"llama.block_count": "two"}}, "of 2 blocks, .* 'two'"),
+    "parts in words": ({"settings": {"split.count": "two"}}, "wrong value for split.count"),
+    "no context": ({"settings": {"llama.context_length": 0}}, "max_position_embeddings: .*greater"),
+    "no rotation": ({"settings": {"llama.rope.freq_base": 0.0}}, "rope_theta: .*greater than 0"),
+    "infinite rotation": ({"settings": {"llama.rope.freq_base": np.inf}}, "rope_theta: .*finite"),
+    "huge heads": ({"settings": {"llama.attention.head_count": 10**9}}, "of at least .* numbers"),
+    "no key heads": ({"settings": {"llama.attention.head_count_kv": 0}}, "greater than 0"),
+    "half an end": ({"settings": {"tokenizer.ggml.eos_token_id": 0.5}}, "eos_token_id"),
+    "an end that is no token": ({"settings": {"tokenizer.ggml.eos_token_id": 999}}, "eos_token_id"),
+    "fewer types than tokens": (
+        {"settings": {"tokenizer.ggml.token_type": [1]}},
+        "ggml.token_type",
+    ),
+    "a long token": (
+        {"settings": {"tokenizer.ggml.tokens": ["x" * 10_000] * 3}},
+        "wrong value for tokenizer.ggml.tokens",
+    ),
+    "a name with an escape": ({"settings": {"llama.\x1b[2J": 1}}, r"converted: \\x1b\[2J"),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,50 @@ def test_remote_code_is_refused(folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"num_hidden_layers": 10**9},
+            "1000000000 layers, and its weights are 21 tens",
+        ),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: .*greater than 0"),
+        ({"hidden_size": 10**6, "head_dim": 10**6}, "model of at least .* numbers"),
+        ({"num_labels": 10**12}, "num_labels: "),
+        ({"sliding_window": [4]}, "sliding_window: .*integer"),
+        ({"eos_token_id": 0.5}, "eos_token_id"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings: .*greater than 0"),
+        ({"rope_theta": 0}, "rope_theta: .*greater than 0"),
+        ({"rope_parameters": {"rope_theta": float("inf")}}, "rope_theta: .*finite"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": -1}}, "factor: .*greater than 0"),
+        ({"deep": json.loads("[" * 300 + "]" * 300)}, "is nested deeper than 100 levels"),
+    ],
+)
+def test_configurations_of_no_model_are_refused(
+    fields: dict[str, Any], message: str, folder: Path
+) -> None:
+    edit_config(folder, **fields)
+    assert re.search(message, refusal(folder))
+
+
+def test_a_config_that_is_nested_too_deeply_to_parse(folder: Path) -> None:
+    (folder / "config.json").write_text('{"a": ' + "[" * 100_000)
+    assert "is not valid JSON" in refusal(folder)
+
+
+def test_a_generation_config_is_checked_too(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": 0.5}')
+    assert "generation_config.json: eos_token_id" in refusal(folder)
+
+
+@pytest.mark.parametrize("names", [["model.safetensors"], "../x.safetensors", 3, None])
+def test_an_index_names_files(names: Any, folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder.parent / "x.safetensors")
+    index = {"weight_map": {"model.norm.weight": names}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "index.json: model.norm.weight: " in refusal(folder)
+
+
 def test_unknown_models_are_refused(folder: Path) -> None:
     edit_config(folder, model_type="brand-new")
     assert "cannot load the model in" in refusal(folder)
@@ -187,6 +232,14 @@ def test_a_broken_tokenizer_is_refused(make_gguf: Any, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot load the tokenizer in") as raised:
         load_tokenizer(folder)
     assert "\n" not in str(raised.value)
+
+
+def test_a_tokenizer_config_is_checked(make_gguf: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(resolve(make_gguf()), tmp_path / "copy")
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": "long"}))
+    with pytest.raises(ModelError, match=r"tokenizer_config.json: model_max_length: "):
+        load_tokenizer(folder)
 
 
 @pytest.mark.model

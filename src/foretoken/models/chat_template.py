@@ -32,7 +32,7 @@ _MOST_IN_ALL = 1 << 30
 
 _SECONDS = 10.0
 
-_ITEM = 16
+_ITEM = 64
 """What an item of a list counts besides its characters; so lists of lists are soon too large."""
 
 _PADDING = {"center", "ljust", "rjust", "zfill"}
