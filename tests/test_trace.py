@@ -11,6 +11,7 @@ from foretoken import ForetokenError, SamplingParams, Trace
 from foretoken.trace import PASS_SIZES
 from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import tiny_model
+from tests.traces import step as made_step
 
 
 def some_trace() -> Trace:
@@ -92,7 +93,7 @@ def test_sources_tell_lookups_from_drafters_with_a_model() -> None:
         ("[]", "not a trace"),
         ('{"format": "other"}', "not a trace"),
         ('{"format": "foretoken-trace-1"}', "damaged trace"),
-        ('{"format": "foretoken-trace-1", "pieces": {}, "steps": [{"x": 1}]}', "unknown fields"),
+        ('{"format": "foretoken-trace-1", "pieces": {}, "steps": [{"x": 1}]}', "steps.0.parents"),
         ('{"format": "foretoken-trace-1", "pieces": {}, "steps": [{}]}', "damaged trace"),
         ('{"format": "foretoken-trace-1", "pieces": [], "steps": []}', "damaged trace"),
     ],
@@ -102,6 +103,14 @@ def test_not_a_trace(tmp_path: Path, text: str, message: str) -> None:
     path.write_text(text)
     with pytest.raises(ForetokenError, match=message):
         Trace.load(path)
+
+
+def test_an_unknown_field_is_refused() -> None:
+    value = Trace([made_step((1, 2), (0,))]).as_dict()
+    assert len(Trace.from_dict(value)) == 1
+    value["steps"][0]["x"] = 1
+    with pytest.raises(ForetokenError, match=r"steps\.0\.x: unexpected"):
+        Trace.from_dict(value)
 
 
 def test_no_such_file(tmp_path: Path) -> None:

@@ -30,15 +30,22 @@ __all__ = [
     "TrainingError",
 ]
 
+_MOST = 2000
+"""Characters of a message."""
+
 
 class ForetokenError(ValueError):
     """Base of all errors that a user can cause and fix.
 
-    Messages quote files and requests: what would act on a terminal is shown as an escape.
+    Messages quote files and requests: what would act on a terminal is shown as an escape, and of a
+    long message the middle is left out.
     """
 
     def __init__(self, message: object = "") -> None:
-        super().__init__("".join(map(_shown, str(message))))
+        text = str(message)
+        if len(text) > _MOST:
+            text = f"{text[: _MOST // 2]} [...] {text[-_MOST // 4 :]}"
+        super().__init__("".join(map(_shown, text)))
 
 
 def _shown(letter: str) -> str:

@@ -217,7 +217,8 @@ class Trace:
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise ForetokenError(f"not a trace: expected an object with format '{FORMAT}'.")
         try:
-            steps = validated(list[StepTrace], value["steps"])
+            named = {"steps": value["steps"]}
+            steps = validated(dict[str, list[StepTrace]], named)["steps"]
             for step in steps:
                 _check_tree(step)
             pieces = {int(token): str(piece) for token, piece in value["pieces"].items()}

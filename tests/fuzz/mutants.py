@@ -257,7 +257,7 @@ def _read(reader: Reader, folder: Path, number: int) -> str | None:
     """What is wrong with how a mutant is read; None if nothing is."""
     folder.mkdir()
     for name, content in mutant(reader.seed, number).items():
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     signal.alarm(SECONDS)
     try:
@@ -266,7 +266,7 @@ def _read(reader: Reader, folder: Path, number: int) -> str | None:
         message = str(error)
         if "\n" in message.strip() or not message.isprintable():
             return f"its error is not one line: {message[:300]!r}"
-        if len(message) > 1000:
+        if len(message) > 4000:
             return f"its error has {len(message)} characters"
         if "memory" in message or not number:
             return message

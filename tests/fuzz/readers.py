@@ -30,8 +30,10 @@ from foretoken.models.load import load_model, load_tokenizer
 from foretoken.models.weights import FolderWeights
 from foretoken.trace import Trace
 from foretoken.training.conversations import Conversation, ConversationFile
+from foretoken.training.diversity import texts_in
 from foretoken.training.feature_passes import compute_features
 from foretoken.training.features import FeatureCache
+from foretoken.training.prompt_data import FileData
 from tests.cli.conftest import ascii_tokenizer
 from tests.drafters.heads.test_published import EAGLE1, published
 from tests.fuzz.mutants import Reader
@@ -257,6 +259,20 @@ def _features(folder: Path, _: Any) -> Callable[[Path], object]:
     return read
 
 
+def _entries(folder: Path, _: Any) -> Callable[[Path], object]:
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    lines = [{"prompt": "Hi", "answer": "Ho"}, {"messages": talk}, {"text": "Once upon a time"}]
+    (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tokenizer = ascii_tokenizer()
+    llm = LLM(tiny_model(vocab_size=len(tokenizer.get_vocab())), tokenizer=tokenizer)
+
+    def read(place: Path) -> None:
+        FileData(llm, [place / "data.jsonl"], 64)
+        list(texts_in(place / "data.jsonl"))
+
+    return read
+
+
 READERS: dict[str, Build] = {
     "gguf": _gguf,
     "model": _model,
@@ -280,4 +296,5 @@ READERS: dict[str, Build] = {
     "set": _set,
     "conversations": _conversations,
     "features": _features,
+    "entries": _entries,
 }

@@ -10,7 +10,7 @@ import pytest
 from tests.fuzz.mutants import failures
 from tests.fuzz.readers import READERS, reader
 
-FEW, MANY = 10, 230
+FEW, MANY = 6, 226
 """Mutants for each reader; 0 is the intact seed."""
 
 

@@ -57,7 +57,8 @@ def rendered(
     """
     token = _budget.set(_Budget())
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, **arguments)
+        listed: Any = list(messages)
+        text = tokenizer.apply_chat_template(listed, tokenize=False, **arguments)
     except (MemoryError, RecursionError):
         raise SecurityError("it takes too much memory") from None
     finally:
@@ -193,13 +194,15 @@ class _Bounded(ImmutableSandboxedEnvironment):
                         else each
                         for each in value
                     ]
-        return tree.set_environment(self)
+        tree.set_environment(self)
+        return tree
 
     @staticmethod
-    def _calls(name: str, *arguments: nodes.Expr) -> nodes.Call:
+    def _calls(name: str, *arguments: Any) -> nodes.Call:
         function = nodes.EnvironmentAttribute(name)
         call = nodes.Call(function, list(arguments), [], None, None)
-        return call.set_lineno(getattr(arguments[0], "lineno", None) or 1)
+        call.set_lineno(getattr(arguments[0], "lineno", None) or 1)
+        return call
 
     @staticmethod
     def repeated(items: Iterable[Any], size: int) -> Iterator[Any]:
@@ -248,5 +251,5 @@ def _text_in(node: nodes.Node) -> int:
     return 1 + sum(len(each.data) for each in node.find_all(nodes.TemplateData))
 
 
-chat_template_utils.ImmutableSandboxedEnvironment = _Bounded  # type: ignore[misc]
+vars(chat_template_utils)[ImmutableSandboxedEnvironment.__name__] = _Bounded
 chat_template_utils._compile_jinja_template.cache_clear()

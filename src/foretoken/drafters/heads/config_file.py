@@ -28,7 +28,7 @@ KINDS = {"eagle3": "eagle", "peagle": "parallel"}
 """`speculators_model_type` -> the method that drafts with such a head."""
 _TITLES = {"eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
 
-_Size = Annotated[int, Gt(0)]
+_Size = Annotated[int, Gt(0), Le(2**24)]
 _Positive = Annotated[FiniteFloat, Gt(0)]
 
 
@@ -112,7 +112,7 @@ class _Notes(_Part):
 class _File(_Part):
     transformer_layer_config: _Layer
     speculators_config: _Speculators
-    draft_vocab_size: Annotated[int, Gt(0)]
+    draft_vocab_size: _Size
     eagle_aux_hidden_state_layer_ids: Annotated[tuple[Annotated[int, Ge(0)], ...], Len(1)]
     norm_before_residual: bool
     norm_before_fc: Literal[False] = False
