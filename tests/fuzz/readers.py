@@ -8,7 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import pytest
 import torch
+from accelerate import Accelerator
 
 from foretoken import LLM, SamplingParams
 from foretoken.bench.journal import Journal
@@ -28,11 +30,15 @@ from foretoken.models.convert import convert_gguf
 from foretoken.models.gguf_file import GgufFile
 from foretoken.models.load import load_model, load_tokenizer
 from foretoken.models.weights import FolderWeights
+from foretoken.runtime.native import build
+from foretoken.runtime.native.support import why_no_library
 from foretoken.trace import Trace
+from foretoken.training.checkpoints import Checkpoints
 from foretoken.training.conversations import Conversation, ConversationFile
 from foretoken.training.diversity import texts_in
 from foretoken.training.feature_passes import compute_features
 from foretoken.training.features import FeatureCache
+from foretoken.training.progress import Progress
 from foretoken.training.prompt_data import FileData
 from tests.cli.conftest import ascii_tokenizer
 from tests.drafters.heads.test_published import EAGLE1, published
@@ -259,6 +265,42 @@ def _features(folder: Path, _: Any) -> Callable[[Path], object]:
     return read
 
 
+def _packed(folder: Path, _: Any) -> Callable[[Path], object]:
+    if (reason := why_no_library()) is not None:
+        pytest.skip(f"no native library here: {reason}")
+    library, model = build.library(), folder.parent / "model"
+    tiny_model().save_pretrained(model)
+
+    def read(place: Path) -> list[int]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(build, "_library", lambda *_flags: library)
+            patch.setenv("FORETOKEN_CACHE", str(place))
+            llm = LLM(model, quantization="int8", dtype="float32")
+            return list(llm.generate([[1, 2, 3]], FEW)[0].token_ids)
+
+    expected = read(folder)
+
+    def same(place: Path) -> None:
+        assert read(place) == expected
+
+    return same
+
+
+def _checkpoint(folder: Path, _: Any) -> Callable[[Path], object]:
+    def checkpoints(place: Path) -> Checkpoints:
+        torch.manual_seed(0)
+        module = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(module.parameters())
+        module(torch.ones(3)).sum().backward()
+        optimizer.step()
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+        parts = module, [optimizer], [schedule], Progress()
+        return Checkpoints(Accelerator(cpu=True), place, *parts)
+
+    checkpoints(folder).save(3)
+    return lambda place: checkpoints(place).load()
+
+
 def _entries(folder: Path, _: Any) -> Callable[[Path], object]:
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     lines = [{"prompt": "Hi", "answer": "Ho"}, {"messages": talk}, {"text": "Once upon a time"}]
@@ -286,6 +328,7 @@ READERS: dict[str, Build] = {
     ),
     **{name: _head(name, partial(_written, name)) for name in STATE_NETS},
     "pass": _head("pass", _pass_tokens),
+    "packed": _packed,
     "datastore": _datastore,
     "ngrams": _ngrams,
     "trace": _trace,
@@ -296,5 +339,6 @@ READERS: dict[str, Build] = {
     "set": _set,
     "conversations": _conversations,
     "features": _features,
+    "checkpoint": _checkpoint,
     "entries": _entries,
 }
