@@ -33,9 +33,9 @@ from tests.drafters.heads.folders import (
 )
 from tests.drafting import drafter_of
 from tests.heads import random_pass_tokens
-from tests.matrix import PROMPTS, takes_any_tree, tiny_llm
+from tests.matrix import PROMPTS, speculative_config, takes_any_tree, tiny_llm
 from tests.runtime.on_device import graphs_of, use_cuda_runtime
-from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
+from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model, tiny_tokenizer
 
 TEXT = [5, 3, 8, 1, 9, 2]
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
@@ -143,16 +143,23 @@ def test_they_are_never_accepted(rule: str) -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"repetition_penalty": 1.5}, {"presence_penalty": 0.5, "frequency_penalty": 0.5}],
+    [
+        {"repetition_penalty": 1.5},
+        {"presence_penalty": 0.5, "frequency_penalty": 0.5},
+        {"structured_outputs": {"regex": "[a-z ]{200}"}},
+        {"bad_words": ["a", "bc"]},
+    ],
 )
-def test_penalties_do_not_count_them(fields: dict[str, Any]) -> None:
+def test_nothing_that_shapes_p_sees_them(fields: dict[str, Any]) -> None:
     """A trace computes p behind them, too; the output stays that of plain decoding."""
     params = SamplingParams(temperature=0.8, seed=2, max_tokens=24, **fields)
-    llm = tiny_llm(tiny_model(), "pass", "coupled", gamma=15)
+    config = speculative_config("pass", "coupled", 15)
+    llm = LLM(tiny_model(eos_token_id=95), tokenizer=tiny_tokenizer(), speculative_config=config)
     plain = llm.generate(PROMPTS, params, speculative_config={"method": "none"})
     drafted = llm.generate(PROMPTS, params, trace=True)
     assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
-    assert {each.finish_reason for each in drafted} == {"length"}
+    assert {each.finish_reason for each in drafted} <= {"length", "stop"}
+    assert any(max(step.drafted) >= VOCAB_SIZE for each in drafted for step in each.trace)
 
 
 # The drafter

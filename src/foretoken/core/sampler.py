@@ -173,9 +173,7 @@ class Sampler:
 
     def _penalise(self, logits: Tensor, output_ids: Sequence[int]) -> Tensor:
         params, device = self.params, logits.device
-        # Tokens behind the vocabulary (see `drafters/pass_tokens.py`) have no logit.
         output = torch.tensor(output_ids, dtype=torch.long, device=device)
-        output = output[output < self.vocab_size]
         if self._repetition_penalty != 1:
             seen = torch.unique(torch.cat([self._prompt_tokens.to(device), output]))
             values = logits[seen]
@@ -317,7 +315,10 @@ class TreeDistributions:
         return self._sampler.untempered(self._logits[node], self._output(node))
 
     def _output(self, node: int) -> list[int]:
-        return [*self._output_ids, *self._tree.path_tokens(node)]
+        path = self._tree.path_tokens(node)
+        # Look-ahead tokens (see `drafters/pass_tokens.py`) are no text: no rule of p knows them.
+        size = self._sampler.vocab_size
+        return [*self._output_ids, *(token for token in path if token < size)]
 
     def reached(self, node: int) -> bool:
         """Whether p after this node has been computed, so that reading it is free."""
