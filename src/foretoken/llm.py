@@ -73,7 +73,8 @@ class LLM(LoadedLLM):
             such as "2GiB". None takes what
             `max_num_seqs` sequences need. If there is no room, sequences wait, are preempted and
             computed again, or run without drafts. Outputs do not depend on it, except that a
-            sequence that does not fit even alone ends with an error. A draft model that only a
+            sequence that does not fit even alone is an error: it is refused if `max_tokens` tell,
+            and else it ends with an error where the memory does. A draft model that only a
             request names gets as many positions as the others, in addition to this limit.
         enable_prefix_caching: keep the KV of prompts, for later prompts that begin with the same
             tokens, and what a decoder keeps of a source, for later prompts with the same source.

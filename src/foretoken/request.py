@@ -21,7 +21,7 @@ from foretoken.core.sampler import Sampler, TreeDistributions
 from foretoken.core.sequence import SHARED, Scope, SequenceState, new_key
 from foretoken.core.source import Source
 from foretoken.core.tree import Draft, chain
-from foretoken.errors import told
+from foretoken.errors import RequestError, told
 from foretoken.metrics import Metrics
 from foretoken.outputs import BeamOutput, CompletionOutput, StreamedToken
 from foretoken.runtime.costs import CostCurve
@@ -41,6 +41,8 @@ class Request(SequenceState):
         vocab_size: width of the target's logits.
         eos_token_ids: tokens that end the output.
         max_model_len: most tokens of prompt and output together.
+        most_kept: the same, as far as `kv_cache_memory` allows. An output that needs more ends with
+            an error there; None is no limit.
         tokenizer: makes text and finds stop strings; with None the text stays empty.
         index: which of the prompt's n outputs this is, from 0.
         trace_all: record p of every drafted token, also of those that the rule did not reach.
@@ -70,6 +72,7 @@ class Request(SequenceState):
         vocab_size: int,
         eos_token_ids: Sequence[int] = (),
         max_model_len: int,
+        most_kept: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         index: int = 0,
         trace_all: bool = False,
@@ -84,8 +87,10 @@ class Request(SequenceState):
     ) -> None:
         assert prompt_ids, "the caller refuses empty prompts"
         room = max_model_len - len(prompt_ids)
-        self._max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        own = None if rules is None else rules.for_output(prompt_ids, source, self._max_tokens)
+        wanted = room if params.max_tokens is None else min(params.max_tokens, room)
+        own = None if rules is None else rules.for_output(prompt_ids, source, wanted)
+        kept = wanted if most_kept is None else most_kept - len(prompt_ids)
+        self._max_tokens, self._too_long = min(wanted, kept), wanted > kept
         sampler = Sampler(params, vocab_size, prompt_ids, eos_token_ids, grammar, own, bad_words)
         seed = new_seed() if params.seed is None else params.seed
         super().__init__(prompt_ids, params, sampler, Noise(seed + index), source)
@@ -144,7 +149,7 @@ class Request(SequenceState):
         other.metrics = Metrics()
         other.failure = other.finish_reason = None
         other._eos = frozenset()
-        other._max_tokens = max_model_len - len(self.token_ids)
+        other._max_tokens, other._too_long = max_model_len - len(self.token_ids), False
         other.trace_all = False
         other._written = Written(other.params, None)
         return other
@@ -261,13 +266,27 @@ class Request(SequenceState):
         if may_stop:
             self._check_stop(token)
         if not self.finished and length >= self._max_tokens:
-            self._finish("length", None)
+            self._end_at_limit()
         if self.finished:
             text += self._written.rest()
         streamed = StreamedToken(token, text, origin, logprobs)
         self.token_ids.append(token)
         self._written.add(streamed)
         return streamed
+
+    def _end_at_limit(self) -> None:
+        if not self._too_long:
+            self._finish("length", None)
+            return
+        most = len(self.token_ids) + 1
+        self.fail(
+            RequestError(
+                f"kv_cache_memory has room for {most} tokens, prompt included, and the output is "
+                f"longer: raise kv_cache_memory, or set max_model_len to {most} or less, or "
+                "max_tokens.",
+                by_parameters=True,
+            )
+        )
 
     def _check_stop(self, token: int) -> None:
         if token in self._eos:

@@ -21,7 +21,8 @@ from foretoken.runtime import slab_buffers as slab_module
 from foretoken.runtime.attention import KEY_BLOCK
 from foretoken.runtime.kv_slab import KVSlab
 from foretoken.runtime.target import Target
-from tests.tiny import VOCAB_SIZE, tiny_model
+from tests.matrix import SPECULATIVE, speculative_config
+from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
 
 CONTEXT = 3 * KEY_BLOCK
 GREEDY = SamplingParams(temperature=0, max_tokens=24, logprobs=1)
@@ -97,6 +98,24 @@ def test_the_memory_is_shared_in_proportion(model: PreTrainedModel, small: PreTr
     assert (
         LLM(model, kv_cache_memory="1MiB").engine.target._slab.limit == 2**20 // target.cell_bytes
     )
+
+
+@pytest.mark.parametrize("method", SPECULATIVE)
+def test_every_method_drafts_within_a_limit(method: str) -> None:
+    """Those with models of their own know what a token takes before the first request."""
+    config = speculative_config(method)
+    llm = LLM(
+        tiny_model(),
+        tokenizer=tiny_tokenizer(),
+        speculative_config=config,
+        kv_cache_memory="64MiB",
+    )
+    slabs = [each() for each in llm.engine._kv_budget._slabs]
+    assert len({slab.limit for slab in slabs if slab is not None}) == 1
+    (output,) = llm.generate([[3, 5, 3, 5, 3]], GREEDY)
+    assert output.metrics.drafter_failure is None
+    (expected,) = LLM(tiny_model()).generate([[3, 5, 3, 5, 3]], GREEDY)
+    assert output.token_ids == expected.token_ids
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -36,6 +36,7 @@ LAYERS = {
     "t5": "num_decoder_layers",
     "t5_wide": "num_decoder_layers",
 }
+ENOUGH = "64MiB"
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mbart": {"eos_bias": 3.0},
     "mbart_wide": {"eos_bias": 3.0},
@@ -74,7 +75,8 @@ def draft_of(name: str) -> PreTrainedModel:
 
 @cache
 def llm_of(name: str) -> LLM:
-    return LLM(model_of(name), tokenizer=tiny_tokenizer())
+    """With a limit on its memory, which drafters with KV of their own share."""
+    return LLM(model_of(name), tokenizer=tiny_tokenizer(), kv_cache_memory=ENOUGH)
 
 
 @cache
@@ -144,7 +146,7 @@ def test_a_tree_from_a_draft_model() -> None:
 def test_a_draft_model_reads_the_source_once(method: str, read: Counter[Source]) -> None:
     for name in ARCHITECTURES:
         config = config_of(name, method, "coupled")
-        llm = LLM(model_of(name), speculative_config=config)
+        llm = LLM(model_of(name), speculative_config=config, kv_cache_memory=ENOUGH)
         read.clear()
         outputs = llm.generate(SOURCES, GREEDY)
         assert read == dict.fromkeys(map(Source, map(tuple, SOURCES)), 2)  # target and drafter

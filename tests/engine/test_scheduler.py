@@ -319,25 +319,40 @@ def test_a_prompt_larger_than_the_budget(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("config", [None, NGRAM, {**NGRAM, "num_speculative_tokens": 40}])
-def test_an_output_that_outgrows_the_budget_ends_with_it(
+def test_an_output_that_outgrows_the_budget_ends_with_an_error(
     model: PreTrainedModel, config: dict[str, Any] | None
 ) -> None:
     """At the same token with every drafter, also where a draft itself would not fit."""
     llm = limited(model, 1, speculative_config=config)
     assert llm.max_model_len == KEY_BLOCK - 3
-    prompt = [1, 2, 3] * 165
-    (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=None))
-    assert len(output.token_ids) == KEY_BLOCK - 3 - len(prompt)
-    assert output.finish_reason == "length"
+    prompt, endless = [1, 2, 3] * 165, SamplingParams(temperature=0, max_tokens=None)
+    told = "kv_cache_memory has room for 509 tokens, prompt included, and the output is longer"
+    with pytest.raises(RequestError, match=told) as caught:
+        llm.generate([prompt], endless)
+    (output,) = caught.value.outputs
+    assert (output.finish_reason, len(output.token_ids)) == ("error", KEY_BLOCK - 3 - len(prompt))
     free = LLM(model).generate([prompt], SamplingParams(temperature=0, max_tokens=30))[0]
     assert output.token_ids == free.token_ids[: len(output.token_ids)]
+    fitting = SamplingParams(temperature=0, max_tokens=KEY_BLOCK - 3 - len(prompt))
+    (same,) = llm.generate([prompt], fitting)
+    assert (same.token_ids, same.finish_reason) == (output.token_ids, "length")
+    longer = SamplingParams(temperature=0, max_tokens=KEY_BLOCK - 2 - len(prompt))
+    with pytest.raises(PromptError, match="and the output up to 15, and kv_cache_memory has room"):
+        llm.generate([prompt], longer)
+    for tokens in (None, KEY_BLOCK):
+        searched = SamplingParams(temperature=0, beam_width=2, max_tokens=tokens)
+        with pytest.raises(PromptError, match="kv_cache_memory has room for 509 together"):
+            llm.generate([prompt], searched)
+    shorter = limited(model, 1, speculative_config=config, max_model_len=500)
+    (cut,) = shorter.generate([prompt], endless)
+    assert (cut.finish_reason, len(cut.token_ids)) == ("length", 500 - len(prompt))
     assert_empty(llm)
 
 
 def test_trees_that_do_not_fit_are_left_out(model: PreTrainedModel) -> None:
     config = {"method": "lookahead", "num_speculative_tokens": 60}
     prompt = [1, 2, 3] * 160
-    params = SamplingParams(temperature=0, max_tokens=None)
+    params = SamplingParams(temperature=0, max_tokens=KEY_BLOCK - 3 - len(prompt))
     (output,) = limited(model, 1, speculative_config=config).generate([prompt], params)
     (plain,) = limited(model, 1).generate([prompt], params)
     assert output.token_ids == plain.token_ids

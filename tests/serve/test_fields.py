@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from foretoken.errors import PromptError
+from foretoken.errors import PromptError, RequestError
 from foretoken.serve.body import Body, parsed
-from foretoken.serve.errors import APIError, of_engine
+from foretoken.serve.errors import APIError, of_engine, of_output
 from foretoken.serve.fields import ChatBody, CompletionBody, ResponseBody
 
 MANY = 2000
@@ -114,3 +114,7 @@ def test_a_prompt_that_is_too_long_for_the_memory() -> None:
     told = "the prompt has 9 tokens, and kv_cache_memory has room for 8, output included: shorten"
     assert of_engine(PromptError(told), (), "prompt").code == "context_length_exceeded"
     assert of_engine(PromptError("the prompt is empty"), (), "prompt").code is None
+    told = "kv_cache_memory has room for 8 tokens, prompt included, and the output"
+    outgrown = of_output(RequestError(told, by_parameters=True), told)
+    assert (outgrown.status, outgrown.code) == (400, "context_length_exceeded")
+    assert of_output(RequestError("the logits contain NaN"), "NaN").status == 500

@@ -149,8 +149,8 @@ class Conversation:
         """
         question = {"role": "user", "content": line}
         try:
-            kept = self._with_room(question)
-            chunks = self._llm.stream([*kept, question], self._params)
+            kept, params = self._with_room(question)
+            chunks = self._llm.stream([*kept, question], params)
         except ForetokenError as error:
             self._fail(f"{error} /reset forgets the conversation.")
             return
@@ -173,13 +173,20 @@ class Conversation:
         elif not self._quiet:
             show_summary(output, writer)
 
-    def _with_room(self, question: dict[str, str]) -> list[dict[str, str]]:
-        """The messages without the oldest turns, so that the context has room for an answer."""
+    def _with_room(self, question: dict[str, str]) -> tuple[list[dict[str, str]], SamplingParams]:
+        """The messages without the oldest turns, so that the context has room for an answer.
+
+        The parameters are those of an answer that fits.
+        """
         most, begin, kept = self._llm.max_model_len, len(self._start), list(self.messages)
-        room = min(self._params.max_tokens or most, most // _LEAST_ROOM)
-        while len(kept) > begin and len(self._llm.encode([*kept, question])) + room > most:
+        wanted = self._params.max_tokens or most
+        room = min(wanted, most // _LEAST_ROOM)
+        while (length := len(self._llm.encode([*kept, question]))) + room > most:
+            if len(kept) <= begin:
+                break
             del kept[begin : begin + 2]
-        return kept
+        most_tokens = max(1, min(wanted, most - length))
+        return kept, self._params.model_copy(update={"max_tokens": most_tokens})
 
     def _forget(self, count: int) -> None:
         """Drop so many of the oldest messages, and say so."""

@@ -171,6 +171,7 @@ def load_spec_drafter(
     network = network_for(model, _quantization(model, notes, target, quantization), target.runtime)
     passes = Passes(network, length, target.dtype, target.device)
     _check_tokens(folder, passes, notes, target)
+    passes.allocate()
     check_target(folder, Verifier(str(given.get("target", "another model"))), given, target)
     if notes.encoder == "own":
         return MaskScorer(passes, notes, None, transitions), passes

@@ -37,6 +37,7 @@ class KVBudget:
         A model that comes after `share` gets as many positions as the others, in addition to the
         limit.
         """
+        assert model.cell_bytes or self._num_bytes is None, "its first pass tells the size"
         self._slabs = [each for each in self._slabs if each() is not None]
         if all(each() is not model.slab for each in self._slabs):
             self._slabs.append(weakref.ref(model.slab))

@@ -9,6 +9,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from foretoken.core.config import Config
+from foretoken.core.params import SamplingParams
 from foretoken.errors import ConfigError, PromptError, in_one_line
 from foretoken.models.chat_template import rendered
 from foretoken.runtime.target import Target
@@ -20,6 +21,7 @@ __all__ = [
     "as_list",
     "cache_salt",
     "check_prompt",
+    "check_room",
     "checked_ids",
     "checked_text",
     "conversation_ids",
@@ -268,6 +270,33 @@ def check_prompt(ids: Sequence[int], target: Target, state_bytes: int = 0) -> No
     for token in ids:
         if not 0 <= token <= highest:
             raise PromptError(f"token id {token} is outside the vocabulary (0 to {highest}).")
+
+
+def check_room(ids: Sequence[int], params: SamplingParams, most: int, most_kept: int) -> None:
+    """Refuse an output that `kv_cache_memory` would cut, as far as its length is known.
+
+    A beam search is refused wherever it might be cut: which output is the best may depend on that.
+
+    Args:
+        ids: the prompt.
+        params: its sampling parameters.
+        most: most tokens of prompt and output together.
+        most_kept: the same, as far as memory allows.
+
+    Raises:
+        PromptError: `max_tokens` do not fit.
+    """
+    if params.max_tokens is None and params.beam_width == 1:
+        return
+    wanted = most - len(ids)
+    if params.max_tokens is not None:
+        wanted = min(wanted, params.max_tokens)
+    if len(ids) + wanted > most_kept:
+        raise PromptError(
+            f"the prompt has {len(ids)} tokens and the output up to {wanted}, and kv_cache_memory "
+            f"has room for {most_kept} together: shorten the prompt, lower max_tokens, or raise "
+            "kv_cache_memory."
+        )
 
 
 def needed(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:

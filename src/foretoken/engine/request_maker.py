@@ -22,6 +22,7 @@ from foretoken.engine.prompts import (
     Prompt,
     cache_salt,
     check_prompt,
+    check_room,
     checked_text,
     token_ids,
     tokens_of,
@@ -91,13 +92,15 @@ class RequestMaker:
         if params.truncate_prompt_tokens is not None:
             ids = _truncated(ids, params, most, reads_source=source is not None)
         check_prompt(ids, self._target, state_bytes)
+        check_room(ids, params, self._target.max_model_len, most)
         return [
             Request(
                 ids,
                 params,
                 vocab_size=self._target.vocab_size,
                 eos_token_ids=self._eos_token_ids,
-                max_model_len=most,
+                max_model_len=self._target.max_model_len,
+                most_kept=most,
                 tokenizer=self.tokenizer,
                 index=index,
                 trace_all=trace,

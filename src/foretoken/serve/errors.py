@@ -22,7 +22,7 @@ _KINDS = {
 
 
 _TOO_LONG = ("no room in the context", "kv_cache_memory has ")
-"""Parts of messages about prompts that would fit if they were shorter."""
+"""Parts of messages about prompts and outputs that would fit if they were shorter."""
 
 _TAG = re.compile("<[a-z]+>")
 
@@ -95,6 +95,16 @@ def of_validation(error: ValidationError, known: Collection[str]) -> APIError:
     return invalid(
         param, message, "unsupported_field" if first["type"] == "unsupported_field" else None
     )
+
+
+def of_output(failure: Exception | None, error: str) -> APIError:
+    """Why an output ended with an error: `failure`, in these words."""
+    message = f"the request failed: {error}"
+    if not (isinstance(failure, RequestError) and failure.by_parameters):
+        return APIError(500, message)
+    if any(part in message for part in _TOO_LONG):
+        return invalid("max_tokens", message, "context_length_exceeded")
+    return APIError(400, message)
 
 
 def of_engine(error: ForetokenError, known: Collection[str], prompt: str) -> APIError:

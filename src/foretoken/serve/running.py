@@ -17,7 +17,7 @@ from foretoken.core.sequence import Scope
 from foretoken.engine.job_spec import JobSpec
 from foretoken.errors import ForetokenError, RequestError
 from foretoken.outputs import CompletionOutput, RequestOutput, StreamChunk
-from foretoken.serve.errors import APIError, invalid, of_engine
+from foretoken.serve.errors import APIError, invalid, of_engine, of_output
 from foretoken.serve.fields import ResponseBody, SamplingBody
 from foretoken.serve.sampling import check_speculation, form_field, wants_form
 from foretoken.serve.state import ServerState
@@ -202,8 +202,7 @@ class Run:
 
 def _refuse_failed(output: CompletionOutput, failure: Exception | None) -> None:
     if output.finish_reason == "error":
-        status = 400 if isinstance(failure, RequestError) and failure.by_parameters else 500
-        raise APIError(status, f"the request failed: {output.error}")
+        raise of_output(failure, str(output.error))
 
 
 async def started(
