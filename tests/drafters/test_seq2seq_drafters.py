@@ -20,7 +20,15 @@ from foretoken.request import Request
 from foretoken.runtime.attention import KEY_BLOCK
 from foretoken.runtime.target import Target
 from tests.drafting import drafter_of
-from tests.matrix import LOSSLESS, ON_CHAINS, ON_SOURCES, fits, speculative_config
+from tests.heads import tiny_head
+from tests.matrix import (
+    LOSSLESS,
+    ON_CHAINS,
+    ON_SOURCES,
+    SPECULATIVE,
+    fits,
+    speculative_config,
+)
 from tests.spec_drafters import random_spec_drafter
 from tests.tiny import tiny_tokenizer
 from tests.tiny_seq2seq import CONTEXT, VOCAB_SIZE, tiny_seq2seq, tiny_source
@@ -125,6 +133,36 @@ def check(name: str, method: str, rule: str, *params: SamplingParams) -> None:
 def test_every_drafter(name: str, method: str) -> None:
     """Greedy outputs, and under `coupled` sampled ones, are those of plain decoding."""
     check(name, method, "coupled", GREEDY, SEEDED)
+
+
+HEADS = [name for name in SPECULATIVE if METHODS[name].takes_head]
+FOR_DECODERS = ("eagle", "parallel", "hybrid")
+"""Heads with attention of their own, which have no source to attend to; `hybrid` takes `eagle`."""
+
+
+@pytest.mark.parametrize("name", ["mbart_wide", "t5_wide"])
+@pytest.mark.parametrize("method", HEADS)
+def test_every_head_serves_or_is_refused(name: str, method: str) -> None:
+    """At construction, also inside other methods."""
+    head = {"method": method, "model": tiny_head(method, VOCAB_SIZE)}
+    others: list[dict[str, Any]] = [{"method": "ngram"}, head]
+    configs: list[dict[str, Any]] = [
+        head,
+        {"method": "ensemble", "drafters": others},
+        {"method": "switch", "drafters": others},
+        {"method": "cascade", "model": draft_of(name), "drafter": head},
+    ]
+    for config in configs:
+        if method in FOR_DECODERS:
+            with pytest.raises(CompatibilityError, match="drafts for decoder-only models"):
+                LLM(model_of(name), speculative_config=config)
+            continue
+        if config is not head:
+            continue
+        fixed = {**config, "controller": "fixed", "num_speculative_tokens": 8}
+        outputs = llm_of(name).generate(PROMPTS, GREEDY, speculative_config=fixed)
+        assert bits(outputs, method, trees=True) == bits(plain(name, GREEDY), method, trees=True)
+        assert all(output.metrics.num_drafts for output in outputs)
 
 
 @pytest.mark.parametrize("rule", [rule for rule in LOSSLESS if rule != "coupled"])

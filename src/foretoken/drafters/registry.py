@@ -73,6 +73,7 @@ METHODS: dict[str, DrafterSpec] = {
         build_models.build_eagle,
         4,
         takes_head=True,
+        reads_no_source=True,
         summary="a trained head that reads the target's hidden states (EAGLE-3)",
     ),
     "parallel": DrafterSpec(
@@ -80,6 +81,7 @@ METHODS: dict[str, DrafterSpec] = {
         build_models.build_parallel,
         5,
         takes_head=True,
+        reads_no_source=True,
         summary="a trained head that drafts a block in one pass (P-EAGLE)",
     ),
     "medusa": DrafterSpec(

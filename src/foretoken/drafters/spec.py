@@ -59,6 +59,7 @@ class DrafterSpec:
         takes_model: whether the method needs a draft model (`model`).
         takes_head: whether the method needs the folder of a trained head (`model`).
         needs_source: whether the method drafts for encoder-decoders only.
+        reads_no_source: whether it drafts for decoder-only models only.
         steady: whether the method reads its next draft from the target's output at the nodes of
             its last one. A skipped or shortened draft then makes the next one worse, too. So the
             default controller is `fixed`.
@@ -71,5 +72,6 @@ class DrafterSpec:
     takes_model: bool = False
     takes_head: bool = False
     needs_source: bool = False
+    reads_no_source: bool = False
     steady: bool = False
     summary: str = ""

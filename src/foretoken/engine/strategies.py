@@ -234,6 +234,11 @@ class StrategyFactory:
                 f"method '{config.method_name}' drafts for encoder-decoders, and this model is "
                 "decoder-only."
             )
+        if config.drafter_spec.reads_no_source and target.reads_source:
+            raise CompatibilityError(
+                f"method '{config.method_name}' drafts for decoder-only models, and this model is "
+                "an encoder-decoder: draft with 'blockwise' or 'medusa' heads, or 'spec_drafter'."
+            )
         parts = DrafterParts(
             options=config.options,
             coupled=coupled,
