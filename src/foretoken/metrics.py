@@ -27,6 +27,8 @@ class Metrics:
     generated_tokens: int = 0
     target_passes: int = 0
     num_drafts: int = 0
+    num_cut_drafts: int = 0
+    """Steps with a draft whose last token is not part of the output, because a stop came first."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_rejected_tokens: int = 0
@@ -64,6 +66,7 @@ class Metrics:
             return
         kept = len(step.kept)
         self.num_drafts += 1
+        self.num_cut_drafts += step.committed <= len(step.accepted)
         self.num_draft_tokens += len(step.drafted)
         self.num_accepted_tokens += kept
         self.num_rejected_tokens += len(step.refused)
@@ -74,8 +77,10 @@ class Metrics:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens per target pass that had a draft, bonus token included: 1 + accepted / drafts."""
-        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+        """Tokens per target pass that had a draft: 1 + accepted / drafts, unless a stop cut one."""
+        if not self.num_drafts:
+            return 1.0
+        return 1 + (self.num_accepted_tokens - self.num_cut_drafts) / self.num_drafts
 
     @property
     def acceptance_rate(self) -> float:

@@ -75,7 +75,7 @@ def test_summary_counts() -> None:
     assert (metrics.target_passes, metrics.num_drafts) == (5, 4)
     assert metrics.generated_tokens == 3 + 3 + 1 + 1 + 3
     assert summary.positions == [(4, 4), (4, 3), (2, 0), (1, 0)]
-    assert metrics.mean_acceptance_length == 1 + 7 / 4
+    assert metrics.mean_acceptance_length == 10 / 4  # a stop has cut the bonus token of one
     assert metrics.acceptance_rate == 7 / (7 + 1 + 3)
     assert TraceSummary(Trace([PLAIN])).metrics.mean_acceptance_length == 1
     assert TraceSummary(Trace()).metrics.acceptance_rate == 0

@@ -6,7 +6,9 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
+from foretoken import SamplingParams
 from foretoken.core.acceptance import RULES, AcceptanceRule
 from foretoken.core.acceptance.distance import Distance
 from foretoken.core.acceptance.lenient import Lenient
@@ -14,6 +16,7 @@ from foretoken.core.acceptance.rejection import Rejection
 from foretoken.core.acceptance.top_beta import TopBeta
 from foretoken.core.acceptance.typical import Typical
 from foretoken.core.distribution import Distribution
+from foretoken.core.sampler import Sampler, TreeDistributions
 from foretoken.core.tree import Draft, TokenTree, chain
 from tests.enumeration import (
     Context,
@@ -168,6 +171,30 @@ def test_distance_0_is_greedy_verification() -> None:
         ours = rule.accept(draft, GreedyDistributions(p, draft.tree), DrawsTheOnly())
         exact = Rejection().accept(draft, GreedyDistributions(p, draft.tree), AcceptsTheCertain())
         assert (ours.path, ours.token) == (exact.path, exact.token)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Lenient(Lenient.Options(lenience=1.0)),
+        TopBeta(TopBeta.Options(beta=1)),
+        Distance(Distance.Options(epsilon=0)),
+    ],
+    ids=lambda rule: str(rule.name),
+)
+def test_the_strictest_options_are_greedy_on_ties(rule: AcceptanceRule) -> None:
+    """Of logits that are equal, or whose probabilities round to the same, only the target's."""
+    sampler = Sampler(SamplingParams(temperature=0), 6, [1])
+    ties = ([0.0, 2.0, 1.0, 2.0, 2.0, -1.0], [3.0, 0.0, 0.0, 3.0 + 2**-22, 0.0, 3.0])
+    for values in ties:
+        logits = torch.tensor([values, values])
+        best = int(logits[0].argmax())
+        for token in range(6):
+            draft = Draft.deterministic(chain([0, token]))
+            p = TreeDistributions(logits, draft.tree, sampler, [])
+            decision = rule.accept(draft, p, DrawsTheOnly())
+            assert bool(decision.path) == (token == best)
+            assert decision.token == best
 
 
 class AcceptsTheCertain(DrawsTheOnly):

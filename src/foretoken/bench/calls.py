@@ -44,12 +44,13 @@ def first_difference(expected: Sequence[int], got: Sequence[int]) -> int | None:
 
 
 def mean_acceptance_length(calls: Sequence[Mapping[str, Any]]) -> float | None:
-    """Tokens per target pass with a draft, bonus included; None for peers, which do not count."""
+    """Tokens per target pass with a draft; None for peers, which do not count."""
     outputs = _counted(calls)
     drafts = sum(output["drafts"] for output in outputs)
     if not outputs:
         return None
-    return 1 + sum(output["accepted"] for output in outputs) / drafts if drafts else 1.0
+    kept = sum(output["accepted"] - output.get("cut", 0) for output in outputs)
+    return 1 + kept / drafts if drafts else 1.0
 
 
 def drafting_share(calls: Sequence[Mapping[str, Any]]) -> float | None:

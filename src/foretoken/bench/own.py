@@ -160,6 +160,7 @@ def _counts(output: RequestOutput) -> dict[str, Any]:
         "draft_seconds": [round(step.draft_seconds, 7) for step in drafting],
         "passes": metrics.target_passes,
         "drafts": metrics.num_drafts,
+        "cut": metrics.num_cut_drafts,
         "accepted": metrics.num_accepted_tokens,
         "accepted_lengths": lengths,
         "verify_seconds": verify,

@@ -81,7 +81,7 @@ def measure(
     reached = [drafts, *passed]
     return Served(
         len(prompts),
-        1 + sum(m.num_accepted_tokens for m in drafted) / max(1, drafts),
+        1 + sum(m.num_accepted_tokens - m.num_cut_drafts for m in drafted) / max(1, drafts),
         tuple(n / max(1, of) for n, of in zip(passed, reached, strict=False)),
         sum(m.draft_seconds for m in drafted) / levels / plain_pass,
         median(ratios),

@@ -46,7 +46,9 @@ class Distance(AcceptanceRule):
 
         def passes(node: int, token: int) -> bool:
             distribution = likelihoods(p, node)
-            best = int(distribution.tokens[distribution.probs.argmax()])
+            best = p[node].certain if p.greedy else None  # of equal ones, p knows the target's
+            if best is None:
+                best = int(distribution.tokens[distribution.probs.argmax()])
             return distribution.prob(token) > 0 and abs(token - best) <= options.epsilon
 
         reason = f"more than {options.epsilon} from the best"

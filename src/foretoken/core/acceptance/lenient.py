@@ -48,6 +48,8 @@ class Lenient(AcceptanceRule):
             return accept_by_ratio(draft, p, noise, lenience)
 
         def passes(node: int, token: int) -> bool:
+            if lenience == 1:  # which of several best tokens is the target's, only p knows
+                return p[node].certain == token
             distribution = p.untempered(node)
             return distribution.prob(token) >= lenience * float(distribution.probs.max())
 

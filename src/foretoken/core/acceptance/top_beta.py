@@ -52,6 +52,8 @@ class TopBeta(AcceptanceRule):
         assert isinstance(options, self.Options)
 
         def passes(node: int, token: int) -> bool:
+            if p.greedy and options.beta == 1:  # which of several best tokens it is, only p knows
+                return p[node].certain == token
             distribution = likelihoods(p, node)
             probability, probs = distribution.prob(token), distribution.probs
             if probability == 0:
