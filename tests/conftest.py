@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import time
 from collections.abc import Generator, Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,8 +24,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken import models
+from foretoken.core import clock
 from foretoken.runtime.native import build
 from foretoken.runtime.native.support import why_no_library
+from tests.clocks import WorkClock
 from tests.measurements import SHORT, measure_with
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -66,6 +69,20 @@ def short_measurements() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         measure_with(patch, SHORT)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def work_clock() -> Iterator[None]:
+    """No measured time decides what is drafted, so that a busy machine drafts as an idle one."""
+    with pytest.MonkeyPatch.context() as patch:
+        WorkClock().install(patch.setattr)
+        yield
+
+
+@pytest.fixture
+def real_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock as outside the tests."""
+    monkeypatch.setattr(clock, "now", time.perf_counter)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Imports PyTorch and Transformers once, and forks for every program that it is told to run.
 
-`tests/programs.py` starts it, with a socket as its standard input. It imports nothing of the tests.
+`tests/programs.py` starts it, with a socket as its standard input. It imports nothing of the tests
+but their clock.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ import fcntl
 import io
 import json
 import os
+import runpy
 import signal
 import socket
 import sys
 import termios
 import traceback
+from pathlib import Path
 from typing import Any
 
 
@@ -93,5 +96,9 @@ if __name__ == "__main__":
 
     import foretoken.cli
     import foretoken.llm  # noqa: F401
+
+    # The clock of the suite, which is not imported as a part of it.
+    clocks = runpy.run_path(str(Path(__file__).with_name("clocks.py")))
+    clocks["WorkClock"]().install(setattr)
 
     serve(socket.socket(fileno=os.dup(0)))

@@ -7,7 +7,6 @@ drafter may therefore run the loop itself, as `cascade` does.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from foretoken.core import clock
 from foretoken.core.acceptance.base import AcceptanceRule, Accepted
 from foretoken.core.beams import BeamDraft, scores_of, search
 from foretoken.core.sampler import TreeDistributions
@@ -145,12 +145,12 @@ def step(target: Verifier, speculation: Speculates, batch: Sequence[Request]) ->
         An outcome for each request that advanced; none for a beam search, whose tree says nothing
         about what a drafter or a controller could learn.
     """
-    began = time.perf_counter()
+    began = clock.now()
     drafts = speculation.draft(batch)
-    drafted = time.perf_counter()
+    drafted = clock.now()
     need = Need(hidden=speculation.hidden_layers(batch))
     outputs = target.verify([r.key for r in batch], [d.tree for d in drafts], need=need)
-    verified = time.perf_counter()
+    verified = clock.now()
     outcomes: list[Outcome] = []
     for request, draft, output in zip(batch, drafts, outputs, strict=True):
         try:
@@ -160,7 +160,7 @@ def step(target: Verifier, speculation: Speculates, batch: Sequence[Request]) ->
             outcomes.append(_advance(target, speculation.rule(request), request, draft, output))
         except Exception as error:  # of this request alone: the others go on
             request.fail(error)
-    times = StepTimes(drafted - began, verified - drafted, time.perf_counter() - verified)
+    times = StepTimes(drafted - began, verified - drafted, clock.now() - verified)
     learning = speculation.observe(outcomes, times)
     for request in batch:
         if request.failure is None:

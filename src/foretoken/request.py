@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from copy import copy
 
 from transformers import PreTrainedTokenizerBase
 
+from foretoken.core import clock
 from foretoken.core.acceptance.base import Accepted, Origin
 from foretoken.core.bad_words import BadWords
 from foretoken.core.beams import BeamDraft, Beams, BeamSettings, Hypothesis, Searched
@@ -314,7 +314,7 @@ class Request(SequenceState):
     def _finish(self, reason: str, stop_reason: int | str | None) -> None:
         self.finish_reason, self.stop_reason = reason, stop_reason
         if self.admitted_at:  # else it ended while it waited
-            self.metrics.seconds = time.perf_counter() - self.admitted_at
+            self.metrics.seconds = clock.now() - self.admitted_at
 
     def abort(self) -> None:
         """End the output at its present length."""

@@ -7,13 +7,13 @@ strategies share a pass. A drafter that fails affects only the request it failed
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from foretoken.control import Controller
+from foretoken.core import clock
 from foretoken.core.acceptance.base import AcceptanceRule
 from foretoken.core.tree import Draft
 from foretoken.decode import Outcome, StepTimes
@@ -131,9 +131,9 @@ class Speculation:
     def _draft(self, group: _Group) -> list[Draft]:
         strategy, requests = group.strategy, group.requests
         budgets = strategy.controller.budgets(requests, self._rows)
-        began = time.perf_counter()
+        began = clock.now()
         drafts = self._guard.propose(strategy.drafter, requests, budgets)
-        self._seconds[id(strategy)] = time.perf_counter() - began
+        self._seconds[id(strategy)] = clock.now() - began
         return strategy.controller.trim(requests, drafts, self._rows)
 
     # After a step
@@ -146,9 +146,9 @@ class Speculation:
         learning = 0.0
         for group in groups:
             own = [by_key[request.key] for request in group.requests]
-            began = time.perf_counter()
+            began = clock.now()
             self._guard.observe(group.strategy.drafter, own, times)
-            seconds = time.perf_counter() - began
+            seconds = clock.now() - began
             learning += seconds
             proposing = self._seconds.get(id(group.strategy), 0.0)
             group.strategy.controller.observe(own, proposing + seconds)
@@ -224,9 +224,9 @@ class Speculation:
         for group in self._groups([outcome.request for outcome in outcomes]):
             own = [by_key[request.key] for request in group.requests]
             if group.strategy.drafter.hidden_layers:
-                began = time.perf_counter()
+                began = clock.now()
                 self._guard.observe(group.strategy.drafter, own, times)
-                seconds += time.perf_counter() - began
+                seconds += clock.now() - began
             self._teach(group.strategy, own)
         return seconds
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from pydantic import ConfigDict
 
+from foretoken.core import clock
 from foretoken.core.acceptance.base import Accepted, Origin
 from foretoken.core.files import read_json, validated
 from foretoken.core.sampler import TreeDistributions
@@ -285,7 +285,7 @@ def record(
         known = q.known_prob(token)
         return q.prob(token) if known is None and everything else known
 
-    began = time.perf_counter() if everything else 0.0
+    began = clock.now() if everything else 0.0
     step = StepTrace(
         parents=tuple(parent - 1 for parent in tree.parents[1:]),
         drafted=tree.tokens[1:],
@@ -300,7 +300,7 @@ def record(
         candidates=_candidates(draft, p) if everything else (),
     )
     if everything:
-        step.recording_seconds = time.perf_counter() - began
+        step.recording_seconds = clock.now() - began
     return step
 
 

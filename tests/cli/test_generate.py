@@ -91,7 +91,8 @@ def test_a_head_as_its_authors_publish_it(
         assert '"type": "request", "contestant": "medusa"' in records
 
 
-def test_json_has_every_field(run: Run, tiny: Path, llm: LLM) -> None:
+def test_json_has_every_field(run: Run, tiny: Path) -> None:
+    llm = LLM(tiny, speculative_config={"method": "ngram"})  # that has learnt nothing yet, either
     (expected,) = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=20, logprobs=2))
     value = parsed(run("generate", "hello", "-m", tiny, *SHORT, "--json", "--logprobs", 2))
     assert value["text"] == expected.text

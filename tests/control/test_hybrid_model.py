@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from foretoken.control import CONTROLLERS, Budget, CostCurve, controller_class
-from foretoken.control import hybrid_model as hybrid_file
-from foretoken.control import lookup_model as lookup_file
 from foretoken.control.evidence import (
     agreed,
     by_match,
@@ -41,15 +39,14 @@ class Clock:
 
     now: float = 0.0
 
-    def perf_counter(self) -> float:
+    def read(self) -> float:
         return self.now
 
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (hybrid_file, lookup_file):
-        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr("foretoken.core.clock.now", clock.read)
     return clock
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from foretoken.control import CONTROLLERS, CostCurve, controller_class, lookup_model
+from foretoken.control import CONTROLLERS, CostCurve, controller_class
 from foretoken.control.cost_model import CostModel
 from foretoken.control.evidence import (
     LONGEST_MATCH,
@@ -38,17 +38,10 @@ def guess(match: int, length: int = LENGTH) -> Draft:
     return Draft.deterministic(chain([ROOT, *[RIGHT] * length]), by_match(match, length))
 
 
-class StoppedClock:
-    """What learning takes here is no part of the worlds: a busy machine must not decide."""
-
-    @staticmethod
-    def perf_counter() -> float:
-        return 0.0
-
-
 @pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup_model, "time", StoppedClock)
+def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What learning takes here is no part of the worlds."""
+    monkeypatch.setattr("foretoken.core.clock.now", lambda: 0.0)
 
 
 def outcome(request: Request, draft: Draft, right: int) -> Outcome:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any, TypeVar
@@ -81,7 +80,7 @@ def test_two_processes_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = steps_with(First(told), monkeypatch)
     assert len(told) > 50
     ticks = count()
-    monkeypatch.setattr(time, "perf_counter", lambda: (next(ticks) * 7919 % 1000) * 1e-3)
+    monkeypatch.setattr("foretoken.core.clock.now", lambda: (next(ticks) * 7919 % 1000) * 1e-3)
     heard = iter(told)
     assert steps_with(Second(heard), monkeypatch) == expected
     assert next(heard, None) is None  # both have asked as often

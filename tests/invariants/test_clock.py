@@ -6,13 +6,15 @@ Every run has a clock of its own, which shows random times. What is drafted must
 from __future__ import annotations
 
 import random
-import time
+from time import perf_counter, sleep
 from typing import Any
 
 import pytest
 
 from foretoken import SamplingParams
+from foretoken.core import clock as clock_module
 from foretoken.runtime import target
+from foretoken.runtime.passes import Passes
 from tests.matrix import PROMPTS, SPECULATIVE, fits, tiny_llm
 from tests.measurements import USUAL, measure_with
 from tests.tiny import tiny_model
@@ -37,17 +39,45 @@ def drafted(
     """What every step drafted and added, under the default controller and a clock."""
     dice, now = random.Random(clock), 0.0
 
-    def perf_counter() -> float:
+    def random_time() -> float:
         nonlocal now
         now += 10 ** dice.uniform(-6, -1)
         return now
 
     with monkeypatch.context() as patched:
-        patched.setattr(time, "perf_counter", perf_counter)
+        patched.setattr(clock_module, "now", random_time)
         measure_with(patched, USUAL)
         llm = tiny_llm(tiny_model(), method, rule, controller=None, **fields)
         outputs = llm.generate(PROMPTS[:3], SamplingParams(seed=5, max_tokens=40, top_k=4))
     return [(step.drafted, step.token) for output in outputs for step in output.trace]
+
+
+@pytest.mark.parametrize("method", ["draft_model", "hybrid", "suffix"])
+def test_the_suite_drafts_alike_on_a_busy_machine(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Under the clock of all tests, passes that take as long as they like change nothing."""
+    forward, runs = Passes._forward, []
+    for seed in (1, 2):
+        dice = random.Random(seed)
+
+        def delayed(*arguments: Any, dice: random.Random = dice) -> Any:
+            sleep(dice.uniform(0, 2e-3))
+            return forward(*arguments)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Passes, "_forward", delayed)
+            llm = tiny_llm(tiny_model(), method, controller=None)
+            outputs = llm.generate(PROMPTS[:2], SamplingParams(temperature=0, max_tokens=24))
+            runs.append([(step.drafted, step.token) for each in outputs for step in each.trace])
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.usefixtures("real_clock")
+def test_elsewhere_the_machine_is_timed() -> None:
+    began = perf_counter()
+    (output,) = tiny_llm(tiny_model()).generate([PROMPTS[0]], SamplingParams(max_tokens=8))
+    assert 0 < output.metrics.seconds < perf_counter() - began
 
 
 CHOOSING = (*SWITCHES, "hybrid", "draft_model", "suffix")

@@ -31,7 +31,7 @@ class Clock:
             return verify(target, keys, trees)
 
         monkeypatch.setattr(Target, "verify", timed)
-        monkeypatch.setattr("foretoken.runtime.profiling.time.perf_counter", lambda: self._now)
+        monkeypatch.setattr("foretoken.core.clock.now", lambda: self._now)
         measure_with(monkeypatch, USUAL)
 
     @property

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from foretoken import LLM, CompatibilityError, ConfigError, SamplingParams
 from foretoken.drafters.online import OnlineOptions, OnlineReport
 from foretoken.engine.scheduler import Scheduler
-from foretoken.training import pace as pacing
 from foretoken.training.conversations import Conversation
 from foretoken.training.online import OnlineLearner
 from foretoken.training.pace import Pace
@@ -274,7 +273,7 @@ def test_aborted_requests_leave_nothing_behind() -> None:
 def test_the_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every slice takes 3 seconds, and every step 10."""
     now = count(step=3.0)
-    monkeypatch.setattr(pacing, "perf_counter", lambda: next(now))
+    monkeypatch.setattr("foretoken.core.clock.now", lambda: next(now))
     pace = Pace(OnlineOptions(share=0.2))
     for _ in range(1000):
         pace.served(10.0)

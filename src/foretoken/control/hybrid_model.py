@@ -16,7 +16,6 @@ it, as far as that pays. How often such tokens are right is learnt by their feat
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
@@ -26,6 +25,7 @@ from foretoken.control.cost_model import CostModel
 from foretoken.control.evidence import AcceptanceRates, is_graft, path_probs
 from foretoken.control.lookup_model import LookupModel, LookupPlan, how_many
 from foretoken.control.rest import Rest
+from foretoken.core import clock
 from foretoken.core.acceptance import Accepted
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class _Clock:
 
     def lap(self) -> float:
         """Seconds since the last lap."""
-        now = time.perf_counter()
+        now = clock.now()
         seconds, self.since = now - self.since, now
         return seconds
 
@@ -107,7 +107,7 @@ class HybridModel(Controller):
             return [NO_BUDGET] * len(batch)
         self._rows, self._found, self._drafts = rows, {}, {}
         budgets = self._lookups.budgets(batch, rows)
-        self._clock = _Clock(since=time.perf_counter())
+        self._clock = _Clock(since=clock.now())
         return budgets
 
     def _goes_on_resting(self, batch: Sequence[Request], rows: int) -> bool:

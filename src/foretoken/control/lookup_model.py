@@ -18,7 +18,6 @@ plain decoding.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -28,6 +27,7 @@ from foretoken.control.base import NO_BUDGET, Budget, Controller, Expected, with
 from foretoken.control.cost_model import CostModel
 from foretoken.control.drafting_costs import smoothed
 from foretoken.control.evidence import AcceptanceRates, path_probs
+from foretoken.core import clock
 from foretoken.runtime.costs import CostCurve
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class LookupModel(Controller):
 
     def plan(self, batch: Sequence[Request], drafts: Sequence[Draft], rows: int) -> LookupPlan:
         """Choose the most probable tokens of all drafts, as many as pay; see `trim`."""
-        began = time.perf_counter()
+        began = clock.now()
         asked = [row for row, request in enumerate(batch) if request.key in self._asked]
         likely: list[tuple[float, int, int]] = []  # probability, row, node
         for row in asked:
@@ -162,7 +162,7 @@ class LookupModel(Controller):
             nodes[row].append(node)
             tokens[row] += p
             gains[row] += p / rows - cost
-        self._planning += time.perf_counter() - began
+        self._planning += clock.now() - began
         return LookupPlan(nodes, tokens, gains, cost)
 
     def follow(
@@ -179,14 +179,14 @@ class LookupModel(Controller):
         """Learn which tokens were right, and what a lookup costs, including this learning."""
         if not self._asked:
             return
-        began = time.perf_counter()
+        began = clock.now()
         all_have_read = not any(state.new for state in self._asked.values())
         for outcome in outcomes:
             if state := self._asked.get(outcome.request.key):
                 if state.proposal:
                     self._rates.learn(state.proposal, outcome)
                 state.proposal, state.new = None, False
-        seconds = draft_seconds + self._planning + time.perf_counter() - began
+        seconds = draft_seconds + self._planning + clock.now() - began
         seconds = self.costs.agreed(seconds / len(self._asked))
         if all_have_read:
             self._lookup_seconds = smoothed(self._lookup_seconds or seconds, seconds)

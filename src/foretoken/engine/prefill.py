@@ -8,12 +8,12 @@ says which request is next, and how many tokens are computed.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from foretoken.core import clock
 from foretoken.core.checks import check_finite
 from foretoken.core.logprobs import TokenLogprobs, log_probs_of
 from foretoken.engine.prefix_cache import Beginning, PrefixCache
@@ -85,9 +85,9 @@ class Prefill:
             if not request.metrics.preemptions:
                 request.metrics.cached_source_tokens = len(source)
             return 0
-        began = time.perf_counter()
+        began = clock.now()
         self._target.encode(key, source)
-        request.metrics.encode_seconds += time.perf_counter() - began
+        request.metrics.encode_seconds += clock.now() - began
         if self._prefixes is not None:
             self._prefixes.keep_state(_beginning(request), self._target.row_state(key))
         return len(source)
@@ -103,11 +103,11 @@ class Prefill:
 
     def compute(self, request: Request, limit: int) -> int:
         """Read a request's source, and compute at most `limit` tokens; returns how many, or 1."""
-        began = time.perf_counter()
+        began = clock.now()
         spent = 0 if self.has_source(request) else self._read_source(request)
         if spent < limit and self._num_missing(request):
             spent += self._prefill_tokens(request, limit - spent)
-        request.metrics.prefill_seconds += time.perf_counter() - began
+        request.metrics.prefill_seconds += clock.now() - began
         return max(1, spent)
 
     def _prefill_tokens(self, request: Request, limit: int) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple, TypeAlias
 
+from foretoken.core import clock
 from foretoken.decode import Outcome
 from foretoken.engine.jobs import Job
 from foretoken.engine.outbox import Outbox
@@ -61,9 +61,9 @@ class Runs:
         """
         if not self._scheduler.busy:
             return None
-        began = time.perf_counter()
+        began = clock.now()
         outcomes = self._scheduler.step()
-        seconds = time.perf_counter() - began
+        seconds = clock.now() - began
         self._speculation.learn(seconds)
         return StepReport(outcomes, seconds)
 

@@ -15,10 +15,10 @@ requests of the batch (invariant 7).
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Iterable
 
+from foretoken.core import clock
 from foretoken.decode import Outcome, step
 from foretoken.engine.prefill import Prefill
 from foretoken.engine.prefix_cache import PrefixCache
@@ -121,7 +121,7 @@ class Scheduler:
                 self._end_for_memory(request, error)
                 continue
             self._running.append(self._waiting.popleft())
-            request.admitted_at = request.admitted_at or time.perf_counter()
+            request.admitted_at = request.admitted_at or clock.now()
             self._end_if_unwritten(request)
 
     def _has_room_for(self, request: Request) -> bool:

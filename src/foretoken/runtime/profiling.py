@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
 
 import torch
 
+from foretoken.core import clock
 from foretoken.core.tree import chain
 from foretoken.runtime.costs import CostCurve
 from foretoken.runtime.rows import INTERNAL_KEY
@@ -74,7 +74,7 @@ def _seconds(
     times: dict[tuple[int, int], list[float]] = {}
 
     def now() -> float:
-        return target.peers.agreed(time.perf_counter())
+        return target.peers.agreed(clock.now())
 
     began = now()
 

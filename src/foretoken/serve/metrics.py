@@ -12,6 +12,7 @@ from collections import deque
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from foretoken.core import clock
 from foretoken.engine.llm_engine import LLMEngine
 from foretoken.engine.runs import StepReport
 from foretoken.request import Request
@@ -195,7 +196,7 @@ class ServerMetrics:
         if not output.admitted_at:  # it never got a row, so nothing of it was computed
             return
         metrics, generated = output.metrics, output.metrics.generated_tokens
-        running = metrics.seconds or time.perf_counter() - output.admitted_at
+        running = metrics.seconds or clock.now() - output.admitted_at
         decoding = max(running - metrics.prefill_seconds, 0.0)
         self._prompts.inc(metrics.prompt_tokens)
         self._queries.inc(metrics.prompt_tokens)

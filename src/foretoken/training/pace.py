@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from time import perf_counter
 
+from foretoken.core import clock
 from foretoken.drafters.online import OnlineOptions
 
 __all__ = ["Pace"]
@@ -28,11 +28,11 @@ class Pace:
     @contextmanager
     def timed(self) -> Iterator[None]:
         """Count the time inside as learning."""
-        began = perf_counter()
+        began = clock.now()
         try:
             yield
         finally:
-            seconds = perf_counter() - began
+            seconds = clock.now() - began
             self.learning += seconds
             self._credit -= seconds
 
