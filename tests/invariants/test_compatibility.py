@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,6 +24,9 @@ from foretoken import LLM, CompatibilityError, ConfigError
 from foretoken.models.support import default_device, default_dtype
 from foretoken.runtime.attention import padded_rows
 from foretoken.runtime.inputs import PassInputs
+from foretoken.runtime.kv_slab import KVSlab
+from foretoken.runtime.lean import LeanDecoder
+from foretoken.runtime.network import Need, PassOutput
 from foretoken.runtime.target import Target
 from tests.drafting import RandomTrees, scheduler_of
 from tests.tiny import CONTEXT, tiny_model
@@ -250,3 +254,31 @@ def test_a_loaded_model_is_left_as_it_was() -> None:
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
     assert model.config._attn_implementation == implementation
     assert type(model.lm_head) is torch.nn.Linear
+
+
+LARGE: dict[str, Callable[[PassInputs], bool]] = {
+    "chunks": lambda inputs: max(map(len, inputs.rows)) >= 64 and len(inputs.rows) == 1,
+    "long drafts": lambda inputs: max(map(len, inputs.rows)) == 65,
+    "long drafts in two rows": lambda inputs: (
+        max(map(len, inputs.rows)) == 65 and len(inputs.rows) == 2
+    ),
+}
+
+
+@pytest.mark.parametrize("which", LARGE)
+def test_bits_of_large_passes_are_looked_at(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
+    """Kernels that round otherwise in passes that small ones do not show."""
+    forward = LeanDecoder.forward
+
+    def rounding(self: LeanDecoder, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:
+        output = forward(self, inputs, slab, need)
+        if LARGE[which](inputs):
+            for values in slab._values.values():
+                values.mul_(1 + 1e-6)
+            if output.logits is not None:
+                output.logits.mul_(1 + 1e-6)
+        return output
+
+    assert Target(tiny_model("lean")).bit_exact
+    monkeypatch.setattr(LeanDecoder, "forward", rounding)
+    assert not Target(tiny_model("lean")).bit_exact
