@@ -7,11 +7,14 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from pydantic import ValidationError
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+from starlette.websockets import WebSocketClose
 
 from foretoken.core.config import nearest
 from foretoken.errors import ForetokenError, PromptError, RequestError, told
 
-__all__ = ["APIError", "invalid", "of_engine", "of_validation", "unknown_response"]
+__all__ = ["APIError", "invalid", "of_engine", "of_validation", "refuse", "unknown_response"]
 
 _KINDS = {
     401: "authentication_error",
@@ -67,6 +70,14 @@ class APIError(Exception):
 def invalid(param: str | None, message: str, code: str | None = None) -> APIError:
     """A field of a request that has to change."""
     return APIError(400, message, param=param, code=code)
+
+
+async def refuse(error: APIError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a request with an error before it reaches the app; close a websocket (403)."""
+    if scope["type"] == "websocket":
+        await WebSocketClose(reason=error.message)(scope, receive, send)
+    else:
+        await JSONResponse(error.as_dict(), error.status, error.headers)(scope, receive, send)
 
 
 def unknown_response(response_id: str) -> APIError:

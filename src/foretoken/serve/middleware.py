@@ -11,11 +11,12 @@ import time
 import uuid
 from collections.abc import Sequence
 
+from starlette._utils import get_route_path
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from foretoken.serve.errors import APIError
+from foretoken.serve.errors import APIError, refuse
+from foretoken.serve.page import FILES
 
 __all__ = ["Authentication", "Faults", "RequestLog"]
 
@@ -23,7 +24,8 @@ _log = logging.getLogger("foretoken.serve.requests")
 _faults = logging.getLogger(__name__)
 
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
-_GUARDED = ("/v1/", "/tokenize", "/detokenize")
+_OPEN = frozenset({*FILES, "/health", "/live", "/version", "/openapi.json", "/metrics"})
+"""Paths that need no key, as the app's routes have them; all others need one, known or not."""
 
 
 class Faults:
@@ -48,13 +50,16 @@ class Faults:
                 raise
             _faults.exception("%s %s failed", scope["method"], scope["path"])
             error = APIError(500, "an internal error: see the server's log.")
-            await JSONResponse(error.as_dict(), error.status)(scope, receive, send)
+            await refuse(error, scope, receive, send)
 
 
 class Authentication:
-    """Refuses requests to endpoints of the model that do not have an API key.
+    """Refuses requests without an API key, except to paths that are open to all.
 
-    The state of the others has the `caller`, which identifies the key.
+    The path is the one that the app routes by, wherever the app is mounted. So a path that is
+    written in another way, or that the app does not know, needs a key.
+
+    The state of requests with a key has the `caller`, which identifies the key.
 
     Args:
         app: the rest of the app.
@@ -67,22 +72,20 @@ class Authentication:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
-        caller = self._caller(scope) if scope["type"] == "http" else None
+        caller = None if scope["type"] == "lifespan" else self._caller(scope)
         if caller is not None:
             scope.setdefault("state", {})["caller"] = caller
-        guarded = scope["type"] == "http" and scope["path"].startswith(_GUARDED)
-        if guarded and scope["method"] != "OPTIONS" and caller is None:
-            error = APIError(
-                401,
-                "an API key is needed: send 'Authorization: Bearer KEY'.",
-                code="invalid_api_key",
-            )
-            refusal = JSONResponse(
-                error.as_dict(), error.status, headers={"WWW-Authenticate": "Bearer"}
-            )
-            await refusal(scope, receive, send)
+        open_to_all = scope["type"] == "lifespan" or get_route_path(scope) in _OPEN
+        if open_to_all or caller is not None:
+            await self._app(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        error = APIError(
+            401,
+            "an API key is needed: send 'Authorization: Bearer KEY'.",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+        await refuse(error, scope, receive, send)
 
     def _caller(self, scope: Scope) -> str | None:
         kind, _, given = Headers(scope=scope).get("authorization", "").partition(" ")

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from foretoken.serve.errors import APIError
+from foretoken.serve.errors import APIError, refuse
 
 __all__ = ["Origins"]
 
@@ -37,11 +36,11 @@ class Origins:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
-        refused = self._refused(Headers(scope=scope)) if scope["type"] == "http" else None
+        refused = None if scope["type"] == "lifespan" else self._refused(Headers(scope=scope))
         if refused is None:
             await self._app(scope, receive, send)
         else:
-            await JSONResponse(refused.as_dict(), refused.status)(scope, receive, send)
+            await refuse(refused, scope, receive, send)
 
     def _refused(self, headers: Headers) -> APIError | None:
         host, origin = headers.get("host", "").lower(), headers.get("origin", "").lower()

@@ -13,10 +13,16 @@ from importlib import resources
 
 from fastapi import APIRouter, Request, Response
 
-__all__ = ["router"]
+__all__ = ["FILES", "router"]
 
 _STATIC = resources.files("foretoken.serve") / "static"
-_INDEX = "index.html"
+FILES = {
+    "/" if entry.name == "index.html" else f"/page/{entry.name}": entry
+    for entry in sorted(_STATIC.iterdir(), key=lambda entry: entry.name)
+    if entry.name != "trace.html"  # a template of `foretoken trace --html`
+}
+"""The files by their paths."""
+
 _KINDS = {
     "css": "text/css; charset=utf-8",
     "html": "text/html; charset=utf-8",
@@ -44,12 +50,8 @@ _HEADERS = {
 def _router() -> APIRouter:
     """A route for each file of the page."""
     found = APIRouter(include_in_schema=False)
-    for entry in sorted(_STATIC.iterdir(), key=lambda entry: entry.name):
-        name = entry.name
-        if name == "trace.html":  # a template of `foretoken trace --html`
-            continue
-        respond = partial(_file, entry.read_bytes(), _KINDS[name.rpartition(".")[2]])
-        path = "/" if name == _INDEX else f"/page/{name}"
+    for path, entry in FILES.items():
+        respond = partial(_file, entry.read_bytes(), _KINDS[entry.name.rpartition(".")[2]])
         found.add_route(path, respond, methods=["GET", "HEAD"], include_in_schema=False)
     return found
 
