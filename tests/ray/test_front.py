@@ -313,9 +313,10 @@ def test_guards_and_limits(handle: Handle) -> None:
         front.stopping = True
         closed = await client.post("/v1/completions", json=BODY)
         ill = await client.get("/health")
-        return [each.status_code for each in (large, keyless, healthy, closed, ill)]
+        live = await client.get("/live")
+        return [each.status_code for each in (large, keyless, healthy, closed, ill, live)]
 
-    assert asked(handle, act) == [413, 401, 200, 503, 503]
+    assert asked(handle, act) == [413, 401, 200, 503, 503, 200]
     assert not handle.streams  # no replica was asked
 
 

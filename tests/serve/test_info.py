@@ -101,6 +101,7 @@ def test_health_and_version(server: Served, monkeypatch: pytest.MonkeyPatch) -> 
     assert server.http.get("/version").json() == {"version": __version__}
     monkeypatch.setattr(server.state, "stopping", True)
     assert server.http.get("/health").status_code == 503
+    assert server.http.get("/live").status_code == 200
     error = server.refused("/v1/completions", 503, prompt="a")
     assert "shutting down" in error["message"]
 

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import logging
+import re
 import signal
 import socket
 import struct
@@ -15,15 +16,19 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import unquote
 
 import httpx2
 import pytest
+from fastapi import FastAPI
 
 from foretoken import LLM, AsyncLLM, ForetokenError, Metrics, SamplingParams
 from foretoken.core.sequence import SHARED
 from foretoken.serve.address import bound_socket
+from foretoken.serve.app import create_app
 from foretoken.serve.errors import APIError
 from foretoken.serve.events import DONE, EventStream
+from foretoken.serve.page import FILES
 from foretoken.serve.run import ForetokenServer, serve
 from foretoken.serve.running import Run
 from foretoken.serve.settings import Settings
@@ -78,6 +83,14 @@ def raw(served: Served, content: bytes) -> socket.socket:
     return connection
 
 
+def whole(connection: socket.socket) -> bytes:
+    """All that comes until the server closes the connection."""
+    content = b""
+    while part := connection.recv(65536):
+        content += part
+    return content
+
+
 def request_of(body: Any, path: str = "/v1/completions") -> bytes:
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
@@ -106,8 +119,94 @@ def test_with_a_key(strict: Served) -> None:
     for key in KEYS:
         headers = {"Authorization": f"bearer {key}"}
         assert strict.http.get("/v1/models", headers=headers).status_code == 200
-    for path in ("/health", "/version", "/metrics"):
+    for path in (
+        "/health",
+        "/live",
+        "/version",
+        "/metrics",
+        "/openapi.json",
+        "/",
+        "/page/page.css",
+    ):
         assert strict.http.get(path, headers={"Authorization": ""}).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def guarded_app(server: Served) -> Any:
+    """An app with a key, to be mounted."""
+    return create_app(server.state.llm, Settings(served_model_names=(MODEL,), api_keys=KEYS))
+
+
+def asked(app: Any, method: str, path: str, **options: Any) -> httpx2.Response:
+    async def run() -> httpx2.Response:
+        transport = httpx2.ASGITransport(app, root_path=options.pop("root_path", ""))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.request(method, path, **options)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("root_path", ["", "/outer"])
+def test_keys_guard_an_app_that_is_mounted(guarded_app: Any, root_path: str) -> None:
+    outer = FastAPI()
+    outer.mount("/llm", guarded_app)
+    body = {"json": {"model": MODEL, "prompt": "a", "max_tokens": 1}, "root_path": root_path}
+    at = f"{root_path}/llm"
+    assert asked(outer, "POST", f"{at}/v1/completions", **body).status_code == 401
+    key = {"headers": {"Authorization": f"Bearer {KEYS[0]}"}}
+    assert asked(outer, "POST", f"{at}/v1/completions", **body, **key).status_code == 200
+    for path in ("/health", "/metrics", "/", "/page/page.css"):
+        assert asked(outer, "GET", at + path, root_path=root_path).status_code == 200
+    page = asked(outer, "GET", f"{at}/", root_path=root_path).text
+    links = re.findall(r'(?:href|src)="([^"#:]+)"', page)
+    assert {f"/{link}" for link in links} < set(FILES)  # relative: they lead into the mount
+
+
+PATHS = ["/v1/models", "//v1/models", "/v1//models", "/V1/models", "/v1/models/", "/x/../v1/models"]
+PATHS += ["/%76%31/models", "/page/../v1/models", "/health/../v1/models", "/health/", "//health"]
+PATHS += ["/Health", "/page/", "/page/nothing", "/nothing", "/health%2f..%2fv1/models", "/docs"]
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "OPTIONS", "TRACE"])
+@pytest.mark.parametrize("root_path", ["", "/llm", "/v1", "/health"])
+def test_what_is_not_open_needs_a_key(guarded_app: Any, root_path: str, method: str) -> None:
+    """However it is written, and whether it exists or not."""
+    for path in PATHS:
+        scope = scope_of("http", root_path + unquote(path), root_path) | {"method": method}
+        assert sent_by(guarded_app, scope)[0]["status"] == 401, path
+    scope = scope_of("http", "/v1/completions", root_path)  # a server that leaves the prefix out
+    if root_path != "/v1":
+        assert sent_by(guarded_app, scope)[0]["status"] == 401
+
+
+def scope_of(kind: str, path: str, root_path: str = "") -> dict[str, Any]:
+    scope = {"type": kind, "method": "GET", "path": path, "root_path": root_path, "headers": []}
+    return scope | {"raw_path": path.encode(), "query_string": b"", "subprotocols": []}
+
+
+def sent_by(app: Any, scope: dict[str, Any]) -> list[Any]:
+    """The messages of an app to a client that has sent everything."""
+    sent = list[Any]()
+    first = "websocket.connect" if scope["type"] == "websocket" else "http.request"
+
+    async def receive() -> Any:
+        return {"type": first, "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(app(scope, receive, send))
+    return sent
+
+
+def test_websockets_need_a_key_and_the_right_origin(guarded_app: Any, server: Served) -> None:
+    (refused,) = sent_by(guarded_app, scope_of("websocket", "/v1/realtime"))
+    assert refused["type"] == "websocket.close"
+    assert "an API key is needed" in refused["reason"]
+    app = create_app(server.state.llm, Settings(served_model_names=(MODEL,)))
+    page = scope_of("websocket", "/v1/realtime") | {"headers": [(b"origin", b"http://evil")]}
+    (refused,) = sent_by(app, page)
+    assert "pages of other servers" in refused["reason"]
 
 
 def test_origins(strict: Served, server: Served) -> None:
@@ -187,6 +286,35 @@ def test_no_http(strict: Served) -> None:
         assert connection.recv(1000).startswith(b"HTTP/1.1 400")
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "Content-Length: 5\r\nTransfer-Encoding: chunked",
+        "transfer-encoding: chunked\r\ncontent-length: 5",
+        "Transfer-Encoding:\r\n chunked\r\nContent-Length: 5",
+        "Content-Length: 5\r\nContent-Length: 6",
+        "Content-Length: 5, 6",
+        "Content-Length: +5",
+        "Content-Length : 5",
+        "Transfer-Encoding: xchunked",
+    ],
+)
+def test_a_length_that_a_proxy_may_read_otherwise(server: Served, lines: str) -> None:
+    """Request smuggling: what follows must not become a request of its own."""
+    hidden = "GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+    content = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{lines}\r\n\r\n0\r\n\r\n{hidden}"
+    with raw(server, content.encode()) as connection:
+        answer = whole(connection)
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert answer.count(b"HTTP/1.1") == 1
+
+
+def test_http_1_0_has_no_chunks(server: Served) -> None:
+    head = b"POST /v1/completions HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    with raw(server, head) as connection:
+        assert whole(connection).startswith(b"HTTP/1.1 400")
+
+
 def test_a_full_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = tiny_llm(max_num_seqs=2)
     with served(llm, max_waiting=1) as running:
@@ -233,6 +361,37 @@ def test_a_client_that_goes_away(
     gate.open = True
     until(lambda: server.state.open_sequences == 0)
     until(lambda: not server.llm.engine._scheduler.busy)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_only_sends_no_more(
+    monkeypatch: pytest.MonkeyPatch, server: Served, stream: bool
+) -> None:
+    """It has closed its side of the connection, and waits for the answer."""
+    monkeypatch.setattr("foretoken.serve.protocol.PROBE_SECONDS", 0.01)
+    gate = Gate(server.llm, monkeypatch)
+    body = {**ENDLESS, "max_tokens": 5, "stream": stream}
+    with raw(server, request_of(body)) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        until(lambda: gate.holds)
+        time.sleep(0.05)  # in which it is asked a few times
+        gate.open = True
+        answer = whole(connection)
+    before, _, rest = answer.partition(b"HTTP/1.1 200 ")
+    assert rest.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n" if stream else b"}")
+    assert b'"finish_reason":"length"' in rest
+    assert before.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"") == b""
+    assert stream or before
+
+
+def test_requests_in_a_row_and_then_no_more(server: Served) -> None:
+    ask = request_of({**ENDLESS, "max_tokens": 2})
+    with raw(server, ask + ask) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        assert whole(connection).count(b"HTTP/1.1 200") == 2
+    with raw(server, ask[:-5]) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        assert b"200" not in whole(connection)
 
 
 def test_an_output_that_nobody_waits_for_is_counted() -> None:
@@ -364,13 +523,38 @@ def test_clients_are_told_when_the_time_is_over(
         with raw(running, request_of({**ENDLESS, "stream": stream})) as connection:
             until(lambda: bool(running.state.llm.worker._jobs))
             running.server.handle_exit(signal.SIGTERM, None)
-            content = b""
-            while part := connection.recv(1000):
-                content += part
+            content = whole(connection)
         gate.open = True
     assert content.startswith(b"HTTP/1.1 200" if stream else b"HTTP/1.1 503")
     assert b"the server is shutting down" in content
     assert b"[DONE]" not in content
+
+
+def test_the_server_listens_until_the_last_answer_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = tiny_llm()
+    with served(llm) as running:
+        gate = Gate(llm, monkeypatch, steps=2)
+        with raw(running, request_of({**ENDLESS, "max_tokens": 20, "stream": True})) as connection:
+            until(lambda: gate.holds)
+            with raw(running, b"") as idle:
+                running.server.handle_exit(signal.SIGTERM, None)
+                assert idle.recv(100) == b""  # the end has begun
+            for _ in range(2):
+                ready = running.http.get("/health")
+                assert (ready.status_code, ready.headers["connection"]) == (503, "close")
+                assert running.http.get("/live").status_code == 200
+                refused = running.post("/v1/completions", prompt="a")
+                assert refused.status_code == 503
+                assert refused.headers["retry-after"] == "5"
+            with raw(running, b"GET /v1/models HTTP/1.1\r\n") as late:  # it holds nobody up
+                gate.open = True
+                assert whole(connection).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+                assert late.recv(100) == b""
+        until(running.stopped.is_set)
+        with pytest.raises(ConnectionError):
+            raw(running, b"")
 
 
 def test_a_request_that_is_prepared_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:

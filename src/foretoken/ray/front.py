@@ -12,6 +12,7 @@ from typing import Any
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
+from starlette._utils import get_route_path
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -98,9 +99,11 @@ class Front:
 
     async def _own(self, request: Request) -> Response | None:
         """The answer to what is asked of all replicas; None for all other requests."""
-        path, method = request.scope["path"], request.method
+        path, method = get_route_path(request.scope), request.method
         if path == "/health" and method == "GET":
             return Response(status_code=200 if await self._healthy() else 503)
+        if path == "/live" and method == "GET":
+            return Response(status_code=200 if self.alive else 503)
         try:
             if path == "/metrics" and method == "GET":
                 pages = [page for page in await self._all("metrics") if isinstance(page, str)]
@@ -169,7 +172,7 @@ class Front:
             self._open.discard((task, answer))
 
     async def _answered(self, call: Call, answer: _Answer) -> None:
-        path = call.scope["path"]
+        path = get_route_path(call.scope)
         if len(call.body) <= AT_ONCE:
             keys = prompt_keys(path, call.body, call.caller)
         else:

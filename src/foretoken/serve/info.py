@@ -32,9 +32,15 @@ _FOR_MESSAGES = (
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """200 while the server takes requests, else 503."""
+    """Readiness: 200 while the server takes requests, else 503."""
     state = state_of(request)
     return Response(status_code=200 if state.alive and not state.stopping else 503)
+
+
+@router.get("/live")
+async def live(request: Request) -> Response:
+    """Liveness: 200 while the engine runs, also while the last requests end, else 503."""
+    return Response(status_code=200 if state_of(request).alive else 503)
 
 
 @router.get("/version")

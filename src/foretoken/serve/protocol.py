@@ -1,4 +1,4 @@
-"""The connection of a client, with limits of time: for its headers, and for taking what it gets."""
+"""The connection of a client: strict about its requests, and with limits of time."""
 
 from __future__ import annotations
 
@@ -6,11 +6,29 @@ import asyncio
 import logging
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 __all__ = ["timed_protocol"]
 
 _log = logging.getLogger(__name__)
+
+PROBE_SECONDS = 0.25
+"""How often a client that has closed its side is asked whether it is still there."""
+
+
+class _Connection(h11.Connection):
+    """Refuses requests whose end a proxy may see elsewhere (request smuggling, RFC 9112, 6.1)."""
+
+    def next_event(self) -> Any:
+        """What h11 makes of the bytes that have come."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            names = {name for name, _ in event.headers}
+            old = event.http_version < b"1.1"
+            if b"transfer-encoding" in names and (old or b"content-length" in names):
+                raise h11.RemoteProtocolError("two lengths, or one that HTTP/1.0 does not have")
+        return event
 
 
 class _Transport:
@@ -52,6 +70,12 @@ def timed_protocol(header_seconds: float, write_seconds: float) -> type[H11Proto
     class TimedProtocol(H11Protocol):
         _deadline: asyncio.TimerHandle | None = None
         _stalled: asyncio.TimerHandle | None = None
+        _probing: asyncio.TimerHandle | None = None
+        _no_more = False  # the client has closed its side
+
+        def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
+            super().__init__(config, *arguments, **options)
+            self.conn = _Connection(h11.SERVER)
 
         def connection_made(self, transport: Any) -> None:
             self._wire = _Transport(transport, write_seconds)
@@ -68,10 +92,39 @@ def timed_protocol(header_seconds: float, write_seconds: float) -> type[H11Proto
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_waiting()
             self._go_on()
+            if self._probing is not None:
+                self._probing.cancel()
             super().connection_lost(exc)
             # Timers that stay would keep the connection's memory until their time.
             self._unset_keepalive_if_required()
             self._wire.lost()
+
+        # Clients that send no more
+
+        def eof_received(self) -> bool:
+            """Go on if the client only sends no more: it may wait for the answer.
+
+            One that has gone looks the same at first. What it gets next is answered with a reset.
+            HTTP/1.0 has nothing to send before the answer, so there it counts as gone.
+            """
+            self._no_more = True
+            whole = not self._between_requests() and not self.cycle.more_body
+            if not whole or self.scope["http_version"] == "1.0":
+                return False
+            if self._probing is None:
+                self._probe()
+            return True
+
+        def _probe(self) -> None:
+            if not self._between_requests() and not self.cycle.response_started:
+                event = h11.InformationalResponse(status_code=100, headers=[], reason="Continue")
+                self.transport.write(self.conn.send(event))
+            self._probing = self.loop.call_later(PROBE_SECONDS, self._probe)
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self._no_more and self._between_requests():
+                self.transport.close()
 
         # Headers
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import os
 import signal
 import socket
@@ -28,7 +27,7 @@ __all__ = ["ForetokenServer", "Serves", "serve", "until_signalled"]
 _log = logging.getLogger(__name__)
 
 
-TELLING = 2.0
+TELLING = 2
 """Seconds after the time to end in which clients are told that their requests were cut off."""
 LAST_STEP = 5.0
 """Seconds that a step of the engine has left after that; then the process ends in its middle."""
@@ -59,9 +58,10 @@ class Serves(Protocol):
 class ForetokenServer(uvicorn.Server):
     """uvicorn's server with a graceful end.
 
-    After SIGTERM or SIGINT, it takes no more requests and lets those that run go on for
-    `Settings.shutdown_timeout` seconds. Then their clients are told that they were cut off, and
-    after `TELLING` seconds all connections are closed. A second SIGINT ends it at once.
+    After SIGTERM or SIGINT, it lets those requests that run go on for `Settings.shutdown_timeout`
+    seconds. Meanwhile it still listens: more requests are answered with 503, and so is `/health`.
+    Then the clients of those that still run are told that they were cut off, and after `TELLING`
+    seconds all connections are closed. A second SIGINT ends it at once.
 
     Args:
         app: the app.
@@ -87,7 +87,7 @@ class ForetokenServer(uvicorn.Server):
                 log_config=None,
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE,
-                timeout_graceful_shutdown=math.ceil(settings.shutdown_timeout + TELLING),
+                timeout_graceful_shutdown=TELLING,
             )
         )
         self._behind, self._settings = behind, settings
@@ -101,13 +101,24 @@ class ForetokenServer(uvicorn.Server):
             self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let the requests end, and cut off those that do not in time."""
+        """Let the requests end, and cut off those that do not in time; then listen no more."""
+        self._behind.stopping = True
+        busy = set(self.server_state.connections)
+        for connection in busy:  # each is closed after its answer, and at once if it has none
+            connection.shutdown()
+        # Later clients connect anew for each request, so none is in the middle of one at the end.
+        self.server_state.default_headers = [
+            *self.server_state.default_headers,
+            (b"connection", b"close"),
+        ]
         loop = asyncio.get_running_loop()
-        cut = loop.call_later(self._settings.shutdown_timeout, self._behind.cut_off)
-        try:
-            await super().shutdown(sockets)
-        finally:
-            cut.cancel()
+        end = loop.time() + self._settings.shutdown_timeout
+        await asyncio.sleep(0)  # in which idle connections are closed
+        while busy & self.server_state.connections and loop.time() < end and not self.force_exit:
+            await asyncio.sleep(0.02)
+        if busy & self.server_state.connections:
+            self._behind.cut_off()
+        await super().shutdown(sockets)
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to stop; also called when there is nothing to do."""
