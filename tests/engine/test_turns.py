@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import pytest
 from transformers import PreTrainedModel
 
-from foretoken import LLM, ConfigError, ForetokenError, SamplingParams, StreamChunk
+from foretoken import LLM, AsyncLLM, ConfigError, ForetokenError, SamplingParams, StreamChunk
 from foretoken.control import Budget
 from foretoken.core.acceptance import AcceptanceRule, Accepted
 from foretoken.core.acceptance.base import TargetDistributions
@@ -291,6 +291,92 @@ def test_a_forked_process_is_told_to_spawn(llm: LLM) -> None:
     assert codes == [0]
     assert bits(llm.generate([PROMPTS[0]], params_of(1))[0]) == expected
     assert_empty(llm)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_an_async_llm_in_a_forked_process_is_told_to_spawn(llm: LLM) -> None:
+    """Its threads are not there, and what is queued for them would wait for ever."""
+    parents = AsyncLLM(llm)
+
+    async def streamed(asynchronous: AsyncLLM) -> None:
+        async for _ in asynchronous.generate(PROMPTS[0], params_of(0)):
+            pass
+
+    def refused() -> None:
+        for use in (
+            lambda: asyncio.run(streamed(parents)),
+            lambda: asyncio.run(parents.encode(PROMPTS[0])),
+            lambda: asyncio.run(parents.in_engine(lambda: None)),
+            parents.measure_costs,
+            lambda: asyncio.run(streamed(AsyncLLM(llm))),
+        ):
+            with pytest.raises(ForetokenError, match="'spawn'"):
+                use()
+        assert parents.close()
+
+    assert exit_code(refused) == 0
+    asyncio.run(streamed(parents))
+    assert parents.close()
+    assert_empty(llm)
+
+
+EXIT = """
+import ctypes, sys, threading, time
+import torch
+from foretoken import LLM, AsyncLLM, SamplingParams
+from tests.tiny import tiny_model
+
+llm, begun = LLM(tiny_model()), threading.Event()
+verify = llm.engine.target.verify
+
+def slow(*arguments, **options):
+    begun.set()
+    numbers, end = torch.ones(300, 300), time.monotonic() + 0.5
+    while time.monotonic() < end:  # in and out of C++, as all steps are
+        numbers = (numbers @ numbers).tanh()
+    return verify(*arguments, **options)
+
+def generate():
+    prompt, params = [1, 2, 3], SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
+    if sys.argv[1] == "thread":
+        llm.generate([prompt], params)
+    else:
+        import asyncio
+        async def read():
+            async for _ in AsyncLLM(llm).generate(prompt, params):
+                pass
+        asyncio.run(read())
+
+llm.engine.target.verify = slow
+threading.Thread(target=generate, daemon=True).start()
+assert begun.wait(60), "no step"
+print("end", flush=True)
+ctypes.pythonapi.Py_Exit(3)  # Python's own end; a program of `fork_server` would have none
+"""
+
+
+@pytest.mark.parametrize("way", ["thread", "async"])
+def test_python_ends_while_a_daemon_thread_generates(way: str) -> None:
+    """A thread that comes back to Python from C++ then would abort the process."""
+    with Program(EXIT, way) as program:
+        out, err = program.communicate()
+    assert (program.returncode, out, err) == (3, "end\n", "")
+
+
+def test_nothing_is_generated_when_python_ends() -> None:
+    turns, seen = Turns(), list[str]()
+    turns.end()
+    with pytest.raises(ForetokenError, match="Python is ending"):
+        turns.take(lambda: seen.append("in the thread that ends"))
+    given_up = threading.Event()
+    take = partial(turns.take, lambda: seen.append("in a daemon thread"), unless=given_up.is_set)
+    daemon = threading.Thread(target=take, daemon=True)
+    daemon.start()
+    daemon.join(0.1)
+    assert daemon.is_alive()
+    given_up.set()
+    daemon.join()
+    assert not seen
 
 
 # Calls from inside a step

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from foretoken.engine.turns import SameProcess
 from foretoken.errors import ForetokenError
 
 __all__ = ["Pool", "closed_error"]
@@ -30,6 +31,7 @@ class Pool:
     def __init__(self, threads: int, name: str) -> None:
         self._waiting: dict[Hashable, deque[Callable[[], None]]] = {}  # the next client first
         self._news = threading.Condition()
+        self._process = SameProcess()
         self._closed = False
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{index}", daemon=True)
@@ -47,8 +49,8 @@ class Pool:
                 of another one.
 
         Raises:
-            ForetokenError: the pool is closed. The future of a call that had not begun by then has
-                this error, too.
+            ForetokenError: the pool belongs to another process, or is closed. The future of a call
+                that had not begun by then has this error, too.
         """
         future: Future[T] = Future()
 
@@ -63,6 +65,7 @@ class Pool:
             except BaseException as error:  # whoever waits for it decides
                 future.set_exception(error)
 
+        self._process.check()
         with self._news:
             if self._closed:
                 raise closed_error()

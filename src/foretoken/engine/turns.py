@@ -3,14 +3,18 @@
 Threads take turns in the order in which they ask, so a thread waits only for the turns of
 those before it. A SIGINT that arrives during a turn is delivered at its end, so that no change is
 left half done. A process that was forked after loading is refused, because the threads of the
-native runtime and of PyTorch do not survive a fork.
+native runtime and of PyTorch do not survive a fork. When Python ends, no daemon thread may be in
+native code: Python would unwind its stack there, and the process would abort.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from types import FrameType, TracebackType
@@ -18,10 +22,36 @@ from typing import Any
 
 from foretoken.errors import ForetokenError
 
-__all__ = ["Turns", "Uninterrupted"]
+__all__ = ["SameProcess", "Turns", "Uninterrupted"]
 
 POLL_SECONDS = 0.05
 """How often a waiting thread checks whether it was interrupted."""
+LAST_TURN_SECONDS = 30.0
+"""How long the end of Python waits for the turn of a daemon thread."""
+
+
+class SameProcess:
+    """Refuses to go on in a process that was forked after this was made."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+
+    @property
+    def here(self) -> bool:
+        """Whether this is that process."""
+        return os.getpid() == self._process
+
+    def check(self) -> None:
+        """Refuse another process.
+
+        Raises:
+            ForetokenError: another process loaded the model.
+        """
+        if not self.here:
+            raise ForetokenError(
+                "this model was loaded before the process was forked, and its threads were lost: "
+                "start processes with the 'spawn' method."
+            )
 
 
 class Uninterrupted:
@@ -69,7 +99,9 @@ class Turns:
         self._condition = threading.Condition()
         self._queue: deque[object] = deque()
         self._owner: int | None = None
-        self._process = os.getpid()
+        self._process = SameProcess()
+        self._ended_by: int | None = None  # the thread in which Python ends
+        _all.add(self)
 
     def take(self, act: Callable[[], object], unless: Callable[[], bool] = lambda: False) -> None:
         """Run `act` when it is this thread's turn, or return without it if `unless` becomes true.
@@ -79,14 +111,12 @@ class Turns:
             unless: called while this thread waits. Once true, it must stay true.
 
         Raises:
-            ForetokenError: this thread is in the middle of a turn, or another process loaded the
-                model.
+            ForetokenError: this thread is in the middle of a turn, another process loaded the
+                model, or Python is ending.
         """
-        if os.getpid() != self._process:
-            raise ForetokenError(
-                "this model was loaded before the process was forked, and its threads were lost: "
-                "start processes with the 'spawn' method."
-            )
+        self._process.check()
+        if self._ended_by == threading.get_ident():
+            raise ForetokenError("Python is ending: generate before its exit handlers run.")
         if self._owner == threading.get_ident():
             raise ForetokenError(
                 "the engine was called from inside one of its own steps: a drafter, rule or "
@@ -111,6 +141,16 @@ class Turns:
         else:
             self.take(act)
 
+    def end(self) -> None:
+        """Wait for the turn that runs, and give no other: daemon threads wait until the end."""
+        if not self._process.here:  # the threads were lost, and what they held is still held
+            return
+        own, limit = threading.get_ident(), time.monotonic() + LAST_TURN_SECONDS
+        with self._condition:
+            self._ended_by = own
+            while self._owner not in (None, own) and time.monotonic() < limit:
+                self._condition.wait(POLL_SECONDS)
+
     def _wait(self, unless: Callable[[], bool], uninterrupted: Uninterrupted) -> bool:
         """Wait for this thread's turn; False if `unless` became true or a SIGINT came first."""
         ticket = object()
@@ -118,7 +158,8 @@ class Turns:
             self._queue.append(ticket)
             try:
                 while not unless() and not uninterrupted.pending:
-                    if self._owner is None and self._queue[0] is ticket:
+                    free = self._owner is None and self._ended_by is None
+                    if free and self._queue[0] is ticket:
                         self._owner = threading.get_ident()
                         return True
                     self._condition.wait(POLL_SECONDS)
@@ -126,3 +167,13 @@ class Turns:
             finally:  # another signal may raise here: a ticket that stayed would stop all others
                 self._queue.remove(ticket)
                 self._condition.notify_all()
+
+
+_all: weakref.WeakSet[Turns] = weakref.WeakSet()
+
+
+@atexit.register
+def _end() -> None:
+    """Called when only daemon threads are left."""
+    for turns in list(_all):
+        turns.end()

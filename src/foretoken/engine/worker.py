@@ -20,6 +20,7 @@ from foretoken.engine.llm_engine import LLMEngine
 from foretoken.engine.outbox import Outbox
 from foretoken.engine.pool import closed_error
 from foretoken.engine.runs import StepReport
+from foretoken.engine.turns import SameProcess
 from foretoken.errors import ForetokenError, in_one_line
 from foretoken.outputs import StreamChunk
 
@@ -53,6 +54,7 @@ class Worker:
         self._outbox = Outbox()
         self._jobs: dict[int, tuple[Job, Deliver]] = {}  # by the job's id
         self._lock = threading.Lock()  # nothing enters the inbox behind the command that closes it
+        self._process = SameProcess()
         self._closed = False
         self._running = True
         self._observes = True  # and nothing was wrong with it so far
@@ -68,7 +70,7 @@ class Worker:
         """Queue a job.
 
         Raises:
-            ForetokenError: the worker is closed.
+            ForetokenError: the worker is closed, or belongs to another process.
         """
         self._send(lambda: self._start(job, deliver))
 
@@ -86,7 +88,7 @@ class Worker:
         """Let the thread run this between two steps.
 
         Raises:
-            ForetokenError: the worker is closed.
+            ForetokenError: the worker is closed, or belongs to another process.
         """
         future: Future[T] = Future()
 
@@ -238,6 +240,7 @@ class Worker:
     # In other threads
 
     def _send(self, command: Callable[[], None]) -> None:
+        self._process.check()
         with self._lock:
             if self._closed:
                 raise closed_error()
