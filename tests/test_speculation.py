@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from foretoken import LLM, SamplingParams
 from foretoken.control import Budget, Controller, CostCurve, Fixed
 from foretoken.control.batch import BatchTable
 from foretoken.control.cost_model import CostModel
 from foretoken.core.acceptance import RULES
-from foretoken.core.tree import Draft, chain
+from foretoken.core.tree import Draft, TokenTree, chain
 from foretoken.decode import Outcome, StepTimes
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.none import NoDrafter
@@ -123,6 +124,54 @@ def test_a_fault_stays_with_its_request(at: str, plain: list[tuple[int, ...]]) -
     assert not speculation._assigned
 
 
+@pytest.mark.parametrize("at", ["propose", "observe", "release"])
+def test_an_assertion_of_a_drafter_is_a_fault_like_others(
+    at: str, plain: list[tuple[int, ...]]
+) -> None:
+    drafter = Faulty(lambda request: request.prompt_ids == tuple(PROMPTS[2]), AssertionError("x"))
+    drafter.at = at
+    requests, _ = outputs_of([drafter] * len(PROMPTS))
+    assert [tuple(request.output_ids) for request in requests] == plain
+    failures = [request.metrics.drafter_failure for request in requests]
+    assert failures == [None, None, "AssertionError: x", None, None]
+
+
+MALFORMED: dict[str, tuple[Callable[[int], Any], str]] = {
+    "float tokens": (lambda root: Draft.deterministic(chain([root, 1.0])), "type int"),  # type: ignore[list-item]
+    "bool tokens": (lambda root: Draft.deterministic(chain([root, True])), "type int"),
+    "tensors": (lambda root: Draft.deterministic(chain([root, torch.tensor(1)])), "type int"),  # type: ignore[list-item]
+    "float parents": (
+        lambda root: Draft.deterministic(TokenTree((root, 1), (-1, 0.0))),  # type: ignore[arg-type]
+        "type int",
+    ),
+    "a cycle": (lambda root: Draft.deterministic(TokenTree((root, 1), (-1, 1))), "parent"),
+    "q": (lambda root: Draft(chain([root, 1]), (0.5,)), "Distribution"),  # type: ignore[arg-type]
+    "no q": (lambda root: Draft(chain([root, 1]), ()), "has a distribution"),
+    "nothing": (lambda root: None, "not NoneType"),
+    "tokens only": (lambda root: [1, 2], "not list"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_draft_is_a_fault_of_the_drafter(
+    name: str, plain: list[tuple[int, ...]]
+) -> None:
+    make, message = MALFORMED[name]
+
+    class Malformed(Faulty):
+        def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
+            drafts = super().propose(batch, budgets)
+            bad = tuple(PROMPTS[2])
+            pairs = zip(batch, drafts, strict=True)
+            return [make(r.root) if r.prompt_ids == bad else draft for r, draft in pairs]
+
+    requests, _ = outputs_of([Malformed()] * len(PROMPTS))
+    assert [tuple(request.output_ids) for request in requests] == plain
+    failures = [str(request.metrics.drafter_failure) for request in requests]
+    assert message in failures.pop(2)
+    assert set(failures) == {"None"}
+
+
 def test_it_fails_later_and_for_good(plain: list[tuple[int, ...]]) -> None:
     drafter = Faulty(lambda request: len(request.output_ids) == 9 and request.key % 2 == 0)
     requests, _ = outputs_of([drafter] * len(PROMPTS))
@@ -155,8 +204,8 @@ def test_each_request_asks_its_own_drafter(plain: list[tuple[int, ...]]) -> None
 
 @pytest.mark.parametrize(
     "error",
-    [AssertionError("ours"), OverBudget("the engine's"), SlabFull("the machine's")],
-    ids=["ours", "budget", "machine"],
+    [OverBudget("the engine's"), SlabFull("the machine's")],
+    ids=["budget", "machine"],
 )
 def test_what_is_no_fault_of_the_drafter_comes_through(error: Exception) -> None:
     drafter = Faulty(lambda _: True, error)

@@ -1,8 +1,8 @@
 """`Guard`: calls drafters so that a failure affects only the request it was for.
 
 A drafter affects the speed and not the quality of the output. So if one fails for a request, that
-request continues without drafts (invariant 3), and `Metrics.drafter_failure` says why. A mistake
-of our own (`AssertionError`) and a slab without room (`SlabFull`) are no failures of a drafter.
+request continues without drafts (invariant 3), and `Metrics.drafter_failure` says why. Only a slab
+without room (`SlabFull`) is no failure of a drafter.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from foretoken.control import Budget
+from foretoken.core.distribution import Distribution
 from foretoken.core.tree import Draft
 from foretoken.decode import Outcome, StepTimes
 from foretoken.drafters.base import Drafter
@@ -45,7 +46,7 @@ class Guard:
             drafts = drafter.propose(requests, budgets)
             _check(drafter, drafts, requests)
             return drafts
-        except (AssertionError, SlabFull):  # the scheduler makes room in the slab
+        except SlabFull:  # the scheduler makes room in the slab
             raise
         except Exception as error:
             if len(requests) == 1:
@@ -63,8 +64,6 @@ class Guard:
         try:
             drafter.observe(outcomes, times)
             return
-        except AssertionError:
-            raise
         except Exception as error:
             if len(outcomes) == 1:
                 self._give_up(drafter, outcomes[0].request, error)
@@ -78,8 +77,6 @@ class Guard:
         """Show a drafter the hidden states of prompt tokens."""
         try:
             drafter.observe_prefill(request, start, hidden)
-        except AssertionError:
-            raise
         except Exception as error:
             self._give_up(drafter, request, error)
 
@@ -99,8 +96,6 @@ class Guard:
     def _release(self, drafter: Drafter, request: Request) -> None:
         try:
             drafter.release(request)
-        except AssertionError:
-            raise
         except Exception as error:
             if request.metrics.drafter_failure is None:
                 request.metrics.drafter_failure = in_one_line(error)
@@ -111,10 +106,20 @@ def _check(drafter: Drafter, drafts: Sequence[Draft], requests: Sequence[Request
     if len(drafts) != len(requests):
         raise ValueError(f"{len(drafts)} drafts for {len(requests)} requests")
     for draft, request in zip(drafts, requests, strict=True):
-        tokens, vocab_size = draft.tree.tokens, request.sampler.vocab_size
+        if not isinstance(draft, Draft):
+            raise TypeError(f"a draft is a Draft, not {type(draft).__name__}")
+        tree, vocab_size = draft.tree, request.sampler.vocab_size
+        tokens = tree.tokens
+        if not {*map(type, tokens), *map(type, tree.parents)} <= {int}:
+            raise TypeError("the draft's token ids and parents must be of type int")
         if tokens[0] != request.root:
             raise ValueError(f"the draft's root is token {tokens[0]}, not {request.root}")
-        if not drafter.drafts_trees and not draft.tree.is_chain:
+        if not drafter.drafts_trees and not tree.is_chain:
             raise ValueError("the draft is a tree, and the drafter's `drafts_trees` is False")
         if not 0 <= min(tokens) <= max(tokens) < max(vocab_size, drafter.token_limit):
             raise ValueError(f"the draft has token ids outside the vocabulary of {vocab_size}")
+        # Other sequences make their distributions when they are read.
+        if isinstance(draft.q, tuple | list) and not all(
+            isinstance(q, Distribution) for q in draft.q
+        ):
+            raise TypeError("the draft's q must be of type Distribution")
