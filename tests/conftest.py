@@ -25,6 +25,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken import models
 from foretoken.core import clock
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.guard import Guard
+from foretoken.request import Request
 from foretoken.runtime.native import build
 from foretoken.runtime.native.support import why_no_library
 from tests.clocks import WorkClock
@@ -83,6 +86,21 @@ def work_clock() -> Iterator[None]:
 def real_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock as outside the tests."""
     monkeypatch.setattr(clock, "now", time.perf_counter)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def our_own_assertions() -> Iterator[None]:
+    """An assertion of a drafter of ours fails the test, instead of only ending the drafts."""
+    give_up = Guard._give_up
+
+    def strict(guard: Guard, drafter: Drafter, request: Request, error: Exception) -> None:
+        if isinstance(error, AssertionError) and type(drafter).__module__.startswith("foretoken."):
+            raise error
+        give_up(guard, drafter, request, error)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Guard, "_give_up", strict)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -101,7 +101,7 @@ def timed_protocol(header_seconds: float, write_seconds: float) -> type[H11Proto
 
         # Clients that send no more
 
-        def eof_received(self) -> bool:
+        def eof_received(self) -> bool:  # type: ignore[override]
             """Go on if the client only sends no more: it may wait for the answer.
 
             One that has gone looks the same at first. What it gets next is answered with a reset.
