@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from foretoken.beam_search import BeamSearchOutput, BeamSearchParams, sequences_of
 from foretoken.config import SpeculativeConfig
 from foretoken.core.memory import num_bytes
-from foretoken.core.params import Sampling
+from foretoken.core.params import Sampling, SamplingParams
 from foretoken.engine.arguments import (
     REQUIRED,
     check_at_least_1,
@@ -90,6 +90,10 @@ class LLM(LoadedLLM):
             Transformers module. On a GPU, "cuda" replays CUDA graphs, and "compiled" replays CUDA
             graphs of passes that TorchInductor has compiled. "auto" takes "native" or "cuda" where
             they are available.
+        generation_config: where the model's defaults of sampling and its rules come from: "auto"
+            is its own `generation_config.json`, and a folder has another. "none" (vLLM's "vllm")
+            reads only special tokens from it. Defaults hold for sampling parameters that are not
+            given; rules, such as `no_repeat_ngram_size`, hold for all outputs.
         tensor_parallel_size: number of processes that `torchrun` has started, over which the
             model's weights are spread, for models too large for one device. All of them run the
             same script and get the same outputs. It takes "torch" as the runtime.
@@ -125,6 +129,7 @@ class LLM(LoadedLLM):
         prefix_cache_memory: int | str = "256MiB",
         quantization: str | None = "auto",
         runtime: str = "auto",
+        generation_config: str | Path = "auto",
         tensor_parallel_size: int = 1,
         **unknown: Any,
     ) -> None:
@@ -138,7 +143,9 @@ class LLM(LoadedLLM):
         model, quantization, dtype = as_packed(model, quantization, dtype)
         packed = partial(open_packed, quantization=quantization, runtime=runtime)
         check_sharding(quantization, runtime, tensor_parallel_size)
-        loaded = LoadedModel.of(model, tokenizer, dtype, device, packed, tensor_parallel_size)
+        loaded = LoadedModel.of(
+            model, tokenizer, dtype, device, packed, tensor_parallel_size, generation_config
+        )
         options = EngineOptions(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -170,8 +177,9 @@ class LLM(LoadedLLM):
             prompts: a prompt or a sequence of prompts (strings, token id lists, conversations, or
                 mappings for encoder-decoders). In a mapping, `cache_salt` keeps a prompt apart from
                 those with others: they share neither cached prefixes nor what drafters remember.
-            sampling_params: `SamplingParams` or a dict of them, one for all or one per prompt; None
-                takes the defaults.
+                Fields that a dict lacks are the model's own (`get_default_sampling_params`), and
+            sampling_params: `SamplingParams`, or a dict of them, one for all or one per prompt.
+                None is an empty dict.
             speculative_config: one for all, or one per prompt; None takes the `LLM`'s. One without
                 `acceptance` uses the `LLM`'s rule. Draft models and files are loaded at the first
                 use of a configuration and kept.
@@ -302,6 +310,13 @@ class LLM(LoadedLLM):
         given, config = params.sampling_params, speculative_config
         found = self.generate(prompts, given, speculative_config=config, use_tqdm=use_tqdm)
         return [sequences_of(each, params, self.tokenizer, self.eos_token_ids) for each in found]
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The model's own sampling parameters, as its generation config has them (vLLM's method).
+
+        These are temperature, top_p, top_k, min_p, repetition_penalty and max_tokens, if set there.
+        """
+        return SamplingParams.parse(None, self.engine.sampling_defaults)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, including special tokens; the chat template formats conversations.

@@ -44,6 +44,10 @@ RULES: dict[str, dict[str, Any]] = {
     "source 2-gram": {"encoder_no_repeat_ngram_size": 2},
     "source 4-gram": {"encoder_no_repeat_ngram_size": 4},
     "repetition": {"repetition_penalty": 1.7},
+    "source repetition": {"encoder_repetition_penalty": 1.7},
+    "biases": {"sequence_bias": [[[5], 2.0], [[7, 8], -1.5], [[6, 8], 9.0], [[3], -0.5]]},
+    "biases as a mapping": {"sequence_bias": {(1,): 3.0, (0, 1): -float("inf"), (2, 3, 1): 1.0}},
+    "hurry": {"exponential_decay_length_penalty": (1, 1.3)},
     "BART": {"forced_bos_token_id": 0, "forced_eos_token_id": 2, "no_repeat_ngram_size": 3},
     "all": {
         "bad_words_ids": [[5], [7, 8]],
@@ -54,7 +58,10 @@ RULES: dict[str, dict[str, Any]] = {
         "min_length": 3,
         "no_repeat_ngram_size": 2,
         "encoder_no_repeat_ngram_size": 3,
+        "encoder_repetition_penalty": 1.2,
         "repetition_penalty": 0.8,
+        "sequence_bias": [[[2], 1.0], [[0, 1], 2.0]],
+        "exponential_decay_length_penalty": [2, 1.5],
     },
 }
 
@@ -154,6 +161,9 @@ def test_the_requests_own_parameters_come_first() -> None:
     assert sampler.shaped(logits, [])[START] == 0.25
     none = sampler_of([START], Source(), SamplingParams(), repetition_penalty=2.0)
     assert none.shaped(logits, [])[START] == 0.5
+    neutral = SamplingParams(repetition_penalty=1.0)
+    sampler = sampler_of([START], Source(), neutral, repetition_penalty=2.0)
+    assert sampler.shaped(logits, [])[START] == 1.0
     allowed = SamplingParams(allowed_token_ids=[4, 5])
     sampler = sampler_of([START], Source(), allowed, forced_bos_token_id=6)
     assert sampler.distribution(logits, []).certain == 6
@@ -171,10 +181,13 @@ def test_rules_without_effect_cost_nothing() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"sequence_bias": [[[4], 2.0]]}, "sets sequence_bias, which is not applied"),
-        ({"encoder_repetition_penalty": 1.5}, "encoder_repetition_penalty"),
-        ({"exponential_decay_length_penalty": (3, 1.1)}, "exponential_decay_length_penalty"),
-        ({"guidance_scale": 1.5}, "guidance_scale"),
+        ({"guidance_scale": 1.5}, "sets guidance_scale, which is not applied here"),
+        ({"stop_strings": ["x"]}, "stop_strings"),
+        ({"do_sample": True, "typical_p": 0.5}, "typical_p"),
+        ({"sequence_bias": [[[4, V], 2.0]]}, "sequence_bias to token id 12"),
+        ({"sequence_bias": [[[4], float("nan")]]}, "a wrong value of sequence_bias"),
+        ({"no_repeat_ngram_size": "three"}, "a wrong value of no_repeat_ngram_size, three"),
+        ({"repetition_penalty": 0.0}, "a wrong value of repetition_penalty, 0.0"),
         ({"forced_bos_token_id": V}, "forced_bos_token_id to token id 12, .* vocabulary"),
         ({"forced_eos_token_id": [2, V + 1]}, "forced_eos_token_id to token id 13"),
         ({"bad_words_ids": [[1], [1, V]]}, "bad_words_ids to token id 12"),

@@ -123,7 +123,12 @@ class OwnRunner:
         seeds: Sequence[int] = (),
     ) -> list[dict[str, Any]]:
         """Tokens, times and counts of each prompt (see `Runner.generate`)."""
-        params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
+        params = SamplingParams(
+            temperature=temperature,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            repetition_penalty=1,  # as for the peers, whatever the model's generation config says
+        )
         each = [params.model_copy(update={"seed": seed}) for seed in seeds]
         outputs = self._llm.generate(list(prompts), each or params, use_tqdm=False)
         return [_counts(output) for output in outputs]

@@ -7,6 +7,7 @@ into distributions.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from annotated_types import Ge, Gt, Le
@@ -53,8 +54,8 @@ class SamplingParams(Config):
         top_p: keep the smallest set of most probable tokens whose mass reaches top_p.
         min_p: drop tokens less probable than min_p times the most probable one.
         repetition_penalty: divides the positive logits of tokens in the prompt or the output, and
-            multiplies the negative ones. 1 leaves an encoder-decoder the penalty of its generation
-            config, if it has one.
+            multiplies the negative ones. If it is not given, that of the model's generation config
+            holds.
         presence_penalty: subtracted from the logit of every token already in the output.
         frequency_penalty: subtracted once for each occurrence in the output.
         logit_bias: token id -> value added to its logit.
@@ -165,8 +166,14 @@ class SamplingParams(Config):
     renormalize_logits: bool | None = None
 
     @classmethod
-    def parse(cls, value: Sampling) -> SamplingParams:
-        """Convert what `generate` takes; None means the defaults.
+    def parse(
+        cls, value: Sampling, defaults: Mapping[str, Any] = MappingProxyType({})
+    ) -> SamplingParams:
+        """Convert what `generate` takes.
+
+        Args:
+            value: parameters are taken as they are. A mapping has some fields; None has none.
+            defaults: the model's own values of fields that a mapping lacks.
 
         Raises:
             ConfigError: it is neither parameters nor a mapping of them.
@@ -177,7 +184,10 @@ class SamplingParams(Config):
             raise ConfigError(
                 f"sampling_params must be SamplingParams or a dict, got {type(value).__name__}."
             )
-        return cls(**dict(value or {}))
+        given = dict(value or {})
+        unused = _NOT_FOR_BEAMS if given.get("beam_width", 1) != 1 else ()
+        own = {name: default for name, default in defaults.items() if name not in unused}
+        return cls(**{**own, **given})
 
     @field_validator("stop", mode="before")
     @classmethod

@@ -1,17 +1,18 @@
 """`DecodingRules`: what `generate()` does to the logits because the generation config says so.
 
-Encoder-decoders are published with such rules: mBART must begin with the language, BART must end
-with an end-of-sequence token. Their outputs equal those of `generate()` only under the same rules.
-The rules belong to p, so the sampler applies them at every node of a tree, over that node's own
-path (invariant 6). All of them but the repetition penalty are masks. A mask that leaves the largest
+Models are published with such rules: mBART must begin with the language, BART must end with an
+end-of-sequence token, Qwen2.5 has a repetition penalty. Outputs equal those of `generate()` only
+under the same rules. The rules belong to p, so the sampler applies them at every node of a tree,
+over that node's own path (invariant 6). Most of them are masks. A mask that leaves the largest
 logit alone does not change the argmax, so greedy requests still read the argmax of all nodes at
-once.
+once, unless a rule moves logits up or down (`DecodingRules.shifts`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +29,25 @@ if TYPE_CHECKING:
 __all__ = ["DecodingRules", "OutputRules", "ends_with"]
 
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "sequence_bias": (None,),
-    "encoder_repetition_penalty": (None, 1.0),
-    "exponential_decay_length_penalty": (None,),
     "guidance_scale": (None, 1.0),
     "watermarking_config": (None,),
+    "stop_strings": (None,),
+    "max_time": (None,),
+    "penalty_alpha": (None, 0.0),
+    "dola_layers": (None,),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+    "token_healing": (None, False),
 }
-"""Fields of a generation config that change the logits and are not applied: neutral values."""
+"""Fields of a generation config that change the output and are not applied: neutral values."""
+
+REFUSED_SAMPLED: dict[str, tuple[Any, ...]] = {
+    "top_h": (None,),
+    "typical_p": (None, 1.0),
+    "epsilon_cutoff": (None, 0.0),
+    "eta_cutoff": (None, 0.0),
+}
+"""The same for those that `generate()` reads if `do_sample` is set."""
 
 Ngram = tuple[int, ...]
 
@@ -53,8 +66,14 @@ class DecodingRules:
             decoder's prompt included.
         min_new_tokens: as `min_length` without the prompt, and in its place; None if not set.
         no_repeat_ngram_size: n-grams of this length do not come twice; 0 for no such rule.
-        encoder_no_repeat_ngram_size: n-grams of this length in the source do not come at all.
+        encoder_no_repeat_ngram_size: n-grams of this length in the source do not come at all. The
+            source of a decoder-only model is its prompt.
+        encoder_repetition_penalty: multiplies the positive logits of the source's tokens, and
+            divides the negative ones.
         repetition_penalty: holds unless `SamplingParams` sets another one.
+        sequence_bias: what is added to the logit of a sequence's last token after the others.
+        exponential_decay_length_penalty: after the first number of tokens, the logits of
+            end-of-sequence tokens grow with the powers of the second.
         eos_token_ids: the tokens that end an output.
     """
 
@@ -67,7 +86,10 @@ class DecodingRules:
     min_new_tokens: int | None = None
     no_repeat_ngram_size: int = 0
     encoder_no_repeat_ngram_size: int = 0
+    encoder_repetition_penalty: float = 1.0
     repetition_penalty: float = 1.0
+    sequence_bias: tuple[tuple[Ngram, float], ...] = ()
+    exponential_decay_length_penalty: tuple[int, float] | None = None
     eos_token_ids: tuple[int, ...] = ()
 
     @staticmethod
@@ -82,22 +104,29 @@ class DecodingRules:
             vocab_size: V, the width of the logits.
 
         Raises:
-            CompatibilityError: the config asks for something that is not applied here, or names a
-                token outside the vocabulary.
+            CompatibilityError: the config asks for something that is not applied here, names a
+                token outside the vocabulary, or has a value of the wrong kind.
         """
         given: dict[str, Any] = {"eos_token_ids": tuple(eos_token_ids)}
-        for name, neutral in REFUSED.items():
+        sampled = REFUSED_SAMPLED if getattr(config, "do_sample", False) else {}
+        for name, neutral in {**REFUSED, **sampled}.items():
             if getattr(config, name, None) not in neutral:
                 raise CompatibilityError(
-                    f"the model's generation config sets {name}, which is not applied here: set it "
-                    "to None in generation_config.json."
+                    f"the model's generation config sets {name}, which is not applied here: remove "
+                    "it from generation_config.json, or ignore that file (generation_config="
+                    "'none')."
                 )
-        for field in fields(DecodingRules):
-            value = getattr(config, field.name, None)
-            if value is not None:
-                given[field.name] = _frozen(field.name, value)
+        for name in _KINDS:
+            if (value := getattr(config, name, None)) is not None:
+                given[name] = _frozen(name, value)
         _check_tokens(given, vocab_size)
         return DecodingRules(**given)
+
+    @property
+    def shifts(self) -> bool:
+        """Whether a rule besides the repetition penalty changes logits without forbidding them."""
+        moved = self.sequence_bias or self.exponential_decay_length_penalty is not None
+        return bool(moved) or self.encoder_repetition_penalty != 1
 
     def for_output(
         self, prompt_ids: Sequence[int], source: Source | None, max_tokens: int
@@ -109,7 +138,7 @@ class DecodingRules:
             source: what the encoder reads.
             max_tokens: most tokens of the output.
         """
-        read = () if source is None else source.tokens
+        read = prompt_ids if source is None else source.tokens
         rules = OutputRules(self, prompt_ids, read, max_tokens)
         return rules if rules.active else None
 
@@ -141,7 +170,7 @@ class OutputRules:
     Args:
         rules: the model's rules.
         prompt_ids: the decoder's prompt.
-        source_ids: the source's tokens; empty if it is not text.
+        source_ids: the source's tokens; empty if it is not text, and the prompt without a source.
         max_tokens: most tokens of the output.
     """
 
@@ -166,7 +195,13 @@ class OutputRules:
         sizes = rules.no_repeat_ngram_size, rules.encoder_no_repeat_ngram_size
         tokens = rules.bad_words_ids, rules.suppress_tokens, rules.begin_suppress_tokens
         forced = self.first is not None or bool(rules.forced_eos_token_id)
-        return forced or self._least > 0 or any((*sizes, *tokens)) or self.repetition_penalty != 1
+        moved = rules.shifts or self.repetition_penalty != 1
+        return forced or self._least > 0 or any((*sizes, *tokens)) or moved
+
+    @property
+    def shifts(self) -> bool:
+        """See `DecodingRules.shifts`."""
+        return self._rules.shifts
 
     @property
     def repetition_penalty(self) -> float:
@@ -193,6 +228,26 @@ class OutputRules:
             return False
         return not any(token in banned for banned in self._banned(output_ids))
 
+    def shift(self, logits: Tensor, output_ids: Sequence[int]) -> Tensor:
+        """Apply what comes before the repetition penalty: biases, and the source's penalty.
+
+        Args:
+            logits: [V] logits of a position; they are changed.
+            output_ids: as in `keep`.
+        """
+        if self._rules.sequence_bias:
+            text, bias = [*self._prompt, *output_ids], torch.zeros_like(logits)
+            for sequence, value in self._rules.sequence_bias:
+                if ends_with(text, sequence[:-1]):
+                    bias[sequence[-1]] += value
+            logits += bias
+        if (penalty := self._rules.encoder_repetition_penalty) != 1 and self._source_ids:
+            read = torch.tensor(sorted(set(self._source_ids)), device=logits.device)
+            read, factor = read[read < len(logits)], 1 / penalty
+            values = logits[read]
+            logits[read] = torch.where(values < 0, values * factor, values / factor)
+        return logits
+
     def apply(self, logits: Tensor, output_ids: Sequence[int]) -> Tensor:
         """Mask what may not come next.
 
@@ -211,8 +266,18 @@ class OutputRules:
             banned = {token for group in self._banned(output_ids) for token in group}
             if banned:
                 TokenSet(banned).forbid(logits)
+        self._hurry(logits, len(output_ids))
         self._suppressed(len(output_ids)).forbid(logits)
         return logits
+
+    def _hurry(self, logits: Tensor, num_output: int) -> None:
+        """Make the end more probable, as `exponential_decay_length_penalty` says."""
+        start, factor = self._rules.exponential_decay_length_penalty or (num_output, 1.0)
+        tokens = [token for token in self._rules.eos_token_ids if token < len(logits)]
+        if num_output > start and tokens:
+            ends = logits[tokens]
+            more = ends.abs() * (factor ** (num_output - start) - 1)
+            logits[tokens] = ends + more.masked_fill(~ends.isfinite(), 0)
 
     def _forced(self, num_output: int) -> tuple[int, ...]:
         """The only tokens that may follow so many; empty if there is a choice."""
@@ -252,12 +317,72 @@ class OutputRules:
 
 
 def _frozen(name: str, value: Any) -> Any:
-    """The value of a field of a generation config as `DecodingRules` has it."""
-    if name == "bad_words_ids":
-        return tuple(map(tuple, value))
-    if name == "forced_eos_token_id":
-        return (value,) if isinstance(value, int) else tuple(value)
-    return tuple(value) if isinstance(value, list) else value
+    """The value of a field of a generation config as `DecodingRules` has it.
+
+    Raises:
+        CompatibilityError: it is of the wrong kind.
+    """
+    try:
+        return _KINDS[name](value)
+    except (TypeError, ValueError, OverflowError):
+        raise CompatibilityError(
+            f"the model's generation config has a wrong value of {name}, {str(value)[:80]}: "
+            "correct it in generation_config.json."
+        ) from None
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or int(value) != value:
+        raise ValueError
+    return int(value)
+
+
+def _ids(value: Any) -> Ngram:
+    return tuple(map(_whole, value if isinstance(value, list | tuple) else [value]))
+
+
+def _words(value: Any) -> tuple[Ngram, ...]:
+    words = tuple(map(_ids, value))
+    if not all(words):
+        raise ValueError
+    return words
+
+
+def _factor(value: Any) -> float:
+    if not 0 < value < math.inf:
+        raise ValueError
+    return float(value)
+
+
+def _biases(value: Any) -> tuple[tuple[Ngram, float], ...]:
+    pairs = value.items() if isinstance(value, Mapping) else value
+    found = {_words([sequence])[0]: float(bias) for sequence, bias in pairs}
+    if any(math.isnan(bias) for bias in found.values()):
+        raise ValueError
+    return tuple(found.items())
+
+
+def _decay(value: Any) -> tuple[int, float]:
+    start, factor = value
+    return _whole(start), _factor(factor)
+
+
+_KINDS: Mapping[str, Callable[[Any], Any]] = {
+    "bad_words_ids": _words,
+    "suppress_tokens": _ids,
+    "begin_suppress_tokens": _ids,
+    "forced_bos_token_id": _whole,
+    "forced_eos_token_id": _ids,
+    "min_length": _whole,
+    "min_new_tokens": _whole,
+    "no_repeat_ngram_size": _whole,
+    "encoder_no_repeat_ngram_size": _whole,
+    "encoder_repetition_penalty": _factor,
+    "repetition_penalty": _factor,
+    "sequence_bias": _biases,
+    "exponential_decay_length_penalty": _decay,
+}
+"""How the value of each field is read."""
 
 
 def _check_tokens(given: dict[str, Any], vocab_size: int) -> None:
@@ -267,6 +392,7 @@ def _check_tokens(given: dict[str, Any], vocab_size: int) -> None:
         "forced_bos_token_id": () if first is None else (first,),
         "forced_eos_token_id": given.get("forced_eos_token_id", ()),
         "bad_words_ids": [token for word in given.get("bad_words_ids", ()) for token in word],
+        "sequence_bias": [token for word, _ in given.get("sequence_bias", ()) for token in word],
     }
     for name, tokens in named.items():
         for token in tokens:

@@ -106,8 +106,9 @@ class Sampler:
 
     @cached_property
     def _repetition_penalty(self) -> float:
+        given = "repetition_penalty" in self.params.model_fields_set
         own = self.params.repetition_penalty
-        return own if own != 1 or self.rules is None else self.rules.repetition_penalty
+        return own if given or self.rules is None else self.rules.repetition_penalty
 
     @cached_property
     def _penalises(self) -> bool:
@@ -122,10 +123,11 @@ class Sampler:
 
     @cached_property
     def params_change_logits(self) -> bool:
-        """Whether masks, bias, grammar or penalties change the logits, bad words aside."""
+        """Whether bias, grammar, penalties or rules change the logits, besides `has_masks`."""
         params = self.params
         masks = params.logit_bias or params.allowed_token_ids is not None or params.min_tokens
-        return bool(masks) or self._penalises or self.grammar is not None
+        shifts = self.rules is not None and self.rules.shifts
+        return bool(masks) or self._penalises or shifts or self.grammar is not None
 
     @cached_property
     def _bias(self) -> Tensor | None:
@@ -165,6 +167,8 @@ class Sampler:
             # distribution below it does not matter.
             if allowed is not None:
                 logits.masked_fill_(~allowed.to(logits.device), -torch.inf)
+        if self.rules is not None and self.rules.shifts:
+            logits = self.rules.shift(logits, output_ids)
         if self._penalises:
             logits = self._penalise(logits, output_ids)
         for mask in self._masks:

@@ -38,17 +38,28 @@ def request_maker(target: Target, loaded: LoadedModel, grammars: Grammars) -> Re
         CompatibilityError: its decoder has no start token, or its generation config asks for
             something that is not applied here.
     """
-    eos, network = loaded.eos_token_ids, target.source_network
-    tokenizer, beams = loaded.tokenizer, loaded.beam_defaults
-    if network is None:
-        return RequestMaker(target, tokenizer, eos, grammars, beams)
-    audio = None
+    reader = None if target.source_network is None else _source_reader(target, loaded)
+    eos = loaded.eos_token_ids
+    return RequestMaker(
+        target,
+        loaded.tokenizer,
+        eos,
+        grammars,
+        DecodingRules.of(loaded.obeyed_settings, eos, target.vocab_size),
+        sampling_defaults=loaded.sampling_defaults,
+        beam_defaults=loaded.beam_defaults,
+        reader=reader,
+    )
+
+
+def _source_reader(target: Target, loaded: LoadedModel) -> SourceReader:
+    network, audio = target.source_network, None
+    assert network is not None, "the caller has looked"
     if network.num_bins is not None:
         assert network.source_limit is not None, "audio has a fixed length"
         audio = AudioReader(loaded.path, network.num_bins, network.source_limit)
-    reader = SourceReader(target, loaded.tokenizer, decoder_start(loaded.module), audio)
-    rules = DecodingRules.of(loaded.module.generation_config, eos, target.vocab_size)
-    return RequestMaker(target, tokenizer, eos, grammars, beams, reader, rules)
+    start = decoder_start(loaded.module, loaded.settings)
+    return SourceReader(target, loaded.tokenizer, start, audio)
 
 
 def default_config(name: str | None, target: Target) -> SpeculativeConfig:

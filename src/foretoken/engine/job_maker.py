@@ -66,7 +66,7 @@ class JobMaker:
         found = [
             ReadSpec(
                 spec,
-                SamplingParams.parse(spec.params),
+                SamplingParams.parse(spec.params, self._maker.sampling_defaults),
                 None
                 if spec.speculative_config is None
                 else SpeculativeConfig.parse(spec.speculative_config),

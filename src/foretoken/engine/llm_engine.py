@@ -14,8 +14,8 @@ and a step advances the requests of all threads.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from foretoken.config import SpeculativeConfig
 from foretoken.core.grammar import Grammars
@@ -156,6 +156,11 @@ class LLMEngine:
         return own, sum(others)
 
     @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """The model's own values of sampling parameters, for those that are not given."""
+        return self._maker.sampling_defaults
+
+    @property
     def load(self) -> EngineLoad:
         """Requests that wait and run, and how full the KV memory is; any thread may ask."""
         slab, options = self.target.slab, self.options
@@ -181,7 +186,7 @@ class LLMEngine:
 
         Args:
             prompt: text, token ids or a conversation.
-            params: sampling parameters; None takes the defaults.
+            params: sampling parameters; None takes the model's own.
             speculative_config: how this request speculates; None takes the `LLM`'s configuration.
                 If it has no `acceptance`, the `LLM`'s rule is used.
             references: texts that drafts may quote, or lists of token ids; see `LLM.generate`.

@@ -43,9 +43,10 @@ class RequestMaker:
         tokenizer: its tokenizer, or None if it has none.
         eos_token_ids: its end-of-sequence tokens.
         grammars: compiles structured outputs for its tokens.
+        rules: what the model's generation config does to its logits.
+        sampling_defaults: the model's own values of sampling parameters.
         beam_defaults: the model's own values of options of beam search.
         reader: reads the prompts of an encoder-decoder; None for a decoder-only model.
-        rules: what an encoder-decoder's generation config rules out; None for a decoder-only model.
     """
 
     def __init__(
@@ -54,11 +55,14 @@ class RequestMaker:
         tokenizer: PreTrainedTokenizerBase | None,
         eos_token_ids: Sequence[int],
         grammars: Grammars,
+        rules: DecodingRules,
+        *,
+        sampling_defaults: Mapping[str, Any],
         beam_defaults: Mapping[str, Any],
         reader: SourceReader | None = None,
-        rules: DecodingRules | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.sampling_defaults = sampling_defaults
         self._target = target
         self._beam_defaults = beam_defaults
         self._eos_token_ids = eos_token_ids

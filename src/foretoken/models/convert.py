@@ -100,6 +100,8 @@ def empty_model(file: GgufFile) -> PreTrainedModel:
 def _save_configs(file: GgufFile, model: PreTrainedModel, folder: Path) -> None:
     from transformers import GenerationConfig
 
+    from foretoken.models.generation import gguf_sampling
+
     model.config.save_pretrained(folder)
     # A chat model may end a turn and a text with different tokens.
     ends = [file.token_id(end) for end in ("eos", "eot")]
@@ -108,6 +110,7 @@ def _save_configs(file: GgufFile, model: PreTrainedModel, folder: Path) -> None:
         bos_token_id=file.token_id("bos"),
         eos_token_id=stops[0] if len(stops) == 1 else stops or None,
         pad_token_id=file.token_id("padding"),
+        **gguf_sampling(file),
     )
     generation.save_pretrained(folder)
 

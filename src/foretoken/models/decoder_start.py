@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from foretoken.errors import CompatibilityError
 
 __all__ = ["decoder_start"]
 
 
-def decoder_start(model: PreTrainedModel) -> int:
+def decoder_start(model: PreTrainedModel, config: GenerationConfig | None = None) -> int:
     """The first token of the decoder's text, chosen as `generate()` does.
 
     Args:
         model: an encoder-decoder.
+        config: a generation config in place of its own.
 
     Raises:
         CompatibilityError: neither the generation config nor the config names one.
     """
-    settings: tuple[Any, ...] = (model.generation_config, model.config)
+    settings: tuple[Any, ...] = (config or model.generation_config, model.config)
     for name in ("decoder_start_token_id", "bos_token_id"):
-        for config in settings:
-            token = getattr(config, name, None)
+        for each in settings:
+            token = getattr(each, name, None)
             if isinstance(token, int):
                 return token
     raise CompatibilityError(

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken import models
 from foretoken.core.memory import return_freed
 from foretoken.errors import ConfigError
+from foretoken.models.generation import generation_config_of, is_obeyed, sampling_defaults
 from foretoken.models.resolver import gguf_file
 from foretoken.models.support import default_device, default_dtype
 from foretoken.models.tensor_parallel import check_processes
@@ -54,6 +55,7 @@ class LoadedModel:
         name: what the user gave to load it by; None if it was given as a module.
         packed: its packed weights, of which `module` has only a part; None if `module` has all.
         tensor_parallel_size: number of processes that have a shard of the module each.
+        generation_config: which one is read; see `LLM`.
     """
 
     module: PreTrainedModel
@@ -62,6 +64,7 @@ class LoadedModel:
     name: str | None = None
     packed: Packed | None = None
     tensor_parallel_size: int = 1
+    generation_config: str | Path = "auto"
 
     @staticmethod
     def of(
@@ -71,6 +74,7 @@ class LoadedModel:
         device: str | torch.device,
         open_packed: OpenPacked = _as_a_whole,
         tensor_parallel_size: int = 1,
+        generation_config: str | Path = "auto",
     ) -> LoadedModel:
         """Load a model by name, or take a loaded module as it is. The same goes for the tokenizer.
 
@@ -89,7 +93,13 @@ class LoadedModel:
             tokenizer = _tokenizer_of(tokenizer)
         if isinstance(model, PreTrainedModel):
             _check_loaded(model, dtype, device)
-            return LoadedModel(model, tokenizer, None, tensor_parallel_size=tensor_parallel_size)
+            return LoadedModel(
+                model,
+                tokenizer,
+                None,
+                tensor_parallel_size=tensor_parallel_size,
+                generation_config=generation_config,
+            )
         if not isinstance(model, str | Path):
             raise ConfigError(
                 "model: expected a folder, a GGUF file, an alias or a PreTrainedModel, got "
@@ -104,7 +114,9 @@ class LoadedModel:
         else:
             module = packed.module
         tokenizer = tokenizer or models.load_tokenizer(path)
-        return LoadedModel(module, tokenizer, path, str(model), packed, tensor_parallel_size)
+        return LoadedModel(
+            module, tokenizer, path, str(model), packed, tensor_parallel_size, generation_config
+        )
 
     @property
     def title(self) -> str:
@@ -137,21 +149,34 @@ class LoadedModel:
     def eos_token_ids(self) -> tuple[int, ...]:
         """End-of-sequence tokens of the model's generation config and of the tokenizer."""
         ids: set[int] = set()
-        settings = getattr(self.module, "generation_config", None)  # none without an output layer
-        configured = settings.eos_token_id if settings else None
+        configured = self.settings.eos_token_id if self.settings else None
         if configured is not None:
             ids.update([configured] if isinstance(configured, int) else configured)
         if self.tokenizer is not None and isinstance(self.tokenizer.eos_token_id, int):
             ids.add(self.tokenizer.eos_token_id)
         return tuple(sorted(ids))
 
+    @cached_property
+    def settings(self) -> GenerationConfig | None:
+        """The generation config, whose special tokens are always read; None if there is none."""
+        return generation_config_of(self.module, self.generation_config)
+
+    @property
+    def obeyed_settings(self) -> GenerationConfig | None:
+        """The generation config, if it sets defaults and rules."""
+        return self.settings if is_obeyed(self.generation_config) else None
+
     @property
     def beam_defaults(self) -> dict[str, Any]:
-        """What the model's generation config says about beam search (see `SamplingParams`)."""
-        settings = self.module.generation_config
+        """What the generation config says about beam search (see `SamplingParams`)."""
         names = ("length_penalty", "early_stopping", "renormalize_logits")
-        given = {name: getattr(settings, name, None) for name in names}
+        given = {name: getattr(self.obeyed_settings, name, None) for name in names}
         return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """What the generation config says about sampling (see `SamplingParams`)."""
+        return sampling_defaults(self.obeyed_settings)
 
 
 def _refuse_gguf(model: object) -> None:
