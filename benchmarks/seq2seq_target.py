@@ -168,7 +168,7 @@ class _Trainer(Seq2SeqTrainer):
 
 
 def train_target(folder: Path, options: TargetOptions, steps: int, seed: int = 0) -> Path:
-    """Train until `steps`, from the last checkpoint if there is one.
+    """Train until `steps`, from the last checkpoint if there is one; a second call changes nothing.
 
     Args:
         folder: has the texts in `data`; checkpoints and the target are written here.
@@ -179,6 +179,12 @@ def train_target(folder: Path, options: TargetOptions, steps: int, seed: int = 0
     Returns:
         The folder of the target.
     """
+    if _steps_of(folder) < steps:  # the trainer would take one more step
+        _train(folder, options, steps, seed)
+    return average(folder, options.averaged)
+
+
+def _train(folder: Path, options: TargetOptions, steps: int, seed: int) -> None:
     set_seed(seed)
     tokenizer = _vocabulary(folder, options)
     examples = {
@@ -222,7 +228,6 @@ def train_target(folder: Path, options: TargetOptions, steps: int, seed: int = 0
     lengths = [max(len(x["input_ids"]), len(x["labels"])) for x in examples["train"]]
     trainer.batches = TokenBatches(lengths, options.batch_tokens, seed)
     trainer.train(resume_from_checkpoint=bool(_checkpoints(folder)))
-    return average(folder, options.averaged)
 
 
 def _vocabulary(folder: Path, options: TargetOptions) -> PreTrainedTokenizerFast:
@@ -251,7 +256,16 @@ def _encoded(
 def _checkpoints(folder: Path) -> list[Path]:
     """Those that are kept, in order."""
     found = (folder / "checkpoints").glob("checkpoint-*")
-    return sorted(found, key=lambda path: int(path.name.split("-")[1]))
+    return sorted(found, key=_step)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.split("-")[1])
+
+
+def _steps_of(folder: Path) -> int:
+    """Updates until the last checkpoint."""
+    return max(map(_step, _checkpoints(folder)), default=0)
 
 
 def average(folder: Path, last: int, name: str = "target") -> Path:

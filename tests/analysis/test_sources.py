@@ -26,7 +26,20 @@ def test_accepted_tokens_of_the_ngram_chapter(alpha: float, printed: float) -> N
     assert by_equation_1 == pytest.approx(formula)
     assert by_distribution == pytest.approx(formula)
     assert round(formula, 2) == {0.7: 1.77, 0.9: 3.10}[alpha]
+    assert sum(n * alpha**n * (1 - alpha) for n in range(1, 4)) + 4 * alpha**4 == pytest.approx(
+        formula
+    )
     assert printed - theory.expected_tokens(alpha + ROUNDING, 4) + 1 > 0.1
+
+
+@pytest.mark.parametrize(("alpha", "found"), [(0.5, 1.06), (0.7, 2.06), (0.9, 3.36)])
+def test_a_sum_that_counts_four_accepted_tokens_twice(alpha: float, found: float) -> None:
+    """They have the probability alpha^4, which is no term n alpha^n (1 - alpha)."""
+    twice = sum(n * alpha**n * (1 - alpha) for n in range(1, 5)) + 4 * alpha**4
+    assert round(twice, 2) == found
+    accepted = theory.accepted_distribution(alpha, 4)
+    assert accepted[4] == pytest.approx(alpha**4)
+    assert accepted[1:4] == pytest.approx([alpha**n * (1 - alpha) for n in range(1, 4)])
 
 
 @pytest.mark.parametrize(("alpha", "printed"), SAMPLED)

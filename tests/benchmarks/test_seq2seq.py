@@ -101,6 +101,14 @@ def test_training_goes_on_as_if_it_had_not_stopped(trained: Path, tmp_path: Path
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_a_training_that_has_ended_is_not_gone_on_with(trained: Path) -> None:
+    """So measurements of the target go on, too: their journal knows it by its digest."""
+    before, kept = digest(trained / "target"), sorted((trained / "checkpoints").iterdir())
+    train_target(trained, OPTIONS, 8)
+    assert digest(trained / "target") == before
+    assert sorted((trained / "checkpoints").iterdir()) == kept
+
+
 def test_target_is_the_mean_of_the_last_checkpoints(trained: Path) -> None:
     kept = sorted((trained / "checkpoints").iterdir())
     assert [each.name for each in kept] == ["checkpoint-6", "checkpoint-8"]
