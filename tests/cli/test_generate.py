@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import Result
@@ -445,3 +446,27 @@ def test_bad_words(run: Run, tiny: Path, llm: LLM) -> None:
     options = [part for word in words for part in ("--bad-words", word)]
     given = ["generate", "-m", tiny, *SHORT]
     assert run(*given, "hello", *options).stdout == expected.text + "\n" != plain.text + "\n"
+
+
+def test_the_models_own_sampling(run: Run, tiny: Path, llm: LLM, tmp_path: Path) -> None:
+    """It holds for flags that are not given; the shell's own defaults, where it has none."""
+    own = {"temperature": 0.8, "top_k": 5, "max_new_tokens": 6, "no_repeat_ngram_size": 1}
+    (tmp_path / "generation_config.json").write_text(json.dumps(own))
+    command = ("generate", "Hi", "--model", tiny, "--json", "--seed", 3)
+    chosen = (*command, "--generation-config", tmp_path)
+    expected = LLM(tiny, generation_config=tmp_path)
+    prompt: Any = [{"role": "user", "content": "Hi"}]
+    flags: list[Any]
+    params: dict[str, Any]
+    for flags, params in (
+        ([], {"seed": 3}),
+        (["--top-k", 2], {"seed": 3, "top_k": 2}),
+        (["--temperature", 0, "--max-tokens", 9], {"temperature": 0, "max_tokens": 9}),
+    ):
+        (output,) = expected.generate([prompt], params)
+        assert parsed(run(*chosen, *flags))["token_ids"] == list(output.token_ids)
+        assert len(set(output.token_ids)) == len(output.token_ids)  # no 1-gram comes twice
+    (output,) = llm.generate([prompt], {"temperature": 0, "max_tokens": 128})
+    assert parsed(run(*command))["token_ids"] == list(output.token_ids)
+    assert error_of(run(*command, "--top-k", 2)).endswith("add --temperature 1")
+    assert "must be 'auto', 'none'" in error_of(run(*command, "--generation-config", "nowhere"))

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from foretoken import SamplingParams
-from tests.serve.support import Served
+from foretoken import LLM, SamplingParams
+from tests.serve.support import Served, served, tiny_parts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -212,3 +212,26 @@ def test_another_speculation_has_the_same_text(server: Served) -> None:
     trees = {"method": "ensemble", "drafters": [{"method": "ngram"}, {"method": "suffix"}]}
     other = server.complete("aaaa", **fields, speculative_config=trees)["choices"][0]
     assert other["text"] == with_drafts["text"]
+
+
+def test_fields_that_are_not_sent_are_the_models_own() -> None:
+    """And OpenAI's, where its generation config has none; it is vLLM's `--generation-config`."""
+    model, tokenizer = tiny_parts()
+    assert model.generation_config is not None
+    model.generation_config.top_k = 1
+    model.generation_config.max_new_tokens = 5
+    llm = LLM(model, tokenizer=tokenizer)
+    (expected,) = llm.generate("hello", SamplingParams(temperature=0, max_tokens=20))
+    with served(llm) as server:
+        for given, number in (({}, 5), ({"max_tokens": 7}, 7)):
+            text = server.post("/v1/completions", model="tiny", prompt="hello", **given).json()
+            assert text["choices"][0]["text"] == expected.text[:number]
+        fields = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+        chat = server.post("/v1/chat/completions", **fields).json()
+        assert chat["usage"]["completion_tokens"] == 5
+        answer = server.post("/v1/responses", model="tiny", input="hello").json()
+        assert answer["usage"]["output_tokens"] == 5
+    with served(LLM(model, tokenizer=tokenizer, generation_config="vllm")) as server:
+        text = server.post("/v1/completions", model="tiny", prompt="hello", seed=3).json()
+        assert text["usage"]["completion_tokens"] == 16
+        assert text["choices"][0]["text"] != expected.text[:16]  # drawn

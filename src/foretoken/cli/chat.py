@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
 import typer
 
@@ -30,7 +30,12 @@ EXAMPLES = examples(
 class ChatSampling(SamplingOptions):
     """Sampling options with longer answers than `generate`."""
 
-    max_tokens: Annotated[int, in_panel("Sampling", "Most tokens of an answer.")] = 512
+    max_tokens: Annotated[
+        int | None,
+        in_panel("Sampling", "Most tokens of an answer.", show_default="the model's, else 512"),
+    ] = None
+
+    OTHERWISE: ClassVar[Mapping[str, Any]] = {**SamplingOptions.OTHERWISE, "max_tokens": 512}
 
 
 @flat
@@ -51,8 +56,15 @@ def chat(
     exit code 1.
     """
     with working("Starting", quiet=quiet):
-        config, params = speculation.config_for(target.model), sampling.params()
-    llm = open_llm(target, config, quiet=quiet, **engine.arguments())
+        config = speculation.config_for(target.model)
+    params = sampling.params_for(target.model)
+    llm = open_llm(
+        target,
+        config,
+        quiet=quiet,
+        generation_config=sampling.generation_config,
+        **engine.arguments(),
+    )
     if llm.tokenizer is None or not llm.tokenizer.chat_template:
         raise UsageError(f"{target.model} has no chat template: use `foretoken generate --no-chat`")
     if errors().is_terminal and not quiet:

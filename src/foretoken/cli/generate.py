@@ -182,15 +182,16 @@ def generate(
     expected = None if batch.wanted else references.prediction()
     with working("Starting", quiet=quiet):
         config = speculation.config_for(target.model, beams=beam_width > 1)
-        beams = {"beam_width": beam_width, "length_penalty": length_penalty}
-        params = sampling.params(n=n, **scores, **beams)
+    beams = {"beam_width": beam_width, "length_penalty": length_penalty}
+    params = sampling.params_for(target.model, n=n, **scores, **beams)
+    arguments = {"generation_config": sampling.generation_config, **engine.arguments()}
     lines = batch.lines(prompt, file, params, references) if batch.wanted else []
     shape = Shape(chat, **asdict(languages))
     results = batch.results({"model": target.model, **asdict(shape)})
     if replicas is not None:
-        _on_replicas(replicas, ray, target, config, engine, lines, shape, results, quiet=quiet)
+        _on_replicas(replicas, ray, target, config, arguments, lines, shape, results, quiet=quiet)
         return
-    llm = open_llm(target, config, quiet=quiet, **engine.arguments())
+    llm = open_llm(target, config, quiet=quiet, **arguments)
     if batch.wanted:
 
         def made(chosen: Sequence[Line]) -> Generator[dict[str, Any], None, None]:
@@ -248,7 +249,7 @@ def _on_replicas(
     ray: RayOptions,
     target: ModelOptions,
     config: SpeculativeConfig | None,
-    engine: GenerateEngine,
+    arguments: Mapping[str, Any],
     lines: Sequence[Line],
     shape: Shape,
     results: LineResults | None,
@@ -260,7 +261,7 @@ def _on_replicas(
     from foretoken.ray.offline import Offline
 
     check_there()
-    model = arguments_for_replicas(target, config, **engine.arguments())
+    model = arguments_for_replicas(target, config, **arguments)
     with ExitStack() as stack:
         with working("Starting Ray", quiet=quiet):
             stack.enter_context(cluster(ray.ray_address))

@@ -171,9 +171,9 @@ def _measured(
     texts = read_texts(trial.prompts)
     with working("Starting", quiet=quiet):
         config = drafter.config()
-        params = sampling.params()
+    params = sampling.params_for(target.model)
     rounds = DEFAULT_ROUNDS if trial.rounds is None else trial.rounds
-    laboratory = open_laboratory(target, config, quiet=quiet)
+    laboratory = open_laboratory(target, config, sampling.generation_config, quiet=quiet)
     return run_trials(laboratory, texts, params, gammas, rounds, quiet=quiet)
 
 
@@ -197,8 +197,16 @@ def _lenience(
             raise UsageError(f"{name}: --lenience measures alpha only")
     leniences = read_leniences(trial.lenience)
     texts = read_texts(trial.prompts)
-    params = sampling.params()
-    found = measure_lenience(target, drafter, texts, params, leniences, quiet=json_output)
+    params = sampling.params_for(target.model)
+    found = measure_lenience(
+        target,
+        drafter,
+        texts,
+        params,
+        leniences,
+        generation_config=sampling.generation_config,
+        quiet=json_output,
+    )
     if json_output:
         display().out(as_json(found.as_dict()))
     else:

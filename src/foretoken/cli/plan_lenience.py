@@ -68,6 +68,7 @@ def measure_lenience(
     params: SamplingParams,
     leniences: Sequence[float],
     *,
+    generation_config: str,
     quiet: bool,
 ) -> Leniences:
     """Load the target with one drafter after the other, and measure alpha.
@@ -82,7 +83,7 @@ def measure_lenience(
             raise UsageError(f"acceptance of {label}: --lenience measures the rule lenient")
     rows = {}
     for label, config in configs.items():
-        laboratory = open_laboratory(target, config, quiet=quiet)
+        laboratory = open_laboratory(target, config, generation_config, quiet=quiet)
         from foretoken.analysis.lenience import alpha_by_lenience
 
         prompts = [laboratory.llm.encode(shaped(laboratory.llm, text)) for text in texts]

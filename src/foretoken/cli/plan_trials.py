@@ -94,9 +94,11 @@ def read_texts(file: Path | None) -> list[str]:
     return [prompt.text for prompt in read_prompts(file)]
 
 
-def open_laboratory(options: ModelOptions, config: SpeculativeConfig, *, quiet: bool) -> Laboratory:
+def open_laboratory(
+    options: ModelOptions, config: SpeculativeConfig, generation_config: str, *, quiet: bool
+) -> Laboratory:
     """Load the target and the draft model, once for all draft lengths."""
-    llm = open_llm(options, config, quiet=quiet)
+    llm = open_llm(options, config, quiet=quiet, generation_config=generation_config)
     from foretoken.analysis.measure import Laboratory
 
     return Laboratory(llm)

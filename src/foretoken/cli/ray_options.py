@@ -69,6 +69,8 @@ def arguments_for_replicas(
     found = llm_arguments(options, config, **engine)
     if config is not None:
         found["speculative_config"] = type(config)(**_changed(_fields(config), _absolute))
+    if "generation_config" in found:
+        found["generation_config"] = _absolute(found["generation_config"])
     return {**found, "model": _absolute(options.model)}
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from foretoken.cli.advice import flag
 from foretoken.cli.flat import in_panel
@@ -22,10 +23,13 @@ def _sampling(text: str, *names: str, **settings: Any) -> Any:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How the next token is sampled: `SamplingParams` with defaults for the command line."""
+    """How the next token is sampled: `SamplingParams`, and what the model says of them."""
 
     temperature: Annotated[
-        float | None, _sampling("0 is greedy; 1 is the model's own distribution.", show_default="0")
+        float | None,
+        _sampling(
+            "0 is greedy; 1 is the model's own distribution.", show_default="the model's, else 0"
+        ),
     ] = None
     top_k: Annotated[int | None, _sampling("Keep the k most probable tokens.")] = None
     top_p: Annotated[float | None, _sampling("Keep the most probable tokens with this mass.")] = (
@@ -50,7 +54,10 @@ class SamplingOptions:
         str | None, _sampling("Sample only these tokens.", metavar="ID,ID,...")
     ] = None
     min_tokens: Annotated[int | None, _sampling("Minimum tokens to generate.")] = None
-    max_tokens: Annotated[int, _sampling("Maximum tokens to generate.")] = 128
+    max_tokens: Annotated[
+        int | None,
+        _sampling("Maximum tokens to generate.", show_default="the model's, else 128"),
+    ] = None
     seed: Annotated[int | None, _sampling("Makes sampling reproducible, whatever the drafter.")] = (
         None
     )
@@ -74,27 +81,58 @@ class SamplingOptions:
     ignore_eos: Annotated[
         bool, _sampling("Continue past the end-of-sequence token.", "--ignore-eos")
     ] = False
+    generation_config: Annotated[
+        str,
+        _sampling(
+            "auto (the model's defaults and rules), none, or a folder with another "
+            "generation_config.json."
+        ),
+    ] = "auto"
 
-    def params(self, **more: Any) -> SamplingParams:
-        """The sampling parameters; `more` has further fields of theirs.
+    OTHERWISE: ClassVar[Mapping[str, Any]] = {"temperature": 0.0, "max_tokens": 128}
+    """For what neither a flag nor the model says."""
+
+    def params_for(self, model: str, **more: Any) -> SamplingParams:
+        """The sampling parameters for a model, which is fetched or converted if needed.
+
+        Args:
+            model: its name.
+            **more: further fields of theirs.
 
         Raises:
-            UsageError: a flag cannot be read, or would have no effect.
+            UsageError: a flag cannot be read or would have no effect, or there is no such model.
             ConfigError: a value is out of range or contradicts another.
+            ModelError: the model cannot be fetched or read.
         """
+        from foretoken.cli.session import resolve
         from foretoken.core.params import SamplingParams
+        from foretoken.models.generation import defaults_of
+        from foretoken.models.resolver import gguf_file
 
-        fields = {name: value for name, value in asdict(self).items() if value is not None}
+        fields = self._fields(more)
+        hot = {"temperature": 1.0} if fields.get("n", 1) > 1 else {}
+        SamplingParams(**{**self.OTHERWISE, **hot, **fields})  # what is wrong with any model
+        if gguf_file(model) is None:
+            resolve(model)
+        defaults = {**self.OTHERWISE, **defaults_of(model, self.generation_config)}
+        if fields.get("beam_width", 1) > 1:
+            defaults["temperature"] = 0.0
+        params = SamplingParams.parse(fields, defaults)
+        for name in ("top_k", "top_p", "min_p"):
+            if name in fields and params.greedy and self.temperature is None:
+                raise UsageError(
+                    f"{flag(name)} changes nothing in greedy decoding: add --temperature 1"
+                )
+        return params
+
+    def _fields(self, more: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields that were given."""
+        given = {**asdict(self), **more}
+        del given["generation_config"]
+        fields = {name: value for name, value in given.items() if value is not None}
         least = 1 if more.get("prompt_logprobs") is None else 0  # nothing else would be shown
-        if self.max_tokens < least:
+        if self.max_tokens is not None and self.max_tokens < least:
             raise UsageError(f"--max-tokens: must be at least {least}, got {self.max_tokens}")
-        if self.temperature is None:
-            fields["temperature"] = 0.0
-            for name in ("top_k", "top_p", "min_p"):
-                if name in fields:
-                    raise UsageError(
-                        f"{flag(name)} changes nothing in greedy decoding: add --temperature 1"
-                    )
         if self.logit_bias is not None:
             fields["logit_bias"] = parse_object("--logit-bias", self.logit_bias)
         if self.structured_outputs is not None:
@@ -104,7 +142,7 @@ class SamplingOptions:
         for name in ("allowed_token_ids", "stop_token_ids"):
             if name in fields:
                 fields[name] = _parse_ids(flag(name), fields[name])
-        return SamplingParams(**fields, **more)
+        return fields
 
 
 def _parse_ids(flag_name: str, text: str) -> list[int]:

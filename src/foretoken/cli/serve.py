@@ -62,6 +62,13 @@ class ServingEngine(CachingOptions):
     """Engine options of a server."""
 
     max_num_seqs: MaxNumSeqs = None
+    generation_config: Annotated[
+        str,
+        _server(
+            "Defaults for requests, and rules: auto (the model's), none, or a folder with another "
+            "generation_config.json."
+        ),
+    ] = "auto"
 
 
 @dataclass(frozen=True)

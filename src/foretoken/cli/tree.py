@@ -202,8 +202,9 @@ def _on_a_model(
     ranks = len(vector) if vector else shape.ranks or DEFAULT_RANKS
     texts = read_texts(prompts)
     with working("Starting", quiet=quiet):
-        config, params = drafter.config(ranks), sampling.params()
-    llm = open_llm(target, config, quiet=quiet)
+        config = drafter.config(ranks)
+    params = sampling.params_for(target.model)
+    llm = open_llm(target, config, quiet=quiet, generation_config=sampling.generation_config)
     timed = shape.nodes is None
     acceptance, costs = measured(llm, texts, params, ranks, costs=timed, quiet=quiet)
     origin = {"method": config.method_name, "model": target.model}

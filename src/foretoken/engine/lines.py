@@ -257,7 +257,9 @@ def _own_params(params: SamplingParams, own: Mapping[str, Any]) -> SamplingParam
     """The parameters with a line's own ones in their place."""
     if not own:
         return params
-    shared = {name: getattr(params, name) for name in params.model_fields_set}
+    searches = own.get("beam_width", 1) != 1
+    unused = _ONLY_SAMPLED if searches else ()  # the model's defaults of sampling
+    shared = {name: getattr(params, name) for name in params.model_fields_set - set(unused)}
     made = type(params)(**{**shared, **own})
     for name in _ONLY_SAMPLED:
         if name in own and made.temperature == 0:

@@ -78,6 +78,7 @@ def _prepared(body: ChatBody, tools: Sequence[Tool], state: ServerState) -> list
     params = params_of(
         body,
         state.settings,
+        state.llm.llm.engine.sampling_defaults,
         max_tokens=body.max_tokens
         if body.max_completion_tokens is None
         else body.max_completion_tokens,

@@ -100,7 +100,9 @@ def _prepared(
     params = params_of(
         body,
         state.settings,
-        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        llm.engine.sampling_defaults,
+        max_tokens=body.max_tokens,
+        most=DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
         form=form_of(body, body.response_format),
     )

@@ -65,6 +65,7 @@ def _prepared(body: ResponseBody, state: ServerState) -> list[JobSpec]:
     params: SamplingParams = params_of(
         fields,
         state.settings,
+        state.llm.llm.engine.sampling_defaults,
         max_tokens=body.max_output_tokens,
         logprobs=None,
         form=form_of(fields, response_format, "text"),

@@ -44,8 +44,10 @@ _MEMORY = frozenset(
 def params_of(
     body: SamplingBody,
     settings: Settings,
+    defaults: Mapping[str, Any],
     *,
     max_tokens: int | None,
+    most: int | None = None,
     logprobs: int | None,
     form: Mapping[str, Any] | None,
 ) -> SamplingParams:
@@ -54,8 +56,10 @@ def params_of(
     Args:
         body: the request.
         settings: has the server's limits.
-        max_tokens: as `SamplingParams` has it.
-        logprobs: the same.
+        defaults: the model's own values of what the request does not say.
+        max_tokens: what the request says.
+        most: `max_tokens` if neither it nor the model says it.
+        logprobs: as `SamplingParams` has it.
         form: fields of `StructuredOutputs`, or None.
 
     Raises:
@@ -68,13 +72,14 @@ def params_of(
     own = "top_logprobs" if "top_logprobs" in type(body).model_fields else "logprobs"
     for name, count in ((own, logprobs), ("prompt_logprobs", body.prompt_logprobs)):
         if count is not None and not 0 <= count <= settings.max_logprobs:
-            most = settings.max_logprobs
-            raise invalid(name, f"{name}: 0 to {most} on this server, got {count}.")
+            limit = settings.max_logprobs
+            raise invalid(name, f"{name}: 0 to {limit} on this server, got {count}.")
     if body.logit_bias is not None:
         fields["logit_bias"] = {_token_id(key): each for key, each in body.logit_bias.items()}
     if form is not None:
         fields["structured_outputs"] = dict(form)
-    return SamplingParams(**fields, max_tokens=max_tokens, logprobs=logprobs)
+    fields["max_tokens"] = defaults.get("max_tokens", most) if max_tokens is None else max_tokens
+    return SamplingParams.parse({**fields, "logprobs": logprobs}, defaults)
 
 
 def _token_id(key: str) -> int:
