@@ -86,6 +86,7 @@ SEQ2SEQ: dict[str, tuple[str, dict[str, Any]]] = {
     "pegasus": ("pegasus", {**BART, **PEGASUS, "forced_eos_token_id": 1}),
     "t5": ("t5", T5),
     "t5_v1_1": ("t5", {**T5, **GATED}),
+    "umt5": ("umt5", {**T5, **GATED}),
     "t5_wide": ("t5", {**T5, **WIDE_T5, "initializer_factor": 2.0}),
     "whisper": ("whisper", AUDIO),
 }
@@ -103,7 +104,7 @@ def wide_fields(name: str) -> dict[str, Any]:
 
     Weights are small enough not to magnify rounding errors from layer to layer.
     """
-    if name.startswith("t5"):
+    if "t5" in name:
         return {**WIDE_T5, "initializer_factor": 1.5}
     return {**WIDE, "init_std": 0.25}
 

@@ -58,7 +58,8 @@ def load_model(
         ModelError: If the folder is incomplete or damaged, lacks weights of its model, needs its
             own code, or has no such model; if it is a Spec-Drafter and none is wanted; or if the
             device does not exist or has too little memory.
-        CompatibilityError: If it cannot be spread over so many processes.
+        CompatibilityError: If it cannot be spread over so many processes, or is of a type that
+            cannot run.
     """
     config = read_config(folder)
     check_sizes(folder / "config.json", config, _weight_shapes(folder))
@@ -136,9 +137,12 @@ def _kind(folder: Path, config: dict[str, Any], tensor_parallel_size: int) -> An
 
     Raises:
         ModelError: If the model needs its own code.
-        CompatibilityError: If it cannot be spread over so many processes.
+        CompatibilityError: If it cannot be spread over so many processes, or is an encoder-decoder
+            of a type that cannot run.
     """
     import transformers
+
+    from foretoken.models.support import check_encoder_decoder
 
     if "auto_map" in config and config.get("model_type") not in transformers.CONFIG_MAPPING:
         raise ModelError(
@@ -152,6 +156,7 @@ def _kind(folder: Path, config: dict[str, Any], tensor_parallel_size: int) -> An
         check_sharded(parsed, tensor_parallel_size)
     if not parsed.is_encoder_decoder:
         return transformers.AutoModelForCausalLM
+    check_encoder_decoder((parsed.architectures or [parsed.model_type])[0], parsed)
     if parsed.model_type == "whisper":
         return transformers.AutoModelForSpeechSeq2Seq
     return transformers.AutoModelForSeq2SeqLM

@@ -13,7 +13,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from foretoken.errors import CompatibilityError, ConfigError
 
-__all__ = ["check_supported", "context_length", "default_device", "default_dtype"]
+__all__ = [
+    "check_encoder_decoder",
+    "check_supported",
+    "context_length",
+    "default_device",
+    "default_dtype",
+]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -23,13 +29,24 @@ RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mam
 REBUILT_ATTENTION = {"bloom", "falcon", "mpt"}
 """Types of models whose attention `runtime.own_attention` computes."""
 
+_AUDIO = "of the models that read audio, only Whisper is supported"
+_PARTS = "its layers have other parts than those of BART and T5"
+
 REFUSED_SOURCES = {
     "bigbird_pegasus": "its encoder attends to random blocks",
+    "blenderbot-small": "it adds positions after the norm of its embedding, unlike BART",
+    "fsmt": "its output layer is an embedding, with vocabularies of two languages",
     "led": "its encoder attends to windows and pads the source",
     "longt5": "its encoder attends to windows and pads the source",
+    "moonshine": _AUDIO,
+    "moonshine_streaming": _AUDIO,
     "nllb-moe": "its experts have a capacity, so outputs would depend on the batch",
     "pegasus_x": "its encoder attends to blocks and pads the source",
     "prophetnet": "its decoder predicts several streams of tokens",
+    "seamless_m4t": _PARTS,
+    "seamless_m4t_v2": _PARTS,
+    "speech_to_text": _AUDIO,
+    "speecht5": _AUDIO,
     "switch_transformers": "its experts have a capacity, so outputs would depend on the batch",
 }
 """Encoder-decoders whose decoder looks like that of the others, by type, and what is different."""
@@ -73,7 +90,7 @@ def check_supported(model: PreTrainedModel, max_model_len: int) -> None:
     if not model.can_generate():
         raise CompatibilityError(f"{name} has no language-model head; load a model that has one.")
     if model.config.is_encoder_decoder:
-        _check_encoder_decoder(name, model.config)
+        check_encoder_decoder(name, model.config)
         return
     layers = set(getattr(config, "layer_types", None) or ())
     if getattr(model, "_is_stateful", False) or layers & RECURRENT_LAYERS:
@@ -95,8 +112,12 @@ def check_supported(model: PreTrainedModel, max_model_len: int) -> None:
         )
 
 
-def _check_encoder_decoder(name: str, config: PreTrainedConfig) -> None:
-    """Refuse by type what cannot be seen; `runtime.seq2seq.structure` looks at the others."""
+def check_encoder_decoder(name: str, config: PreTrainedConfig) -> None:
+    """Refuse by type what cannot be seen; `runtime.seq2seq.structure` looks at the others.
+
+    Raises:
+        CompatibilityError: it is of a type that cannot run; the message says why.
+    """
     if config.model_type in REFUSED_SOURCES:
         raise CompatibilityError(f"{name} is not supported: {REFUSED_SOURCES[config.model_type]}.")
     if isinstance(getattr(config, "decoder", None), PreTrainedConfig):

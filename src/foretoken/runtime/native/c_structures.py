@@ -99,6 +99,7 @@ class CDecoder(Structure):
         ("distance_bias", c_void_p),
         ("distances_before", c_int64),
         ("distances_behind", c_int64),
+        ("distance_bias_stride", c_int64),
         ("norm_before_residual", c_int32),
         ("norm_output", c_int32),
         ("embedding_norm", CNorm),

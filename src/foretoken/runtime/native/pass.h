@@ -49,6 +49,7 @@ struct Decoder {
     // the first and the last one hold for larger distances, too (null). Not with windows.
     const float* distance_bias;
     int64_t distances_before, distances_behind;
+    int64_t distance_bias_stride;  // from a layer's to the next one's; 0 if all layers have the same
     // A drafting head reads a state beside each token; its first layer's inputs are twice as wide:
     // the normalised embedding, then the normalised state. Null norms for a language model.
     int32_t norm_before_residual;  // whether the stream begins with the normalised state

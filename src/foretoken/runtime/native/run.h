@@ -470,7 +470,7 @@ private:
         for (int node = first; node < last; node++) {
             Sight sight = source ? Sight{nullptr, 0, (int32_t)source->positions, 0} : sight_of(layer, node);
             for (int i = 0; i < heads_here; i++, count++) {
-                if (d_.distance_bias && !source) sight.bias = bias_of(head + i);
+                if (d_.distance_bias && !source) sight.bias = bias_of(layer, head + i);
                 sights[count] = sight;
                 queries[count] = qkv_ + ((long)node * heads() + head + i) * D;
             }
@@ -493,8 +493,9 @@ private:
     }
 
     // The bias of a head for a distance of 0.
-    const float* bias_of(long head) const {
-        return d_.distance_bias + head * (d_.distances_behind + 1 + d_.distances_before) + d_.distances_behind;
+    const float* bias_of(const Layer& layer, long head) const {
+        return d_.distance_bias + layer.index * d_.distance_bias_stride +
+               head * (d_.distances_behind + 1 + d_.distances_before) + d_.distances_behind;
     }
 
     const Decoder& d_;

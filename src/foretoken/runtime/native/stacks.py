@@ -220,7 +220,10 @@ class _Packing:
                 "unplaced_token": -1,
                 "distance_bias": self._floats(positions.by_distance),
                 "distances_behind": positions.behind,
-                "distances_before": positions.by_distance.shape[1] - 1 - positions.behind,
+                "distances_before": positions.by_distance.shape[2] - 1 - positions.behind,
+                "distance_bias_stride": positions.by_distance[0].numel()
+                if len(positions.by_distance) > 1
+                else 0,
             }
         assert isinstance(positions, TablePositions)
         return {

@@ -94,13 +94,13 @@ class Seq2SeqNetwork(EncoderSide):
     def forward(self, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:
         """See `Network.forward`."""
         x = self._embedded(inputs)
-        mask = self._mask(inputs)
+        masks = self._masks(inputs)
         cross = self._cross.of(inputs, slab)
         hidden: dict[int, Tensor] = {}
         for place, layer in enumerate(self._layers):
             if place in need.hidden:
                 hidden[place] = x
-            x = self._run(layer, x, inputs, mask, cross, slab)
+            x = self._run(layer, x, inputs, masks[layer.index % len(masks)], cross, slab)
         if len(self._layers) in need.hidden:
             hidden[len(self._layers)] = x
         if not need.logits:
@@ -118,12 +118,15 @@ class Seq2SeqNetwork(EncoderSide):
             x = x + positions
         return x if self._embedding_norm is None else self._embedding_norm(x)
 
-    def _mask(self, inputs: PassInputs) -> Tensor:
-        """[B, 1 or H, padded_rows(N), S] of self-attention; S is short for short texts."""
+    def _masks(self, inputs: PassInputs) -> Tensor:
+        """[L, B, 1 or H, padded_rows(N), S] of self-attention; S is short for short texts.
+
+        L is 1 if all layers have the same.
+        """
         span = key_span(max(row.start for row in inputs.rows) + inputs.nodes)
         mask = inputs.mask[..., :span]
         bias = self._positions.bias(inputs.positions, mask)
-        return mask if bias is None else mask + bias
+        return mask[None] if bias is None else mask + bias
 
     def _run(
         self,

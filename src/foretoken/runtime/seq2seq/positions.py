@@ -6,12 +6,14 @@ Nodes of trees, and rows of different length, need positions of their own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.models.t5.modeling_t5 import T5Attention
 
 from foretoken.runtime.inputs import PassInputs
 
@@ -33,7 +35,7 @@ class Positions(Protocol):
             mask: [B, 1, padded_rows(N), S], 0 where a node sees a slot.
 
         Returns:
-            [B, H, padded_rows(N), S].
+            [L, B, H, padded_rows(N), S]; L is 1 if all layers have the same.
         """
         ...
 
@@ -69,7 +71,8 @@ class RelativePositions:
     """A bias on attention scores for each distance between a node and what it sees (T5).
 
     Args:
-        by_distance: [H, distances] the bias of each head; the last one holds for larger distances.
+        by_distance: [L, H, distances] the bias of each head; the last one holds for larger
+            distances. L is 1 if all layers have the same, and the number of layers in UMT5.
         behind: how many of them, the first, are for what comes behind a node.
     """
 
@@ -77,23 +80,30 @@ class RelativePositions:
     behind: int = 0
 
     @classmethod
-    def of(cls, attention: Any, *, both_ways: bool = False) -> RelativePositions:
-        """The biases of T5's first self-attention, which all layers share.
+    def of(cls, attentions: Sequence[Any], *, both_ways: bool = False) -> RelativePositions:
+        """The biases of T5's self-attention: those of the first layer, or each layer's own.
 
         Args:
-            attention: the module.
+            attentions: the module of each layer.
             both_ways: whether nodes see what comes behind them, as in an encoder.
         """
-        largest = int(attention.relative_attention_max_distance)
+        first, own = (
+            attentions[0],
+            [each for each in attentions if each.has_relative_attention_bias],
+        )
+        if len(own) not in (1, len(attentions)):
+            raise TypeError("some of its layers share their relative positions")
+        largest = int(first.relative_attention_max_distance)
         behind = largest if both_ways else 0
-        buckets = attention._relative_position_bucket(
+        buckets = T5Attention._relative_position_bucket(
             -torch.arange(-behind, largest + 1),
             bidirectional=both_ways,
-            num_buckets=attention.relative_attention_num_buckets,
+            num_buckets=first.relative_attention_num_buckets,
             max_distance=largest,
         )
-        weight = attention.relative_attention_bias.weight.detach()
-        return cls(weight[buckets.to(weight.device)].T.contiguous(), behind)
+        weights = [each.relative_attention_bias.weight.detach() for each in own]
+        by_layer = torch.stack([weight[buckets.to(weight.device)].T for weight in weights])
+        return cls(by_layer.contiguous(), behind)
 
     def embedding(self, inputs: PassInputs) -> None:
         """See `Positions.embedding`."""
@@ -107,5 +117,5 @@ class RelativePositions:
         ranks = (mask[:, 0] == 0).cumsum(-1) - 1  # [B, padded N, S]
         padded = F.pad(positions, (0, ranks.shape[1] - positions.shape[1]))
         distances = padded[:, :, None] - ranks + self.behind
-        distances = distances.clamp(0, self.by_distance.shape[1] - 1)
-        return self.by_distance[:, distances].transpose(0, 1)
+        distances = distances.clamp(0, self.by_distance.shape[2] - 1)
+        return self.by_distance[:, :, distances].transpose(1, 2)

@@ -2,8 +2,8 @@
 
 Two layouts are known. BART's layers have named sublayers, and an embedding per position; mBART,
 Marian, M2M100, Pegasus and Whisper have the same. T5's layers are lists of sublayers, and relative
-positions bias its attention. Architectures that have all these parts, but combine them in another
-way, do not pass the checks of `probing.py`.
+positions bias its attention; mT5 and UMT5 have the same. Architectures that have all these parts,
+but combine them in another way, do not pass the checks of `probing.py`.
 """
 
 from __future__ import annotations
@@ -149,8 +149,7 @@ def describe_encoder(model: PreTrainedModel) -> Stack | None:
     with suppress(AttributeError, IndexError, TypeError):
         if hasattr(encoder, "block"):
             layers = tuple(LayerParts(**_listed_parts(block.layer)) for block in encoder.block)
-            attention = encoder.block[0].layer[0].SelfAttention
-            positions = RelativePositions.of(attention, both_ways=True)
+            positions = _relative_positions(encoder, both_ways=True)
             return Stack(layers=layers, **_listed_stack(encoder), positions=positions)
         layers = tuple(LayerParts(**_named_parts(layer)) for layer in encoder.layers)
         return Stack(layers=layers, **_named_stack(parts, encoder))
@@ -250,16 +249,27 @@ def _named_attention(part: Any) -> AttentionParts:
 def _relative(model: Any, decoder: Any) -> Structure:
     """T5's layout."""
     fields = _listed_stack(decoder)
-    if getattr(model.config, "scale_decoder_outputs", False):  # mT5 never does
+    if _scales_outputs(model.config):
         fields["final_norm"] = Scaled(decoder.final_layer_norm, model.config.d_model**-0.5)
     return Structure(
         encoder=model.get_encoder(),
         layers=tuple(_listed_decoder_layer(block.layer) for block in decoder.block),
-        positions=RelativePositions.of(decoder.block[0].layer[0].SelfAttention),
+        positions=_relative_positions(decoder),
         head=_head(model),
         logits_bias=None,
         **fields,
     )
+
+
+def _scales_outputs(config: Any) -> bool:
+    """Whether the decoder's outputs are scaled before the output layer; mT5's never are."""
+    tied = config.model_type == "umt5" and config.tie_word_embeddings
+    return bool(tied or getattr(config, "scale_decoder_outputs", False))
+
+
+def _relative_positions(stack: Any, *, both_ways: bool = False) -> RelativePositions:
+    attentions = [block.layer[0].SelfAttention for block in stack.block]
+    return RelativePositions.of(attentions, both_ways=both_ways)
 
 
 def _listed_stack(stack: Any) -> dict[str, Any]:
