@@ -177,8 +177,8 @@ class LLM(LoadedLLM):
             prompts: a prompt or a sequence of prompts (strings, token id lists, conversations, or
                 mappings for encoder-decoders). In a mapping, `cache_salt` keeps a prompt apart from
                 those with others: they share neither cached prefixes nor what drafters remember.
-                Fields that a dict lacks are the model's own (`get_default_sampling_params`), and
             sampling_params: `SamplingParams`, or a dict of them, one for all or one per prompt.
+                Fields that a dict lacks are the model's own (`get_default_sampling_params`), and
                 None is an empty dict.
             speculative_config: one for all, or one per prompt; None takes the `LLM`'s. One without
                 `acceptance` uses the `LLM`'s rule. Draft models and files are loaded at the first

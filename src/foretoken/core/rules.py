@@ -26,7 +26,7 @@ from foretoken.errors import CompatibilityError
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-__all__ = ["DecodingRules", "OutputRules", "ends_with"]
+__all__ = ["DecodingRules", "OutputRules", "Timestamps", "ends_with"]
 
 REFUSED: dict[str, tuple[Any, ...]] = {
     "guidance_scale": (None, 1.0),
@@ -53,6 +53,37 @@ Ngram = tuple[int, ...]
 
 
 @dataclass(frozen=True)
+class Timestamps:
+    """Whisper's rule of timestamps, the tokens after `none`: they come in pairs, and ascend.
+
+    Args:
+        none: the token of outputs without timestamps.
+        most_first: the largest timestamp at the beginning of an output, from 0; None for any.
+    """
+
+    none: int
+    most_first: int | None = None
+
+    def apply(self, logits: Tensor, output: Sequence[int], eos: int) -> None:
+        """Mask what may not follow, as `WhisperTimeStampLogitsProcessor`; arguments as there."""
+        first = self.none + 1
+        logits[self.none] = -torch.inf
+        last = bool(output) and output[-1] >= first
+        paired = len(output) < 2 or output[-2] >= first
+        if last:
+            logits[slice(first, None) if paired else slice(None, eos)] = -torch.inf
+        if stamps := [token for token in output if token >= first]:
+            logits[first : stamps[-1] + (paired or not last)] = -torch.inf
+        if not output:
+            logits[:first] = -torch.inf
+            if self.most_first is not None:
+                logits[first + self.most_first + 1 :] = -torch.inf
+        log_probs = logits.float().log_softmax(-1)
+        if log_probs[first:].logsumexp(-1) > log_probs[:first].max():
+            logits[:first] = -torch.inf
+
+
+@dataclass(frozen=True)
 class DecodingRules:
     """The rules of one model, under the names of Transformers' `GenerationConfig`.
 
@@ -74,6 +105,7 @@ class DecodingRules:
         sequence_bias: what is added to the logit of a sequence's last token after the others.
         exponential_decay_length_penalty: after the first number of tokens, the logits of
             end-of-sequence tokens grow with the powers of the second.
+        timestamps: Whisper's rule, for outputs that have timestamps.
         eos_token_ids: the tokens that end an output.
     """
 
@@ -90,6 +122,7 @@ class DecodingRules:
     repetition_penalty: float = 1.0
     sequence_bias: tuple[tuple[Ngram, float], ...] = ()
     exponential_decay_length_penalty: tuple[int, float] | None = None
+    timestamps: Timestamps | None = None
     eos_token_ids: tuple[int, ...] = ()
 
     @staticmethod
@@ -126,6 +159,7 @@ class DecodingRules:
     def shifts(self) -> bool:
         """Whether a rule besides the repetition penalty changes logits without forbidding them."""
         moved = self.sequence_bias or self.exponential_decay_length_penalty is not None
+        moved = moved or self.timestamps is not None  # it compares logits
         return bool(moved) or self.encoder_repetition_penalty != 1
 
     def for_output(
@@ -268,6 +302,9 @@ class OutputRules:
                 TokenSet(banned).forbid(logits)
         self._hurry(logits, len(output_ids))
         self._suppressed(len(output_ids)).forbid(logits)
+        if self._rules.timestamps is not None:
+            eos = min(self._rules.eos_token_ids, default=len(logits))
+            self._rules.timestamps.apply(logits, output_ids, eos)
         return logits
 
     def _hurry(self, logits: Tensor, num_output: int) -> None:

@@ -10,9 +10,11 @@ from foretoken.core.rules import DecodingRules
 from foretoken.drafters.heads.shipped import shipped_config
 from foretoken.engine.request_maker import RequestMaker
 from foretoken.engine.sources import SourceReader
+from foretoken.engine.turns import Turns
 from foretoken.models.audio import AudioReader
 from foretoken.models.decoder_start import decoder_start
 from foretoken.models.loaded import LoadedModel
+from foretoken.models.whisper import WhisperStart
 from foretoken.runtime.target import Target
 
 __all__ = ["EngineOptions", "default_config", "request_maker"]
@@ -31,14 +33,16 @@ class EngineOptions:
     runtime: str
 
 
-def request_maker(target: Target, loaded: LoadedModel, grammars: Grammars) -> RequestMaker:
+def request_maker(
+    target: Target, loaded: LoadedModel, grammars: Grammars, turns: Turns
+) -> RequestMaker:
     """Makes the requests of a model, which may be an encoder-decoder.
 
     Raises:
         CompatibilityError: its decoder has no start token, or its generation config asks for
             something that is not applied here.
     """
-    reader = None if target.source_network is None else _source_reader(target, loaded)
+    reader = None if target.source_network is None else _source_reader(target, loaded, turns)
     eos = loaded.eos_token_ids
     return RequestMaker(
         target,
@@ -52,14 +56,16 @@ def request_maker(target: Target, loaded: LoadedModel, grammars: Grammars) -> Re
     )
 
 
-def _source_reader(target: Target, loaded: LoadedModel) -> SourceReader:
-    network, audio = target.source_network, None
+def _source_reader(target: Target, loaded: LoadedModel, turns: Turns) -> SourceReader:
+    network = target.source_network
     assert network is not None, "the caller has looked"
-    if network.num_bins is not None:
-        assert network.source_limit is not None, "audio has a fixed length"
-        audio = AudioReader(loaded.path, network.num_bins, network.source_limit)
     start = decoder_start(loaded.module, loaded.settings)
-    return SourceReader(target, loaded.tokenizer, start, audio)
+    if network.num_bins is None:
+        return SourceReader(target, loaded.tokenizer, start)
+    assert network.source_limit is not None, "audio has a fixed length"
+    audio = AudioReader(loaded.path, network.num_bins, network.source_limit)
+    speech = WhisperStart.of(start, loaded.settings, loaded.module.config)
+    return SourceReader(target, loaded.tokenizer, start, audio, speech, turns.take_or_go_on)
 
 
 def default_config(name: str | None, target: Target) -> SpeculativeConfig:

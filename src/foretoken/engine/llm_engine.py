@@ -102,7 +102,8 @@ class LLMEngine:
         if config is None:
             config = default_config(loaded.name, self.target)
         grammars = Grammars(self.tokenizer, self.target.vocab_size, loaded.eos_token_ids)
-        self._maker = request_maker(self.target, loaded, grammars)
+        self._turns = Turns()
+        self._maker = request_maker(self.target, loaded, grammars, self._turns)
         self.references = ReferenceReader(self.target, self.tokenizer)
         if config.drafter_spec.takes_model:  # heads may read the module's embedding
             loaded.forget_module()
@@ -137,7 +138,6 @@ class LLMEngine:
             default.controller.name,
         )
         self.controller = default.controller.name
-        self._turns = Turns()
         self._runs = Runs(self._turns, self._scheduler, self._speculation)
         self._job_maker = JobMaker(
             self._maker,

@@ -91,6 +91,9 @@ class RequestMaker:
         scope, salt = spec.given.scope, cache_salt(spec.given.prompt)
         if salt is not None:
             scope = replace(scope, salt=salt)
+        rules = self._rules
+        if self._reader and (timestamps := self._reader.timestamps(spec.given.prompt)):
+            rules = replace(rules, timestamps=timestamps)
         state_bytes = self._target.state_bytes(source)
         most = self._target.most_tokens_beside(state_bytes)
         if params.truncate_prompt_tokens is not None:
@@ -110,7 +113,7 @@ class RequestMaker:
                 trace_all=trace,
                 grammar=self._grammar(params),
                 source=source,
-                rules=self._rules,
+                rules=rules,
                 references=spec.references,
                 prediction=spec.prediction,
                 bad_words=bad_words,

@@ -7,16 +7,20 @@ languages of a translation, or audio.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from foretoken.core.config import nearest
+from foretoken.core.rules import Timestamps
 from foretoken.core.source import Source
+from foretoken.core.tree import chain
 from foretoken.engine.prompts import (
     SALT,
     Prompt,
@@ -28,6 +32,8 @@ from foretoken.engine.prompts import (
 )
 from foretoken.errors import PromptError
 from foretoken.models.audio import AudioReader
+from foretoken.models.whisper import WhisperStart
+from foretoken.runtime.rows import INTERNAL_KEY
 from foretoken.runtime.target import Target
 
 __all__ = ["SourcePrompt", "SourceReader", "languages"]
@@ -36,7 +42,10 @@ TEXTS = ("prompt", "prompt_token_ids")
 SOURCES = ("encoder_prompt", *TEXTS, "audio")
 """Keys of a prompt that say what the encoder reads; a prompt has one of them."""
 
-KEYS = (*SOURCES, "decoder_prompt", "source_language", "target_language")
+OF_SPEECH = ("language", "task", "timestamps")
+"""Further keys for audio; see `WhisperStart`."""
+
+KEYS = (*SOURCES, "decoder_prompt", "source_language", "target_language", *OF_SPEECH)
 
 LANGUAGE = re.compile(r"[a-z]{2,3}_[A-Za-z]{2,4}")
 """A language in the vocabularies of mBART and NLLB, such as de_DE or deu_Latn."""
@@ -55,6 +64,7 @@ class SourcePrompt:
         decoder: the decoder's prompt as text or token ids, or None.
         source_language: the language of the source's text, or None.
         target_language: the language of the output, or None.
+        language, task, timestamps: of audio, or None.
     """
 
     source: Any
@@ -62,6 +72,9 @@ class SourcePrompt:
     decoder: Any = None
     source_language: Any = None
     target_language: Any = None
+    language: Any = None
+    task: Any = None
+    timestamps: Any = None
 
     @staticmethod
     def of(prompt: Prompt) -> SourcePrompt:
@@ -79,7 +92,7 @@ class SourcePrompt:
             _check_keys(given, SOURCES[1:])
             name = _only_key(given, SOURCES[1:])
             given = given[name]
-        rest = {key: prompt.get(key) for key in KEYS[-2:]}
+        rest = {key: prompt.get(key) for key in KEYS[len(SOURCES) + 1 :]}
         decoder = _decoder_prompt(prompt.get("decoder_prompt"))
         if name == "audio":
             return SourcePrompt(None, given, decoder, **rest)
@@ -105,12 +118,16 @@ class SourceReader:
         tokenizer: its tokenizer, or None.
         start: the token that the decoder's text begins with.
         audio: computes features; None for a model that reads text.
+        speech: how the output of such a model begins.
+        take_turn: runs something between the engine's steps.
     """
 
     target: Target
     tokenizer: PreTrainedTokenizerBase | None
     start: int
     audio: AudioReader | None = None
+    speech: WhisperStart | None = None
+    take_turn: Callable[[Callable[[], object]], None] | None = None
 
     def read(self, prompt: Prompt) -> tuple[Source, tuple[int, ...]]:
         """The source and the decoder's first tokens.
@@ -121,13 +138,25 @@ class SourceReader:
         parts = SourcePrompt.of(prompt)
         source = self._source(parts)
         check_source(source, self.target)
-        return source, self._decoder_ids(parts)
+        if self.speech is None:
+            return source, self._decoder_ids(parts)
+        return source, self._speech_ids(parts, source, self.speech)
+
+    def timestamps(self, prompt: Prompt) -> Timestamps | None:
+        """The rule of timestamps, if the output of a prompt has them."""
+        if self.speech is None or not self._wants_timestamps(SourcePrompt.of(prompt), self.speech):
+            return None
+        return self.speech.timestamps
 
     # The encoder's part
 
     def _source(self, parts: SourcePrompt) -> Source:
         if self.audio is None and parts.audio is not None:
             raise PromptError("this model reads text, not audio.")
+        if self.audio is None:
+            for key in OF_SPEECH:
+                if getattr(parts, key) is not None:
+                    raise PromptError(f"{key}: it is for audio, and this model reads text.")
         if self.audio is not None:
             if parts.audio is None:
                 raise PromptError('this model reads audio: pass {"audio": samples}.')
@@ -170,11 +199,52 @@ class SourceReader:
 
     # The decoder's part
 
+    def _wants_timestamps(self, parts: SourcePrompt, speech: WhisperStart) -> bool:
+        wanted = parts.timestamps
+        if not isinstance(wanted, bool | None):
+            raise PromptError(f"timestamps: must be true or false, got {wanted!r}.")
+        if wanted is None:
+            return speech.return_timestamps and parts.decoder is None
+        return wanted
+
+    def _speech_ids(
+        self, parts: SourcePrompt, source: Source, speech: WhisperStart
+    ) -> tuple[int, ...]:
+        """The first tokens of what a recording says, unless they are given.
+
+        An earlier text stands before them, as `generate()` has it.
+        """
+        wanted = self._wants_timestamps(parts, speech)
+        if parts.target_language is not None:
+            raise PromptError("target_language: audio has 'language', of the speech, and 'task'.")
+        if given := self._given_ids(parts):
+            for key in ("language", "task"):
+                if getattr(parts, key) is not None:
+                    raise PromptError(f"{key}: decoder_prompt says it already: leave one out.")
+            return given
+        detect = partial(self._detected, source)
+        return speech.tokens(parts.language, parts.task, detect, timestamps=wanted)
+
+    def _detected(self, source: Source, tokens: Sequence[int]) -> int:
+        """The most probable of these tokens after the first one, by a pass over own rows."""
+        found = list[int]()
+
+        def detect() -> None:
+            target = self.target.with_own_rows()
+            with torch.inference_mode():
+                target.add(INTERNAL_KEY)
+                target.encode(INTERNAL_KEY, source)
+                (output,) = target.verify([INTERNAL_KEY], [chain([self.start])])
+            ids = torch.tensor(tokens, device=output.scores.device)
+            found.append(tokens[int(output.scores[0][ids].argmax())])
+
+        assert self.take_turn is not None, "the engine gives it to readers of audio"
+        self.take_turn(detect)
+        return found[0]
+
     def _decoder_ids(self, parts: SourcePrompt) -> tuple[int, ...]:
         """The decoder's prompt behind its start token, which `generate()` puts there, too."""
         ids = self._given_ids(parts)
-        if self.audio is not None and ids:
-            return ids  # Whisper's earlier text stands before its start token
         start = self._start(parts.target_language)
         if ids[: len(start)] == start:
             return ids
