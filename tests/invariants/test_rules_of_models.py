@@ -140,7 +140,13 @@ def test_what_cannot_be_applied_is_refused() -> None:
 
 def test_the_models_sampling_defaults() -> None:
     """They hold for what is not given; parameters are taken as they are, as in vLLM."""
-    fields = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "max_new_tokens": 5}
+    fields: dict[str, Any] = {
+        "temperature": 0.7,
+        "top_k": 5,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "max_new_tokens": 5,
+    }
     llm = LLM(model_of(**fields, repetition_penalty=1.1))
     own = {"max_tokens": 5, **fields, "repetition_penalty": 1.1}
     del own["max_new_tokens"]
@@ -156,5 +162,5 @@ def test_the_models_sampling_defaults() -> None:
     same({"seed": 3, "top_k": 0}, SamplingParams(**{**own, "top_k": 0}, seed=3))
     (output,) = llm.generate([PROMPTS[0]], SamplingParams(seed=3))
     assert len(output.token_ids) == 16
-    beams = {"beam_width": 2, "temperature": 0}
+    beams: dict[str, Any] = {"beam_width": 2, "temperature": 0}
     same(beams, SamplingParams(**beams, max_tokens=5))
