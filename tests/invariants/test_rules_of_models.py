@@ -140,16 +140,10 @@ def test_what_cannot_be_applied_is_refused() -> None:
 
 def test_the_models_sampling_defaults() -> None:
     """They hold for what is not given; parameters are taken as they are, as in vLLM."""
-    fields: dict[str, Any] = {
-        "temperature": 0.7,
-        "top_k": 5,
-        "top_p": 0.9,
-        "min_p": 0.01,
-        "max_new_tokens": 5,
-    }
-    llm = LLM(model_of(**fields, repetition_penalty=1.1))
-    own = {"max_tokens": 5, **fields, "repetition_penalty": 1.1}
-    del own["max_new_tokens"]
+    own: dict[str, Any] = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.01}
+    own["repetition_penalty"] = 1.1
+    llm = LLM(model_of(**own, max_new_tokens=5))
+    own["max_tokens"] = 5
     assert llm.get_default_sampling_params() == SamplingParams(**own)
 
     def same(given: Any, expected: SamplingParams) -> None:

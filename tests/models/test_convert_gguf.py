@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from foretoken.errors import ModelError
 from foretoken.models import load_model, load_tokenizer, resolve
+from foretoken.models.generation import defaults_of, sampling_defaults
 
 CPU = torch.device("cpu")
 QUANTISED = gguf.GGMLQuantizationType.Q4_1
@@ -183,3 +184,14 @@ def test_a_file_without_the_magic_is_refused(content: bytes, tmp_path: Path) -> 
     path.write_bytes(content)
     with pytest.raises(ModelError, match="is not a GGUF file"):
         resolve(path)
+
+
+def test_what_a_file_recommends_for_sampling(make_gguf: Any) -> None:
+    """llama.cpp's `general.sampling`; before loading and after it."""
+    settings = {"temp": 0.5, "top_k": 7, "penalty_repeat": 1.25}
+    path = make_gguf(settings={f"general.sampling.{name}": each for name, each in settings.items()})
+    expected = {"temperature": 0.5, "top_k": 7, "repetition_penalty": 1.25}
+    assert defaults_of(str(path), "auto") == expected
+    assert defaults_of(str(path), "none") == {}
+    model = load_model(resolve(path), torch.float32, torch.device("cpu"))
+    assert sampling_defaults(model.generation_config) == expected

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from foretoken.models.gguf_config import config_of
+from foretoken.models.gguf_config import config_of, sampling_of
 from foretoken.models.gguf_file import GgufFile
 from foretoken.models.gguf_tokenizer import convert_tokenizer
 from foretoken.models.gguf_weights import GgufWeights
@@ -100,8 +100,6 @@ def empty_model(file: GgufFile) -> PreTrainedModel:
 def _save_configs(file: GgufFile, model: PreTrainedModel, folder: Path) -> None:
     from transformers import GenerationConfig
 
-    from foretoken.models.generation import gguf_sampling
-
     model.config.save_pretrained(folder)
     # A chat model may end a turn and a text with different tokens.
     ends = [file.token_id(end) for end in ("eos", "eot")]
@@ -110,7 +108,7 @@ def _save_configs(file: GgufFile, model: PreTrainedModel, folder: Path) -> None:
         bos_token_id=file.token_id("bos"),
         eos_token_id=stops[0] if len(stops) == 1 else stops or None,
         pad_token_id=file.token_id("padding"),
-        **gguf_sampling(file),
+        **sampling_of(file),
     )
     generation.save_pretrained(folder)
 

@@ -18,9 +18,8 @@ from foretoken.models.resolver import gguf_file, resolve
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
 
-    from foretoken.models.gguf_file import GgufFile
 
-__all__ = ["defaults_of", "generation_config_of", "gguf_sampling", "is_obeyed", "sampling_defaults"]
+__all__ = ["defaults_of", "generation_config_of", "is_obeyed", "sampling_defaults"]
 
 _FILE = "generation_config.json"
 
@@ -33,15 +32,6 @@ _SAMPLING = {
     "max_new_tokens": "max_tokens",
 }
 """Transformers' names of the fields that vLLM takes as defaults, and those of `SamplingParams`."""
-
-_GGUF = {
-    "temperature": "temp",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "penalty_repeat",
-}
-"""Fields of a generation config, and their names below `general.sampling` in a GGUF file."""
 
 
 def is_obeyed(choice: str | Path) -> bool:
@@ -90,23 +80,17 @@ def defaults_of(model: str, choice: str | Path) -> dict[str, Any]:
     from transformers import AutoConfig, GenerationConfig
 
     if (path := gguf_file(model)) is not None:
+        from foretoken.models.gguf_config import sampling_of
         from foretoken.models.gguf_file import GgufFile
 
         made: Any = GenerationConfig
-        return sampling_defaults(made(**gguf_sampling(GgufFile.open(path))))
+        return sampling_defaults(made(**sampling_of(GgufFile.open(path))))
     folder = resolve(model)
     if (folder / _FILE).is_file():
         return sampling_defaults(_read(folder))
     with guarded(f"cannot load the model in {folder}"):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         return sampling_defaults(GenerationConfig.from_model_config(config))
-
-
-def gguf_sampling(file: GgufFile) -> dict[str, Any]:
-    """Fields of a generation config from what a GGUF file recommends."""
-    values = {own: file.get(f"general.sampling.{name}") for own, name in _GGUF.items()}
-    found = {name: value for name, value in values.items() if value is not None}
-    return {"do_sample": True, **found} if found else {}
 
 
 def _read(choice: str | Path) -> GenerationConfig:

@@ -22,10 +22,19 @@ from foretoken.models.gguf_file import GgufFile
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["config_of"]
+__all__ = ["config_of", "sampling_of"]
 
 _THETA = 10_000.0
 """llama.cpp's, for files that do not say it."""
+
+_SAMPLING = {
+    "temperature": "temp",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+"""Fields of a generation config, and their names below `general.sampling` in a GGUF file."""
 
 
 def config_of(file: GgufFile) -> PretrainedConfig:
@@ -156,3 +165,10 @@ def _check_phi(file: GgufFile, given: dict[str, Any]) -> None:
     if given.setdefault("original_max_position_embeddings", longest) != longest:
         raise ModelError(f"{file.path} stretches its context, which cannot be converted")
     given["sliding_window"] = given.get("sliding_window") or None
+
+
+def sampling_of(file: GgufFile) -> dict[str, Any]:
+    """Fields of a generation config from what a GGUF file recommends."""
+    values = {own: file.get(f"general.sampling.{name}") for own, name in _SAMPLING.items()}
+    found = {name: value for name, value in values.items() if value is not None}
+    return {"do_sample": True, **found} if found else {}

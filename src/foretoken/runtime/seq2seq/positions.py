@@ -95,7 +95,7 @@ class RelativePositions:
             raise TypeError("some of its layers share their relative positions")
         largest = int(first.relative_attention_max_distance)
         behind = largest if both_ways else 0
-        buckets = T5Attention._relative_position_bucket(
+        buckets = T5Attention._relative_position_bucket(  # type: ignore[no-untyped-call]
             -torch.arange(-behind, largest + 1),
             bidirectional=both_ways,
             num_buckets=first.relative_attention_num_buckets,
