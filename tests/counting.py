@@ -17,6 +17,7 @@ class Counting:
         self._network = network
         self.least_nodes = network.least_nodes
         self.exact_trees = network.exact_trees
+        self.num_layers = network.num_layers
         self.positions: list[int] = []
 
     def forward(self, inputs: PassInputs, *rest: Any, **named: Any) -> Any:

@@ -246,5 +246,5 @@ def test_errors() -> None:
         llm.generate([[1]], SamplingParams(bad_words=["\ud800"]))
     every = [chr(code) for code in range(33, 127)]
     params = SamplingParams(bad_words=every, allowed_token_ids=[1, 2, 3])
-    with pytest.raises(RequestError, match="no token can be drawn"):
+    with pytest.raises(RequestError, match="no token that can be drawn"):
         llm.generate([[1]], params)

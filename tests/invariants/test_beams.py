@@ -249,7 +249,7 @@ def test_a_batch_of_searches_and_samples() -> None:
 
 
 def test_preempted_searches_find_the_same() -> None:
-    model = tiny_model("lean", eos_token_id=EOS, max_position_embeddings=2 * KEY_BLOCK)
+    model = tiny_model(eos_token_id=EOS, max_position_embeddings=2 * KEY_BLOCK)
     free = LLM(model)
     prompts = [[(7 * i + row) % 90 + 4 for i in range(KEY_BLOCK - 12)] for row in range(3)]
     cells = 3 * KEY_BLOCK

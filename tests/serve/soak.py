@@ -10,6 +10,7 @@ import asyncio
 import gc
 import json
 import random
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -57,6 +58,13 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 ]
 """What clients ask for; all are answered."""
 
+SPIES: list[dict[str, Any]] = [
+    {"prompt": prompt, "speculative_config": {"method": method, "controller": "fixed"}}
+    for prompt in ([7, 8, 9] * 20, [7, 8], [40, 41, 40, 41], [50])
+    for method in ("suffix", "ngram")
+]
+"""Requests with a trace that begin like those of others; both methods draft from texts."""
+
 FAULTS: list[tuple[str, dict[str, Any], bool]] = [
     (COMPLETIONS, {"prompt": "a", "seed": FAULTY_RULE, "max_tokens": 12}, True),
     (CHAT, {"messages": HELLO, "seed": FAULTY_RULE, "max_tokens": 12}, True),
@@ -79,7 +87,53 @@ MALFORMED: list[bytes] = [
 ]
 """Bodies that are refused."""
 
-ACTIONS = {"answer": 10, "leave": 4, "malformed": 3, "fault": 3, "half": 1}
+
+def _hostile() -> list[tuple[str, dict[str, Any]]]:
+    """Small requests that cost much, or end a process, where nothing bounds them."""
+    rules = "\n".join(f"r{i}: r{i + 1}" for i in range(3000))
+    chained = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(3000)}
+    references = {"$defs": {**chained, "d3000": {"type": "null"}}, "$ref": "#/$defs/d0"}
+    nested: dict[str, Any] = {"type": "null"}
+    for _ in range(400):
+        nested = {"type": "array", "items": nested, "minItems": 1}
+    names = [f"n{i}" for i in range(20_000)]
+    wide = {"type": "object", "properties": {each: {} for each in names}, "required": names}
+    function = {"name": "f", "parameters": references}
+    called = {"type": "function", "function": {"name": "f"}}
+    digits, repeated = "7" * 7_000_000, "(a?){5000}a{5000}"
+    return [
+        (COMPLETIONS, {"prompt": "a", "guided_grammar": f"start: r0\n{rules}\nr3000: /a/"}),
+        (COMPLETIONS, {"prompt": "a", "guided_json": references}),
+        (
+            CHAT,
+            {
+                "messages": HELLO,
+                "tools": [{"type": "function", "function": function}],
+                "tool_choice": called,
+            },
+        ),
+        (COMPLETIONS, {"prompt": "a", "guided_json": nested}),
+        (COMPLETIONS, {"prompt": "a", "guided_json": '{"items":' * 20_000}),
+        (COMPLETIONS, {"prompt": "a", "guided_json": wide}),
+        (COMPLETIONS, {"prompt": "a", "guided_regex": "a{1000000}"}),
+        (COMPLETIONS, {"prompt": "a", "guided_regex": repeated}),
+        (COMPLETIONS, {"prompt": "a", "guided_json": {"type": "string", "pattern": repeated}}),
+        (COMPLETIONS, {"prompt": "a", "guided_choice": ["x" * 1_000_000, "y"]}),
+        (COMPLETIONS, {"prompt": digits, "truncate_prompt_tokens": 5}),
+        ("/tokenize", {"prompt": digits}),
+        (COMPLETIONS, {"prompt": "a", "temperature": 1e-5, "logit_bias": {"7": 3.4e38}}),
+    ]
+
+
+ACTIONS = {
+    "answer": 10,
+    "leave": 4,
+    "malformed": 3,
+    "fault": 3,
+    "half": 1,
+    "spy": 2,
+    "hostile": 0.2,
+}
 """What clients do, and how often."""
 
 
@@ -194,17 +248,25 @@ class Soak:
         seed: of what the clients do.
         clients: how many there are at a time.
         actions: what they do, and how often; faults can be made in this process only.
+
+    Attributes:
+        done: how often each was done.
+        drafted: tokens that the traces of spies have shown.
+        seconds: how long each answer took, once there was room for the request.
     """
 
     def __init__(
-        self, server: Asked, seed: int, clients: int, actions: Mapping[str, int] = ACTIONS
+        self, server: Asked, seed: int, clients: int, actions: Mapping[str, float] = ACTIONS
     ) -> None:
         self._server, self._random, self._clients = server, random.Random(seed), clients
         self._actions = actions
         self.done = Counter[str]()
+        self.drafted = 0
+        self.seconds = list[float]()
         self._requests = cycle(range(len(REQUESTS)))
         self._faults = cycle(range(len(FAULTS)))
         self._malformed_bodies = cycle(MALFORMED)
+        self._costly = cycle(_hostile())
         self._expected = [_of_whole(self._alone(*each)) for each in REQUESTS]
         self._without_fault = [
             None if ends else _of_whole(self._alone(path, fields)) for path, fields, ends in FAULTS
@@ -241,8 +303,10 @@ class Soak:
     ) -> httpx2.Response:
         """The response, as soon as there is room for the request."""
         while True:
+            began = time.perf_counter()
             response = await client.post(path, json=body)
             if response.status_code != 429:
+                self.seconds.append(time.perf_counter() - began)
                 return response
             assert response.headers["retry-after"] == "1"
             self.done["refused"] += 1
@@ -298,6 +362,26 @@ class Soak:
         response = await client.post(chance.choice([COMPLETIONS, CHAT, RESPONSES]), content=content)
         assert 400 <= response.status_code < 500, response.text
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+    async def _spy(self, client: httpx2.AsyncClient, chance: random.Random) -> None:
+        """Whatever is drafted for a request is part of its own text."""
+        more = {"max_tokens": 24, "temperature": 0, "foretoken": {"trace": True}}
+        body = {**_full(COMPLETIONS, chance.choice(SPIES)), **more}
+        response = await self._get(client, COMPLETIONS, body)
+        assert response.status_code == 200, response.text
+        (choice,) = response.json()["choices"]
+        steps = choice["foretoken"]["trace"]["steps"]
+        drafted = {token for step in steps for token in step["drafted"]}
+        assert drafted <= {*body["prompt"], *choice["token_ids"]}, (drafted, body)
+        self.drafted += len(drafted)
+
+    async def _hostile(self, client: httpx2.AsyncClient, _: random.Random) -> None:
+        """It is refused, or answered; a plain request beside it does not wait for it."""
+        path, fields = next(self._costly)
+        response = await client.post(path, json={"model": MODEL, "max_tokens": 4, **fields})
+        assert response.status_code in (200, 400, 413, 429), (response.status_code, response.text)
+        if response.status_code == 400:
+            assert "\n" not in response.json()["error"]["message"]
 
     async def _half(self, _: httpx2.AsyncClient, chance: random.Random) -> None:
         """Send a part of a request, and close the connection."""

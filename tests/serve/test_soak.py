@@ -21,6 +21,8 @@ from tests.serve.support import MODEL, Served, served, tiny_llm, tiny_parts, unt
 CLIENTS = 12
 MOST_GROWTH = 16 * 2**20
 """Bytes by which the memory of a process may grow in the second soak."""
+MOST_SECONDS = 2.0
+"""Seconds that an answer of a few tokens may take beside all the others."""
 HELD = 10
 """Objects of a kind that threads and tasks may hold of what they did last."""
 KEPT_PER_REQUEST = 0.1
@@ -128,8 +130,12 @@ class Remote:
         return sum(map(float, values))
 
 
-def soaked_process(folder: Path, first: int, second: int) -> tuple[int, int]:
-    """Two soaks of a process; by how many bytes and files it has grown in the second one."""
+def soaked_process(folder: Path, first: int, second: int) -> tuple[int, int, list[float]]:
+    """Two soaks of a process.
+
+    Returns:
+        By how many bytes and files it has grown in the second one, and the seconds of its answers.
+    """
     model, tokenizer = tiny_parts()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -141,9 +147,11 @@ def soaked_process(folder: Path, first: int, second: int) -> tuple[int, int]:
         soak = Soak(server, first, CLIENTS, actions)
         soak.run(first)
         memory_before, files_before = server.settled()
+        soak.seconds.clear()
         soak.run(second)
         memory_after, files_after = server.settled()
         assert set(soak.done) >= set(actions)
+        assert soak.drafted
         with httpx2.Client(base_url=url, timeout=240) as client:  # every place is free
             body = {"model": MODEL, "prompt": ["a"] * 11, "max_tokens": 2}
             assert client.post(COMPLETIONS, json=body).status_code == 200
@@ -151,13 +159,17 @@ def soaked_process(folder: Path, first: int, second: int) -> tuple[int, int]:
         assert program.wait() == 0
         assert program.stderr is not None
         assert b"Traceback" not in program.stderr.read()
-    return memory_after - memory_before, files_after - files_before
+    return memory_after - memory_before, files_after - files_before, sorted(soak.seconds)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_a_process(tmp_path: Path) -> None:
-    grown, files = soaked_process(tmp_path, 300, 700)
+    """Ten thousand requests: no neighbour of a hostile one is wrong, late or out of memory."""
+    grown, files, seconds = soaked_process(tmp_path, 500, 9500)
+    median, slowest = seconds[len(seconds) // 2], seconds[-1]
     print(f"\nThe process has grown by {grown / 2**20:.1f} MiB and {files} files.")
+    print(f"{len(seconds)} answers took {median:.3f} s in the median, {slowest:.2f} s at most.")
     assert files <= 0
     assert grown < MOST_GROWTH
+    assert slowest < MOST_SECONDS

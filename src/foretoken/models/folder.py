@@ -127,6 +127,7 @@ def _config_kind() -> type[BaseModel]:
     fields: dict[str, Any] = {
         **_optional((*_LAYERS, *_SIZES, "num_labels", "num_experts_per_tok"), _Count),
         **_optional(("intermediate_size",), _Count | list[_Count]),
+        **_optional(("encoder_layers",), Literal[0] | _Count),  # a decoder alone has none
         **_optional(_CONTEXTS, _Count),
         **_optional(("sliding_window",), Annotated[int, Strict(), Ge(0), Le(2**31 - 1)]),
         **_optional(_POSITIVE, _Positive),
