@@ -28,7 +28,7 @@ _SAME = (
 
 _WORDS = ("method", "acceptance", "controller", "rule")
 _OWN = frozenset({"model", "draft_tokenizer", "online", "expected"})
-"""Fields of speculation that load a model, write files, or compile a form in the engine's thread."""
+"""Fields of speculation that load a model, write files, or make the engine compile a form."""
 MAX_NESTED, MAX_DRAFTERS = 4, 8
 """Most levels of drafters in a request's configuration, and most drafters in all."""
 _MEMORY = frozenset(
