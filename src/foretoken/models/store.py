@@ -155,7 +155,7 @@ class _Manifest:
 
 
 def _state(path: Path) -> list[int]:
-    """What changes if a file does; empty if there is none."""
+    """Size, modification time and inode of a file; empty if there is none."""
     try:
         at = path.stat()
     except OSError:
