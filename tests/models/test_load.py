@@ -82,7 +82,7 @@ def test_pickles_are_never_opened(folder: Path, tmp_path: Path) -> None:
         resolve(folder)
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": "pytorch_model.bin"}}))
-    assert "pytorch_model.bin is truncated or damaged" in refusal(folder)
+    assert "index.json: lm_head.weight: " in refusal(folder)
     assert not (tmp_path / "exploded").exists()
 
 
@@ -159,6 +159,12 @@ def test_remote_code_is_refused(folder: Path, tmp_path: Path) -> None:
             {"num_hidden_layers": 10**9},
             "1000000000 layers, and its weights are 21 tens",
         ),
+        (
+            {"num_hidden_layers": 10**9, "quantization_config": {"quant_method": "fp8"}},
+            "1000000000 layers, and its weights are 21 tens",
+        ),
+        ({"text_config": {"num_hidden_layers": 10**9}}, "1000000000 layers"),
+        ({"vision_config": {"hidden_size": 10**9}}, "model of at least 1000000000 numbers"),
         ({"num_hidden_layers": 0}, "num_hidden_layers: .*greater than 0"),
         ({"hidden_size": 10**6, "head_dim": 10**6}, "model of at least .* numbers"),
         ({"num_labels": 10**12}, "num_labels: "),

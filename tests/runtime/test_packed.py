@@ -377,3 +377,13 @@ def test_a_model_by_the_name_of_its_packed_weights(tmp_path: Path) -> None:
     assert [entry.name for entry in cached()] == [name]
     with pytest.raises(ConfigError, match=r"draft_quantization: .* has int8 weights, not int4"):
         LLM(tmp_path, speculative_config=drafting | {"draft_quantization": "int4"})
+
+
+def test_sizes_are_compared_with_the_weights_before_a_model_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = saved(tmp_path) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 10**9}))
+    monkeypatch.setattr(packed, "skeleton", never)
+    with pytest.raises(ModelError, match="describes 1000000000 layers"):
+        opened(tmp_path)

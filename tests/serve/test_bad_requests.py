@@ -259,6 +259,7 @@ def test_an_unknown_model(server: Served, path: str) -> None:
         {"method": "ngram", "online": {"save": "/tmp/x"}},
         {"method": "ngram", "acceptance": {"rule": "/etc"}},
         {"method": "a.plugin"},
+        {"method": "regex", "expected": {"json": {"properties": {"a": {}}}}},  # is compiled
     ],
 )
 def test_a_request_names_no_files(

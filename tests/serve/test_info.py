@@ -133,3 +133,20 @@ def test_the_bounds_in_the_description_are_those_of_the_server(server: Served, k
     assert found >= 6
     assert with_bounds["model"]["enum"] == [MODEL]
     assert {"minimum": 0, "maximum": 2**63 - 1, "type": "integer"} in with_bounds["seed"]["anyOf"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})]
+)
+def test_clients_take_turns_at_counting_tokens(
+    server: Served, path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clients, prepare = list[Any](), server.state.llm.prepare
+
+    async def noting(act: Any, **settings: Any) -> Any:
+        clients.append(settings.get("client"))
+        return await prepare(act, **settings)
+
+    monkeypatch.setattr(server.state.llm, "prepare", noting)
+    assert server.post(path, **fields).status_code == 200
+    assert clients == ["127.0.0.1"]

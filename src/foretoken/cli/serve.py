@@ -114,7 +114,7 @@ class ServerOptions:
     share_drafts: Annotated[
         bool,
         _server(
-            "Draft from the outputs of earlier requests with the same API key, whoever sent them.",
+            "Draft from the outputs of all earlier requests with the same API key.",
             "--share-drafts",
         ),
     ] = False

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-__all__ = ["parsed_json", "read_json", "validated", "write_whole"]
+__all__ = ["levels", "parsed_json", "read_json", "validated", "write_whole"]
 
 _Fields = TypeVar("_Fields")
 
@@ -46,17 +46,20 @@ def parsed_json(text: str | bytes) -> Any:
         value = json.loads(text)
     except RecursionError:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels") from None
-    level = [value] if isinstance(value, dict | list) else []
-    for _ in range(MAX_DEPTH):
-        inner = (each.values() if isinstance(each, dict) else each for each in level)
-        level = [child for part in inner for child in part if isinstance(child, dict | list)]
-        if not level:
-            break
-    else:
+    if any(depth == MAX_DEPTH for depth, _ in enumerate(levels(value))):
         raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
     if "\\ud" in text or "\\uD" in text:  # only an escape can stand for half of a character
         json.dumps(value, ensure_ascii=False).encode()
     return value
+
+
+def levels(value: Any) -> Iterator[list[Any]]:
+    """The objects and lists in a JSON value, from the outermost in; it does not recurse."""
+    level = [value] if isinstance(value, dict | list | tuple) else []
+    while level:
+        yield level
+        parts = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [x for part in parts for x in part if isinstance(x, dict | list | tuple)]
 
 
 def validated(kind: type[_Fields], fields: Any) -> _Fields:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from foretoken.core.files import levels
 from foretoken.errors import ConfigError, in_one_line
 
 __all__ = ["Form", "checked_source", "library"]
@@ -110,27 +111,21 @@ def _checked_schema(given: Mapping[str, Any] | str) -> Any:
         if not isinstance(given, dict):
             raise ConfigError("json: a schema is a JSON object, such as {...}")
     values, size, references = 0, 0, set[str]()
-    level: list[Any] = [given]
-    for _ in range(MAX_DEPTH):
-        if not level:
-            return given
-        below: list[Any] = []
+    for depth, level in enumerate(levels(given)):
+        if depth == MAX_DEPTH:
+            raise ConfigError(_TOO_DEEP)
         for value in level:
-            if isinstance(value, Mapping):
-                size += sum(len(key) for key in value if isinstance(key, str))
-                below += value.values()
-                if isinstance(reference := value.get("$ref"), str):
-                    references.add(reference)
-            elif isinstance(value, list | tuple):
-                below += value
-            elif isinstance(value, str):
-                size += len(value)
-        values += len(level)
+            named = isinstance(value, dict)
+            inner = [*value.values()] if named else value
+            texts = [*value, *inner] if named else inner
+            values += len(inner)
+            size += sum(len(text) for text in texts if isinstance(text, str))
+            if named and isinstance(reference := value.get("$ref"), str):
+                references.add(reference)
         _at_most(MAX_VALUES, "values", values, "json")
         _at_most(MAX_LENGTH, "characters", size, "json")
         _at_most(MAX_DEFINITIONS, "definitions that are referred to", len(references), "json")
-        level = below
-    raise ConfigError(_TOO_DEEP)
+    return given
 
 
 def library() -> Any:

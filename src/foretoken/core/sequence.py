@@ -42,7 +42,7 @@ class Scope:
 
 
 SHARED = Scope()
-"""The scope of requests that nobody keeps apart."""
+"""The scope of requests that are not kept apart."""
 
 
 class SequenceState:

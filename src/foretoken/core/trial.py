@@ -99,7 +99,7 @@ def _bytes() -> Any:
 
 
 def _followed(matcher: Any, began: float) -> str | None:
-    """What is wrong with the masks of a matcher; frees it on this stack, too."""
+    """Why the masks of a matcher cannot be used; frees it on this stack, too."""
     matcher.compute_bitmask()
     first = time.process_time()
     if first - began > MAX_SECONDS:

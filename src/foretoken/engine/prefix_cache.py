@@ -36,13 +36,13 @@ BLOCK = 64
 """Tokens per block: few, so that short prompts have whole blocks to share."""
 
 Beginning: TypeAlias = tuple[str, Source | None]
-"""What is before the first block of a prompt: the salt of its request, and what its encoder reads;
-None for a decoder-only model."""
+"""Stands before the first block of a prompt: the salt of its request, and what its encoder reads
+(None for a decoder-only model)."""
 
 _NOTHING: Beginning = ("", None)
 
 _Parent: TypeAlias = int | Beginning
-"""What is before a block: another one, by its number, or the beginning."""
+"""Stands before a block: another one, by its number, or the beginning."""
 
 _Key: TypeAlias = tuple[_Parent, tuple[int, ...]]
 """Identifies a block: what is before it, and the block's own tokens."""

@@ -28,12 +28,12 @@ _MOST = 1 << 25
 """Characters of a value, written out; a prompt of a million tokens has a fifth of them."""
 
 _MOST_IN_ALL = 1 << 30
-"""Characters that are made in all, what is thrown away again included."""
+"""Characters that are made in all, those of discarded values included."""
 
 _SECONDS = 10.0
 
 _ITEM = 64
-"""What an item of a list counts besides its characters; so lists of lists are soon too large."""
+"""Characters that an item of a list counts besides its own, so that lists of lists have a limit."""
 
 _PADDING = {"center", "ljust", "rjust", "zfill"}
 _SPREADING = {"batch", "expandtabs", "indent", "slice", "tojson", "wordwrap"}
@@ -68,7 +68,7 @@ def rendered(
 
 
 class _Budget:
-    """What a template may still do."""
+    """Limits the characters and the time of a template."""
 
     def __init__(self) -> None:
         self._left, self._end = _MOST_IN_ALL, time.monotonic() + _SECONDS
@@ -135,14 +135,14 @@ def _width(values: Iterable[Any]) -> int:
 
 
 _JINJA = (Environment, Context, nodes.EvalContext)
-"""What Jinja gives some filters as their first argument."""
+"""Types that Jinja passes to some filters as their first argument."""
 
 
 class _Filters(dict[str, Any]):
     """Filters that are charged for what they make; tests of their attributes see their own."""
 
     def get(self, name: str, default: Any = None) -> Any:
-        """What Jinja computes constants with, while it compiles."""
+        """Called where Jinja computes constants while it compiles."""
         return self[name] if super().get(name) else default
 
     def __getitem__(self, name: str) -> Any:

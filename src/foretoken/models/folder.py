@@ -11,7 +11,7 @@ is computed are checked first.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -248,29 +248,46 @@ def check_sizes(path: Path, config: Mapping[str, Any], shapes: Shapes) -> None:
     Raises:
         ModelError: They cannot be those of such a model.
     """
-    if "quantization_config" in config:  # whose tensors have other shapes
-        return
     present = sum(math.prod(shape) for shape in shapes.values())
-    layers, width = _most(config, _LAYERS), _most(config, _WIDTHS)
-    if layers > len(shapes):
-        raise ModelError(
-            f"{path} describes {layers} layers, and its weights are {len(shapes)} tensors; get the "
-            "model again"
-        )
-    experts = _most(config, _EXPERTS) * _most(config, ("moe_intermediate_size",))
-    inner = experts or _most(config, ("intermediate_size",))
-    heads = _most(config, ("num_attention_heads",)) * _most(config, ("head_dim",))
-    each = [_most(config, (name,)) for name in _SIZES]
-    least = max(*each, width * (_most(config, ("vocab_size",)) + layers * max(inner, heads, width)))
-    if least > _SLACK * present:
-        raise ModelError(
-            f"{path} describes a model of at least {least} numbers, and its weights have "
-            f"{present}; get the model again"
-        )
+    if "quantization_config" in config:
+        present *= _PACKED
+    for part in _parts(config):
+        layers, least = _most(part, _LAYERS), _least(part)
+        if layers > len(shapes):
+            raise ModelError(
+                f"{path} describes {layers} layers, and its weights are {len(shapes)} tensors; get "
+                "the model again"
+            )
+        if least > _SLACK * present:
+            raise ModelError(
+                f"{path} describes a model of at least {least} numbers, and its weights have "
+                f"{present}; get the model again"
+            )
 
 
 _SLACK = 4
 """Models whose layers share weights have more than their files: at most so many times as many."""
+
+_PACKED = 32
+"""Most weights of a quantized model in a number of its files: bits in an int32."""
+
+
+def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """A configuration and all that are in it, such as those of a text and a vision model."""
+    yield config
+    for value in config.values():
+        if isinstance(value, Mapping):
+            yield from _parts(value)
+
+
+def _least(config: Mapping[str, Any]) -> int:
+    """The fewest numbers that a model of these sizes has."""
+    layers, width = _most(config, _LAYERS), _most(config, _WIDTHS)
+    experts = _most(config, _EXPERTS) * _most(config, ("moe_intermediate_size",))
+    inner = experts or _most(config, ("intermediate_size",))
+    heads = _most(config, ("num_attention_heads",)) * _most(config, ("head_dim",))
+    whole = width * (_most(config, ("vocab_size",)) + layers * max(inner, heads, width))
+    return max(whole, _most(config, _SIZES))
 
 
 def _most(config: Mapping[str, Any], names: tuple[str, ...]) -> int:

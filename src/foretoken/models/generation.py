@@ -68,7 +68,7 @@ def sampling_defaults(config: GenerationConfig | None) -> dict[str, Any]:
 
 
 def defaults_of(model: str, choice: str | Path) -> dict[str, Any]:
-    """What `sampling_defaults` says of a model that is not loaded.
+    """`sampling_defaults` of a model that is not loaded.
 
     Raises:
         ModelError, ConfigError, CompatibilityError: there is no such model or generation config.

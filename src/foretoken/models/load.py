@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["load_model", "load_tokenizer"]
+__all__ = ["checked_config", "load_model", "load_tokenizer"]
 
 # A folder with any of these has a tokenizer.
 _TOKENIZER_FILES = (
@@ -61,8 +61,7 @@ def load_model(
         CompatibilityError: If it cannot be spread over so many processes, or is of a type that
             cannot run.
     """
-    config = read_config(folder)
-    check_sizes(folder / "config.json", config, _weight_shapes(folder))
+    config = checked_config(folder)
     written = config.get("foretoken")
     if not fills_masks and isinstance(written, dict) and "spec_drafter" in written:
         raise ModelError(
@@ -86,6 +85,17 @@ def load_model(
         _check_loaded(folder, model, config, report)
     model = model.eval().requires_grad_(False)
     return model if tensor_parallel_size > 1 else _on_device(folder, model, device)
+
+
+def checked_config(folder: Path) -> dict[str, Any]:
+    """The content of a folder's `config.json`, compared with its weights.
+
+    Raises:
+        ModelError: If a file is missing or damaged, or the weights are not those of such a model.
+    """
+    config = read_config(folder)
+    check_sizes(folder / "config.json", config, _weight_shapes(folder))
+    return config
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:

@@ -168,14 +168,14 @@ class LoadedModel:
 
     @property
     def beam_defaults(self) -> dict[str, Any]:
-        """What the generation config says about beam search (see `SamplingParams`)."""
+        """The generation config's values of options of beam search (see `SamplingParams`)."""
         names = ("length_penalty", "early_stopping", "renormalize_logits")
         given = {name: getattr(self.obeyed_settings, name, None) for name in names}
         return {name: value for name, value in given.items() if value is not None}
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:
-        """What the generation config says about sampling (see `SamplingParams`)."""
+        """The generation config's values of sampling parameters (see `SamplingParams`)."""
         return sampling_defaults(self.obeyed_settings)
 
 

@@ -28,10 +28,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from filelock import FileLock, Timeout
+from pydantic import ConfigDict, StrictInt
 
-from foretoken.core.files import write_whole
+from foretoken.core.files import read_json, validated, write_whole
 from foretoken.errors import ModelError
 from foretoken.models.disk import check_space, disk_errors
 from foretoken.models.progress import say
@@ -105,25 +107,23 @@ class CachedModel:
 class _Manifest:
     """The content of `foretoken.json`: source, kind, and files."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
     source: str
     format_version: int = FORMAT_VERSION
     kind: str = MODEL.name
     identity: str = ""
     notes: dict[str, str] = field(default_factory=dict)
-    files: dict[str, int] = field(default_factory=dict)  # sizes in bytes by name
-    sums: dict[str, int] = field(default_factory=dict)  # CRC-32 by name; older folders have none
+    files: dict[str, StrictInt] = field(default_factory=dict)  # sizes in bytes by name
+    sums: dict[str, StrictInt] = field(default_factory=dict)  # CRC-32 by name; none if older
 
     @classmethod
     def read(cls, folder: Path) -> _Manifest | None:
         """A folder's manifest, or None if it is missing or unreadable."""
         try:
-            made = cls(**json.loads((folder / _MANIFEST).read_text(encoding="utf-8")))
-            numbers = [*made.files.values(), *made.sums.values()]
-            texts = [made.source, made.kind, *made.notes.values()]
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+            return validated(cls, read_json(folder / _MANIFEST))
+        except (OSError, ValueError):
             return None
-        kinds = {type(number) for number in numbers}, {type(text) for text in texts}
-        return made if kinds[0] <= {int} and kinds[1] == {str} else None
 
     @property
     def made_as(self) -> Kind:
@@ -155,7 +155,7 @@ class _Manifest:
 
 
 def _state(path: Path) -> list[int]:
-    """What changes if a file does; empty if there is none."""
+    """Size, modification time and inode of a file; empty if there is none."""
     try:
         at = path.stat()
     except OSError:
@@ -184,8 +184,8 @@ def _sum_of(path: Path) -> int:
 def _verified(folder: Path) -> dict[str, list[int]]:
     """The states of a folder's files when they were compared with their checksums."""
     try:
-        found = json.loads((folder / _VERIFIED).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        found = read_json(folder / _VERIFIED)
+    except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -22,7 +22,7 @@ TASKS = ("transcribe", "translate")
 
 @dataclass(frozen=True)
 class WhisperStart:
-    """What a generation config says of the first tokens, under its own names.
+    """The fields of a generation config about the first tokens, under its own names.
 
     Args:
         start: the first token.

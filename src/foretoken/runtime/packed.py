@@ -21,10 +21,10 @@ from foretoken import models
 from foretoken.errors import ModelError
 from foretoken.models import aside, store
 from foretoken.models.disk import CacheError
-from foretoken.models.folder import read_config
 from foretoken.models.gguf_file import GgufFile, gguf_parts
 from foretoken.models.gguf_weights import GgufWeights
 from foretoken.models.identity import identity_of
+from foretoken.models.load import checked_config
 from foretoken.models.packed_names import packed_beginning
 from foretoken.models.resolver import cache_title, gguf_file, gguf_title
 from foretoken.models.skeleton import skeleton
@@ -197,9 +197,10 @@ def _opened(
 
 def _packed_folder(folder: Path, dtype: torch.dtype, form: str) -> tuple[Path, Path]:
     """A Hugging Face folder, and its packed files."""
-    if not set(read_config(folder).get("architectures") or [""]) <= set(FAMILIES):
-        raise _NotNativeError
     try:
+        config = checked_config(folder)
+        if not set(config.get("architectures") or [""]) <= set(FAMILIES):
+            raise _NotNativeError
         source, module = FolderWeights(folder), skeleton(folder, dtype)
     except ModelError as error:
         raise _NotNativeError from error

@@ -14,7 +14,15 @@ from starlette.websockets import WebSocketClose
 from foretoken.core.config import nearest
 from foretoken.errors import ForetokenError, PromptError, RequestError, told
 
-__all__ = ["APIError", "invalid", "of_engine", "of_validation", "refuse", "unknown_response"]
+__all__ = [
+    "APIError",
+    "invalid",
+    "of_engine",
+    "of_output",
+    "of_validation",
+    "refuse",
+    "unknown_response",
+]
 
 _KINDS = {
     401: "authentication_error",

@@ -98,7 +98,7 @@ async def tokenize(request: Request) -> Response:
         refuse_special_tokens(given=body.add_special_tokens)
     elif name := next((name for name in _FOR_MESSAGES if getattr(body, name) is not None), None):
         raise invalid(name, f"{name} is for messages.")
-    return JSONResponse(await _off_loop(state, body, partial(_tokenized, body, state)))
+    return JSONResponse(await _off_loop(request, body, partial(_tokenized, body, state)))
 
 
 def _tokenized(body: TokenizeBody, state: ServerState) -> dict[str, Any]:
@@ -142,13 +142,14 @@ async def detokenize(request: Request) -> Response:
         check_token_ids("tokens", body.tokens, llm.engine.target.vocab_size)
         return {"prompt": str(needed(llm.tokenizer).decode(body.tokens))}
 
-    return JSONResponse(await _off_loop(state, body, decoded))
+    return JSONResponse(await _off_loop(request, body, decoded))
 
 
-async def _off_loop(state: ServerState, body: Any, act: Any) -> Any:
+async def _off_loop(request: Request, body: Any, act: Any) -> Any:
+    state = state_of(request)
     state.enter(1)  # it waits for the same threads as an output
     try:
-        return await state.llm.prepare(act)
+        return await state.llm.prepare(act, client=state.client_of(request))
     except APIError:
         raise
     except ForetokenError as error:

@@ -21,7 +21,7 @@ class _Connection(h11.Connection):
     """Refuses requests whose end a proxy may see elsewhere (request smuggling, RFC 9112, 6.1)."""
 
     def next_event(self) -> Any:
-        """What h11 makes of the bytes that have come."""
+        """The next event of the bytes that have come."""
         event = super().next_event()
         if isinstance(event, h11.Request):
             names = {name for name, _ in event.headers}

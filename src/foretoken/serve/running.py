@@ -238,7 +238,7 @@ async def started(
     request.state.log = run.log
     run.preparing = task = asyncio.current_task()
     try:
-        client = None if request.client is None else request.client.host
+        client = state.client_of(request)
         specs = await state.llm.prepare(prepare, client=client, compiles=wants_form(body))
         scoped = [replace(spec, scope=scope) for spec in specs]
         requests += await state.llm.submit(scoped, client)

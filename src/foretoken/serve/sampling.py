@@ -27,8 +27,8 @@ _SAME = (
 """Fields with the same name and meaning in `SamplingParams`."""
 
 _WORDS = ("method", "acceptance", "controller", "rule")
-_LOADS = frozenset({"model", "draft_tokenizer", "online"})
-"""Fields of speculation that load a model or write files."""
+_OWN = frozenset({"model", "draft_tokenizer", "online", "expected"})
+"""Fields of speculation that load a model, write files, or make the engine compile a form."""
 MAX_NESTED, MAX_DRAFTERS = 4, 8
 """Most levels of drafters in a request's configuration, and most drafters in all."""
 _MEMORY = frozenset(
@@ -154,7 +154,7 @@ def _of_format(given: Mapping[str, Any], param: str) -> dict[str, Any] | None:
 
 
 def check_speculation(given: Any, own: SpeculativeConfig) -> None:
-    """Refuse what would make the server read or write files, load models or plugins, or keep much.
+    """Refuse what makes the server read or write files, load models, compile forms, or keep much.
 
     Args:
         given: a request's `speculative_config`, or None.
@@ -197,10 +197,10 @@ def _check_fields(given: Any, path: str) -> None:
     if isinstance(given, Mapping):
         for name, value in given.items():
             here = f"{path}.{name}"
-            if name in _LOADS | file_fields():
+            if name in _OWN | file_fields():
                 raise invalid(
                     "speculative_config",
-                    f"{here}: a request cannot name files or models: start the server with it.",
+                    f"{here}: a request cannot set it: start the server with it.",
                 )
             if isinstance(value, str) and value not in (_names() if name in _WORDS else _words()):
                 raise invalid("speculative_config", f"{here}: {value[:100]!r} is not known here.")

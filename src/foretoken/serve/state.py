@@ -128,6 +128,11 @@ class ServerState:
         private = cache_salt is None and not self.settings.share_drafts
         return Scope(digest, private)
 
+    @staticmethod
+    def client_of(request: Request) -> str | None:
+        """The client that threads take turns for: its address, or None if the socket has none."""
+        return None if request.client is None else request.client.host
+
     def check_open(self) -> None:
         """Refuse a request when the engine is closed.
 

@@ -200,7 +200,7 @@ def _write(path: Path, state: Any) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What `_write` wrote."""
+    """Read a file of `_write`."""
     with safe_open(path, "pt") as file:
         text = (file.metadata() or {})["state"]
 

@@ -129,7 +129,7 @@ _Whole = Annotated[int, Ge(0), Le(2**40)]
 
 
 class _Index(TypedDict):
-    """What `index.json` says; the lists have an entry for each conversation."""
+    """The content of `index.json`; the lists have an entry for each conversation."""
 
     layers: list[int]
     hidden_size: Annotated[_Whole, Gt(0)]

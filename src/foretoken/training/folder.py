@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foretoken.core.files import read_json, write_whole
+from foretoken.core.files import read_json, validated, write_whole
 from foretoken.errors import ConfigError
 from foretoken.training.checkpoints import checkpoints_in
 
@@ -104,7 +104,12 @@ class TrainingFolder:
             ConfigError: it has.
         """
         if self._settings.exists():
-            found = read_json(self._settings)
+            try:
+                found = validated(dict[str, Any], read_json(self._settings))
+            except ValueError as error:
+                raise ConfigError(
+                    f"{self._settings} is damaged: {error}: delete {self.work}."
+                ) from None
             if found != wanted:
                 changed = {*found, *wanted}
                 other = next(k for k in sorted(changed) if found.get(k) != wanted.get(k))

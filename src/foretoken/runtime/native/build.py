@@ -153,8 +153,8 @@ def _own_folder(base: Path, name: str) -> Path:
 def _opened(path: Path, flags: int | None = None) -> int:
     """Open what only this user and root can change, because its code will run.
 
-    Every part of the path is opened in the folder before, whose owner and permissions are those
-    of the very folder that is open. No link is followed.
+    Every part of the path is opened in the folder before it, after a check of the owner and the
+    permissions of that open folder. No link is followed.
 
     Args:
         path: absolute.
@@ -191,13 +191,13 @@ def _check_owner(path: Path, state: os.stat_result, *, may_be_sticky: bool) -> N
     Args:
         path: a file or folder, for the message.
         state: of it.
-        may_be_sticky: whether others may write to a folder in which nobody can replace what is not
+        may_be_sticky: whether others may write to a folder in which they can replace only what is
             theirs, such as /tmp.
 
     Raises:
         CacheError: they can.
     """
-    # Whoever owns "/" is root: in a container, root may have another number.
+    # The owner of "/" is root: in a container, root may have another number.
     if state.st_uid not in (0, os.geteuid(), Path("/").stat().st_uid):
         raise _unsafe(path, "belongs to another user")
     others = stat.S_IWOTH if _is_own_group(state.st_gid) else stat.S_IWOTH | stat.S_IWGRP
