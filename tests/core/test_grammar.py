@@ -239,7 +239,7 @@ AMBIGUOUS: dict[str, Any] = {"grammar": 'start: s\ns: s s s | s s | "a"'}
 
 @pytest.fixture
 def few_items(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.core.grammar.MAX_ITEMS", 200)
+    monkeypatch.setattr("foretoken.core.trial.MAX_ITEMS", 200)
 
 
 @pytest.mark.usefixtures("few_items")
@@ -251,6 +251,17 @@ def test_a_limit_reached_later_is_an_error_and_not_the_end_of_the_form() -> None
     allowed = grammar.allowed([a])  # the long one may have been a draft that was rejected
     assert allowed is not None
     assert allowed.nonzero().flatten().tolist() == sorted({a, EOS})
+
+
+def test_the_work_for_a_mask_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial ends before the expression becomes expensive."""
+    monkeypatch.setattr("foretoken.core.trial.MAX_FUEL", 200)
+    grammar = grammars().compile(StructuredOutputs(regex="a{70}(.*a.{40}b.{40})*"))
+    (a,) = tiny_tokenizer().encode("a", add_special_tokens=False)
+    assert grammar.allowed([a] * 60) is not None
+    with pytest.raises(RequestError, match=r"structured_outputs: .*expressions"):
+        for length in range(60, 80):
+            grammar.allowed([a] * length)
 
 
 @pytest.mark.usefixtures("few_items")

@@ -18,9 +18,11 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote
 
+import h11
 import httpx2
 import pytest
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from foretoken import LLM, AsyncLLM, ForetokenError, Metrics, SamplingParams
 from foretoken.core.sequence import SHARED
@@ -29,6 +31,7 @@ from foretoken.serve.app import create_app
 from foretoken.serve.errors import APIError
 from foretoken.serve.events import DONE, EventStream
 from foretoken.serve.page import FILES
+from foretoken.serve.protocol import PARTS
 from foretoken.serve.run import ForetokenServer, serve
 from foretoken.serve.running import Run
 from foretoken.serve.settings import Settings
@@ -313,6 +316,32 @@ def test_http_1_0_has_no_chunks(server: Served) -> None:
     head = b"POST /v1/completions HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
     with raw(server, head) as connection:
         assert whole(connection).startswith(b"HTTP/1.1 400")
+
+
+def test_tiny_chunks_let_others_in(monkeypatch: pytest.MonkeyPatch, server: Served) -> None:
+    """A turn of the event loop reads a few of them, however many have come at once."""
+    turns: list[int] = []
+    handle, following = H11Protocol.handle_events, h11.Connection.next_event
+
+    def handled(protocol: H11Protocol) -> None:
+        turns.append(0)
+        handle(protocol)
+
+    def next_event(connection: h11.Connection) -> Any:
+        turns[-1] += 1
+        return following(connection)
+
+    monkeypatch.setattr(H11Protocol, "handle_events", handled)
+    monkeypatch.setattr(h11.Connection, "next_event", next_event)
+    fields = {"model": MODEL, "prompt": "hello", "max_tokens": 1}
+    content = json.dumps(fields) + " " * 3000
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunks = "".join(f"1\r\n{each}\r\n" for each in content)
+    last = "0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    with raw(server, (head + chunks + last).encode()) as connection:
+        assert whole(connection).count(b"HTTP/1.1 200") == 2
+    assert sum(turns) > 3000
+    assert max(turns) <= PARTS
 
 
 def test_a_full_queue(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from foretoken.core.common_prefix import common_prefix
 from foretoken.core.form import Form, checked_source, library
-from foretoken.core.trial import MAX_ITEMS, first_line, on_stack
+from foretoken.core.trial import first_line, matcher_of, on_stack
 from foretoken.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -72,13 +72,11 @@ class Grammars:
 
     def _compiled(self, grammar: str) -> Any:
         """A matcher that knows its first mask, and is only copied from then on."""
-        llguidance = library()
         with self._indexing:
             vocabulary = self._vocabulary
-        limits = llguidance.LLParserLimits(step_max_items=MAX_ITEMS)
 
         def compiled() -> Any:
-            matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+            matcher = matcher_of(vocabulary, grammar)
             matcher.compute_bitmask()
             return matcher
 

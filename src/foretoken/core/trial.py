@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = ["MAX_ITEMS", "MAX_MEGABYTES", "MAX_SECONDS", "first_line", "main", "on_stack", "wrong"]
+__all__ = ["MAX_MEGABYTES", "MAX_SECONDS", "first_line", "main", "matcher_of", "on_stack", "wrong"]
 
 T = TypeVar("T")
 
@@ -37,6 +37,10 @@ MAX_ITEMS = 5000
 """Most items that llguidance's parser may make for one mask. An ambiguous grammar makes more of
 them with every token, and the time for one grows too: at half this number a mask took up to 30 ms.
 An object of 480 optional properties needs fewer."""
+
+MAX_FUEL = 50_000
+"""Most expressions that llguidance's lexer may make for one mask, which then takes up to 8 ms, and
+60 ms with its own limit of 200,000. Ordinary forms need less than 5,000."""
 
 TOO_LONG = f"it takes more than {MAX_SECONDS} s to compile"
 
@@ -76,19 +80,20 @@ _SIZING = threading.Lock()
 
 def wrong(grammar: str) -> str | None:
     """Why a grammar in llguidance's own format cannot be used, in one line; None if it can."""
-    import llguidance
-
     vocabulary = _bytes()
-    limits = llguidance.LLParserLimits(step_max_items=MAX_ITEMS)
     began = time.process_time()
-
-    def compiled() -> Any:
-        return llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
-
-    matchers = [on_stack(COMPILE_STACK, compiled)]
+    matchers = [on_stack(COMPILE_STACK, lambda: matcher_of(vocabulary, grammar))]
     if matchers[0].is_error():
         return f"not valid: {first_line(matchers[0])}"
     return on_stack(MASK_STACK, lambda: _followed(matchers.pop(), began))
+
+
+def matcher_of(vocabulary: Any, grammar: str) -> Any:
+    """A matcher of a grammar in llguidance's own format, whose masks are limited."""
+    import llguidance
+
+    limits = llguidance.LLParserLimits(step_max_items=MAX_ITEMS, step_lexer_fuel=MAX_FUEL)
+    return llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
 
 
 @cache

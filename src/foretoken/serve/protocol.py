@@ -17,11 +17,25 @@ PROBE_SECONDS = 0.25
 """How often a client that has closed its side is asked whether it is still there."""
 
 
+PARTS = 50
+"""Parts of a request that are read in one turn of the event loop (a millisecond or two). A body may
+come in chunks of one byte, hundreds of thousands of which have come at once."""
+
+
 class _Connection(h11.Connection):
-    """Refuses requests whose end a proxy may see elsewhere (request smuggling, RFC 9112, 6.1)."""
+    """Refuses requests whose end a proxy may see elsewhere (request smuggling, RFC 9112, 6.1).
+
+    Attributes:
+        left: parts that may be read in this turn; without any, it asks for more bytes.
+    """
+
+    left = PARTS
 
     def next_event(self) -> Any:
         """The next event of the bytes that have come."""
+        if not self.left:
+            return h11.NEED_DATA
+        self.left -= 1
         event = super().next_event()
         if isinstance(event, h11.Request):
             names = {name for name, _ in event.headers}
@@ -36,7 +50,12 @@ class _Transport:
 
     `close` of asyncio's transports waits until the client has taken what was written, and a client
     may take nothing for ever.
+
+    Attributes:
+        held: whether nothing more is read, whoever else asks for it.
     """
+
+    held = False
 
     def __init__(self, transport: asyncio.Transport, seconds: float) -> None:
         self._transport, self._seconds = transport, seconds
@@ -51,6 +70,11 @@ class _Transport:
         if self._dropping is None:
             loop = asyncio.get_running_loop()
             self._dropping = loop.call_later(self._seconds, self._transport.abort)
+
+    def resume_reading(self) -> None:
+        """Read on, unless it is held."""
+        if not self.held:
+            self._transport.resume_reading()
 
     def lost(self) -> None:
         """Nothing is left to drop."""
@@ -98,6 +122,27 @@ def timed_protocol(header_seconds: float, write_seconds: float) -> type[H11Proto
             # Timers that stay would keep the connection's memory until their time.
             self._unset_keepalive_if_required()
             self._wire.lost()
+
+        def handle_events(self) -> None:
+            """Read some parts; the others wait until the other connections have had their turn."""
+            if self._wire.held:
+                return
+            self.conn.left = PARTS
+            super().handle_events()
+            if not self.conn.left:
+                self._wire.held = True
+                self._wire.pause_reading()
+                self.loop.call_soon(self._read_on)
+
+        def _read_on(self) -> None:
+            self._wire.held = False
+            if self._wire.is_closing():
+                return
+            self.handle_events()
+            if not self.flow.read_paused:
+                self._wire.resume_reading()
+            if not self._between_requests():
+                self._stop_waiting()
 
         # Clients that send no more
 
