@@ -91,7 +91,7 @@ def real_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def our_own_assertions() -> Iterator[None]:
     """An assertion of a drafter of ours fails the test, instead of only ending the drafts."""
-    give_up = Guard._give_up
+    give_up = Guard.give_up
 
     def strict(guard: Guard, drafter: Drafter, request: Request, error: Exception) -> None:
         if isinstance(error, AssertionError) and type(drafter).__module__.startswith("foretoken."):
@@ -99,7 +99,7 @@ def our_own_assertions() -> Iterator[None]:
         give_up(guard, drafter, request, error)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Guard, "_give_up", strict)
+        patch.setattr(Guard, "give_up", strict)
         yield
 
 

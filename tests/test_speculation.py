@@ -13,6 +13,7 @@ from foretoken.control import Budget, Controller, CostCurve, Fixed
 from foretoken.control.batch import BatchTable
 from foretoken.control.cost_model import CostModel
 from foretoken.core.acceptance import RULES
+from foretoken.core.distribution import Distribution, LazyDistribution
 from foretoken.core.tree import Draft, TokenTree, chain
 from foretoken.decode import Outcome, StepTimes
 from foretoken.drafters.base import Drafter
@@ -30,8 +31,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def strategy_of(drafter: Drafter, controller: Controller | None = None) -> Strategy:
-    return Strategy(drafter, controller or Fixed(3), RULES["coupled"]())
+def strategy_of(
+    drafter: Drafter, controller: Controller | None = None, rule: str = "coupled"
+) -> Strategy:
+    return Strategy(drafter, controller or Fixed(3), RULES[rule]())
 
 
 def request_of(prompt: Sequence[int], max_tokens: int = 20) -> Request:
@@ -86,13 +89,17 @@ class Faulty(Drafter):
             raise self.error
 
 
-def outputs_of(drafters: Sequence[Drafter]) -> tuple[list[Request], Speculation]:
+def outputs_of(
+    drafters: Sequence[Drafter], rule: str = "coupled", *, trace: bool = False
+) -> tuple[list[Request], Speculation]:
     """Every prompt with one of the drafters, in one batch, to the end."""
     target = Target(tiny_model())
     speculation = Speculation(strategy_of(NoDrafter()))
     scheduler = Scheduler(target, speculation)
-    strategies = {id(drafter): strategy_of(drafter) for drafter in drafters}
+    strategies = {id(drafter): strategy_of(drafter, rule=rule) for drafter in drafters}
     requests = [request_of(prompt) for prompt in PROMPTS]
+    for request in requests:
+        request.trace_all = trace
     for request, drafter in zip(requests, drafters, strict=True):
         scheduler.add(request, strategies[id(drafter)])
     while scheduler.busy:
@@ -170,6 +177,47 @@ def test_a_malformed_draft_is_a_fault_of_the_drafter(
     failures = [str(request.metrics.drafter_failure) for request in requests]
     assert message in failures.pop(2)
     assert set(failures) == {"None"}
+
+
+def no_numbers() -> Distribution:
+    return Distribution.of(torch.full((VOCAB_SIZE,), torch.nan))
+
+
+UNREADABLE: dict[str, Callable[[int], Distribution]] = {
+    "computed of NaN": lambda _: LazyDistribution(no_numbers),
+    "NaN": lambda _: Distribution(torch.full((VOCAB_SIZE,), torch.nan)),
+    "never drawn": lambda token: Distribution.one_hot((token + 1) % VOCAB_SIZE),
+}
+
+
+@pytest.mark.parametrize(
+    ("q", "rule", "trace"),
+    [
+        *((q, rule, False) for q in UNREADABLE for rule in ("rejection", "block", "k_sequential")),
+        ("computed of NaN", "coupled", True),
+    ],
+)
+def test_a_q_that_cannot_be_read_is_a_fault_of_the_drafter(
+    q: str, rule: str, trace: bool, plain: list[tuple[int, ...]]
+) -> None:
+    """Long after the drafter has proposed it: the rule reads it, or the trace."""
+
+    class Unreadable(Faulty):
+        def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
+            drafts = super().propose(batch, budgets)
+            for index, (request, draft) in enumerate(zip(batch, drafts, strict=True)):
+                if request.prompt_ids == tuple(PROMPTS[2]) and len(request.output_ids) > 5:
+                    of_nodes = tuple(UNREADABLE[q](token) for token in draft.tree.tokens[1:])
+                    drafts[index] = Draft(draft.tree, of_nodes)
+            return drafts
+
+    drafter = Unreadable()
+    requests, _ = outputs_of([drafter] * len(PROMPTS), rule, trace=trace)
+    assert [tuple(request.output_ids) for request in requests] == plain
+    failures = [request.metrics.drafter_failure for request in requests]
+    assert failures.pop(2) is not None
+    assert set(failures) == {None}
+    assert not drafter.state
 
 
 def test_it_fails_later_and_for_good(plain: list[tuple[int, ...]]) -> None:

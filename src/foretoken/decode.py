@@ -22,7 +22,7 @@ from foretoken.core.tree import Draft, TokenTree
 from foretoken.outputs import StreamedToken
 from foretoken.request import Request
 from foretoken.runtime.network import Need, PassOutput
-from foretoken.trace import record
+from foretoken.trace import StepTrace, record
 
 __all__ = ["Outcome", "Speculates", "StepTimes", "Verifier", "step"]
 
@@ -122,6 +122,10 @@ class Speculates(Protocol):
         """Layers whose hidden states the batch's drafters need."""
         ...
 
+    def give_up(self, request: Request, error: Exception) -> None:
+        """Stop drafting for a request: its draft could not be judged, and was left out."""
+        ...
+
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> float:
         """Learn from a step; returns the seconds that drafters took for that."""
         ...
@@ -134,7 +138,8 @@ def step(target: Verifier, speculation: Speculates, batch: Sequence[Request]) ->
     A beam search advances by at least one step of the search, which may commit no token.
 
     If a request's own data (its distribution, its grammar, its text) makes its step fail, the
-    request ends with `finish_reason` "error". The others advance.
+    request ends with `finish_reason` "error". The others advance. If only its draft does, by a q
+    that is computed when it is read, the request advances without the draft.
 
     Args:
         target: holds the KV of every request: all tokens but the last (invariant 1).
@@ -157,7 +162,7 @@ def step(target: Verifier, speculation: Speculates, batch: Sequence[Request]) ->
             if isinstance(draft, BeamDraft):
                 _search(target, request, draft, output)
                 continue
-            outcomes.append(_advance(target, speculation.rule(request), request, draft, output))
+            outcomes.append(_advance(target, speculation, request, draft, output))
         except Exception as error:  # of this request alone: the others go on
             request.fail(error)
     times = StepTimes(drafted - began, verified - drafted, clock.now() - verified)
@@ -169,17 +174,33 @@ def step(target: Verifier, speculation: Speculates, batch: Sequence[Request]) ->
 
 
 def _advance(
-    target: Verifier, rule: AcceptanceRule, request: Request, draft: Draft, output: PassOutput
+    target: Verifier, speculation: Speculates, request: Request, draft: Draft, output: PassOutput
 ) -> Outcome:
     """Accept, commit the accepted path, and append its tokens to the request."""
+    rule = speculation.rule(request)
+    try:
+        p, accepted, trace = _judged(rule, request, draft, output)
+    except Exception as error:
+        if not draft.tree.num_drafted:
+            raise
+        root = slice(1)
+        draft, output = Draft.empty(request.root), output.rows(root, root)
+        p, accepted, trace = _judged(rule, request, draft, output)
+        speculation.give_up(request, error)  # without the draft, nothing failed
+    target.commit(request.key, (0, *accepted.path))
+    committed = request.extend(draft, p, accepted, trace)
+    return Outcome(request, draft, accepted, tuple(committed), output, p)
+
+
+def _judged(
+    rule: AcceptanceRule, request: Request, draft: Draft, output: PassOutput
+) -> tuple[TreeDistributions, Accepted, StepTrace]:
+    """p, the rule's decision about a draft, and the step's trace."""
     p = TreeDistributions(
         output.scores, draft.tree, request.sampler, request.output_ids, output.argmax
     )
     accepted = rule.accept(draft, p, request.noise.at(len(request.token_ids)))
-    target.commit(request.key, (0, *accepted.path))
-    trace = record(draft, p, accepted, everything=request.trace_all)
-    committed = request.extend(draft, p, accepted, trace)
-    return Outcome(request, draft, accepted, tuple(committed), output, p)
+    return p, accepted, record(draft, p, accepted, everything=request.trace_all)
 
 
 def _search(target: Verifier, request: Request, draft: BeamDraft, output: PassOutput) -> None:

@@ -138,6 +138,10 @@ class Speculation:
 
     # After a step
 
+    def give_up(self, request: Request, error: Exception) -> None:
+        """See `decode.Speculates`: what its drafter proposed could not be judged."""
+        self._guard.give_up(self.strategy(request).drafter, request, error)
+
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> float:
         """See `decode.Speculates`: the cost curve, drafters and controllers learn."""
         groups = self._groups([outcome.request for outcome in outcomes])
@@ -258,6 +262,10 @@ class Plain:
     def rule(self, request: Request) -> AcceptanceRule:
         """The rule of the request's strategy."""
         return self.speculation.rule(request)
+
+    def give_up(self, request: Request, error: Exception) -> None:
+        """The same as with drafts."""
+        self.speculation.give_up(request, error)
 
     def hidden_layers(self, batch: Sequence[Request]) -> tuple[int, ...]:
         """The same as with drafts, so that drafters miss no committed token."""

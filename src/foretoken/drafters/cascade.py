@@ -49,6 +49,10 @@ class _InnerSpeculation:
         """The inner rule, for all requests."""
         return self.acceptance
 
+    def give_up(self, _: Request, error: Exception) -> None:
+        """A failure of the inner drafter is one of the cascade."""
+        raise error
+
     def hidden_layers(self, _: Sequence[Request]) -> tuple[int, ...]:
         """Layers of the middle model whose hidden states the inner drafter needs."""
         return self.drafter.hidden_layers

@@ -50,7 +50,7 @@ class Guard:
             raise
         except Exception as error:
             if len(requests) == 1:
-                self._give_up(drafter, requests[0], error)
+                self.give_up(drafter, requests[0], error)
                 return [requests[0].undrafted()]
         pairs = zip(requests, budgets, strict=True)
         return [self.propose(drafter, [request], [budget])[0] for request, budget in pairs]
@@ -66,7 +66,7 @@ class Guard:
             return
         except Exception as error:
             if len(outcomes) == 1:
-                self._give_up(drafter, outcomes[0].request, error)
+                self.give_up(drafter, outcomes[0].request, error)
                 return
         for outcome in outcomes:
             self.observe(drafter, [outcome], times)
@@ -78,7 +78,7 @@ class Guard:
         try:
             drafter.observe_prefill(request, start, hidden)
         except Exception as error:
-            self._give_up(drafter, request, error)
+            self.give_up(drafter, request, error)
 
     def release(self, drafter: Drafter, request: Request) -> None:
         """Let a drafter forget a request, unless it has failed for it and so has forgotten it."""
@@ -86,7 +86,7 @@ class Guard:
             self._release(drafter, request)
         self.failed.discard(request.key)
 
-    def _give_up(self, drafter: Drafter, request: Request, error: Exception) -> None:
+    def give_up(self, drafter: Drafter, request: Request, error: Exception) -> None:
         """Stop drafting for this request."""
         self.failed.add(request.key)
         failure = request.metrics.drafter_failure = in_one_line(error)

@@ -38,6 +38,7 @@ from foretoken.drafters.growth import Growth
 from foretoken.drafters.scorer import GrowingScorer, Scorer
 from foretoken.drafters.shapes import Node, Shape
 from foretoken.drafters.tree_options import TreeOptions
+from foretoken.errors import RequestError
 from foretoken.request import Request
 from foretoken.runtime.network import GrownTree, GrowthDraw, GrowthLimit
 
@@ -249,7 +250,18 @@ class ModelDrafter(Drafter):
             if levels is not None:  # `_draw` refuses NaN
                 return levels
         nodes = zip(frontier, logits, widths, strict=True)
-        return [self._draw(growth, *each) for each in nodes]
+        try:
+            return [self._draw(growth, *each) for each in nodes]
+        except RequestError as error:
+            if logits.amax(-1).isfinite().all():
+                raise
+            depth = 0 if frontier[0] is None else frontier[0].depth
+            # A head that reads its own outputs may make them larger at each level, without an end.
+            advice = "draft fewer, or use another one." if depth else "its weights are damaged."
+            raise RequestError(
+                f"the drafting model's logits are NaN or infinite after {depth} drafted tokens: "
+                + advice
+            ) from error
 
     def _draw(self, growth: Growth, node: Node | None, logits: Tensor, width: int) -> list[Drawn]:
         """The children of one node."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -265,3 +266,43 @@ def test_a_nan_does_not_outlive_its_request(tmp_path: Path) -> None:
     (next_one,) = llm.generate([PROMPTS[0]], params)
     assert next_one.metrics.drafter_failure is None
     assert next_one.metrics.num_drafts > 0
+
+
+@pytest.mark.parametrize(
+    ("runtime", "quantization", "rule", "params"),
+    [
+        ("native", "int4", "coupled", {"temperature": 0}),
+        ("native", "int4", "rejection", {"temperature": 1, "top_p": 0.9}),
+        ("native", None, "coupled", {"temperature": 1}),
+        ("lean", None, "coupled", {"temperature": 1}),
+    ],
+    ids=str,
+)
+def test_a_head_whose_outputs_grow_without_an_end_only_loses_its_drafts(
+    runtime: str, quantization: str | None, rule: str, params: dict[str, Any], tmp_path: Path
+) -> None:
+    """EAGLE-1 reads its own outputs, which no norm keeps small; their squares overflow."""
+    model = tiny_model(head_dim=32)
+    net = tiny_net(CONFIGS["EAGLE-1"], model)
+    save_head(tmp_path, net)
+    config = {"method": "eagle", "model": str(tmp_path), "acceptance": rule, "controller": "fixed"}
+    llm = LLM(
+        model,
+        speculative_config={**config, "num_speculative_tokens": 60},
+        quantization=quantization,
+        runtime=runtime,
+    )
+    own = SamplingParams(max_tokens=70, seed=1, ignore_eos=True, **params)
+    (output,) = llm.generate([PROMPTS[0]], own, trace=True)
+    failure = output.metrics.drafter_failure or ""
+    depth = re.search(r"NaN or infinite after (\d+) drafted tokens: draft fewer", failure)
+    assert depth is not None
+    assert int(depth[1]) > 20
+    assert len(output.token_ids) == 70
+    short = own.model_copy(update={"max_tokens": 10})
+    (next_one,) = llm.generate([PROMPTS[1]], short)
+    assert next_one.metrics.drafter_failure is None
+    assert next_one.metrics.num_drafts > 0
+    if rule == "coupled":
+        plain = LLM(model, quantization=quantization, runtime=runtime)
+        assert plain.generate([PROMPTS[0]], own)[0].token_ids == output.token_ids

@@ -37,7 +37,9 @@ class Block(AcceptanceRule):
         weight, kept, kept_weight = 1.0, 0, 1.0
         for i in range(1, gamma + 1):
             token = draft.tree.tokens[i]
-            weight = min(weight * p[i - 1].prob(token) / draft.q_of(i).prob(token), 1.0)
+            p_token, q_token = p[i - 1].prob(token), draft.q_of(i).prob(token)
+            assert q_token > 0, "a drafted token was drawn from its q"
+            weight = min(weight * p_token / q_token, 1.0)
             if weight == 0:  # no longer prefix can pass
                 break
             if noise.accepts(_pass_probability(draft, p, i, weight), i - 1):
