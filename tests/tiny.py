@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -13,6 +14,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+
+from foretoken.runtime.cpu import linear_layer
 
 VOCAB_SIZE = 96
 CONTEXT = 256
@@ -45,6 +48,12 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {**GROUPED, "head_dim": 16}),
     "phi": ("phi", LAYERS),
 }
+
+
+def needs_packed(dtype: torch.dtype) -> None:
+    """Skip a test if PyTorch has no packed layers of this dtype on this processor."""
+    if linear_layer(dtype, torch.device("cpu"), None) is None:
+        pytest.skip(f"PyTorch packs no layers in {dtype} on this processor")
 
 
 def tiny_model(

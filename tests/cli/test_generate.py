@@ -220,7 +220,7 @@ def test_structured_outputs(run: Run, tiny: Path) -> None:
     assert re.fullmatch("(ab|cd){3}!", result.stdout.strip())
     broken = run("generate", "hello", "-m", tiny, "--structured-outputs", '{"regex": "(a"}')
     assert broken.exit_code == 2
-    assert error_of(broken).startswith("error: --structured-outputs: not a valid regex")
+    assert error_of(broken).startswith("error: --structured-outputs: regex: not valid")
 
 
 def test_quantized_weights(run: Run, tiny: Path, own_cache: Path) -> None:

@@ -194,7 +194,7 @@ def test_measure_with_a_draft_model_that_is_the_target(run: Run, tiny: Path, pro
     assert value["acceptance"] == "rejection"
     assert value["alpha"] == pytest.approx(1, abs=1e-4)
     assert value["drafting_share"] == 1
-    assert value["positions"] == 32
+    assert 0 < value["positions"] <= 32
     one, three = value["trials"]
     assert one["expected_tokens"] == pytest.approx(2, abs=1e-3)
     assert three["expected_tokens"] == pytest.approx(4, abs=1e-3)

@@ -457,14 +457,14 @@ def interrupt(*_: Any) -> None:
         (["--set", "epochs=4"], "settings"),
         (["--set", "noise=0"], "options"),
         (["--tokens", "201"], "data"),
-        (["--dtype", "float32"], "dtype"),
+        (["--dtype", "bfloat16"], "dtype"),
     ],
 )
 def test_another_training_in_the_same_folder(
     run: Run, tiny: Path, tmp_path: Path, changed: list[str], named: str
 ) -> None:
     out = tmp_path / "head"
-    arguments = ("train", "eagle", "-m", tiny, "-o", out, *QUICK)
+    arguments = ("train", "eagle", "-m", tiny, "-o", out, "--dtype", "float32", *QUICK)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(DrafterSeries, "train", interrupt)
         assert run(*arguments).exit_code == 130

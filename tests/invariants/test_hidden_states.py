@@ -33,7 +33,7 @@ from foretoken.runtime.target import Target
 from tests.drafting import RandomTrees, Reader, Scripted, drafter_of
 from tests.matrix import PROMPTS
 from tests.runtime.on_device import graphs_of, use_cuda_runtime
-from tests.tiny import VOCAB_SIZE, tiny_model
+from tests.tiny import VOCAB_SIZE, needs_packed, tiny_model
 
 States = dict[int, Tensor]
 Tokens = tuple[int, ...]
@@ -70,6 +70,8 @@ class Kind:
 
     def llm(self, drafter: Drafter | dict[str, Any] | None, **fields: Any) -> LLM:
         """With drafts of five tokens from this drafter, or by this configuration."""
+        if self.name == "lean":
+            needs_packed(self.dtype)
         config = drafter if isinstance(drafter, dict) else {"method": drafter or "none"}
         config = {"num_speculative_tokens": 5, "controller": "fixed", **config}
         llm = LLM(

@@ -17,7 +17,7 @@ from foretoken.runtime.cpu import Int8Linear, PackedLinear, check_quantization, 
 from foretoken.runtime.lean import LeanDecoder
 from foretoken.runtime.module import ModuleNetwork
 from tests.matrix import PROMPTS
-from tests.tiny import tiny_model
+from tests.tiny import needs_packed, tiny_model
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -33,6 +33,7 @@ def layer_data(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_packed_is_linear(dtype: torch.dtype) -> None:
+    needs_packed(dtype)
     weight, bias, x = layer_data(dtype)
     found = PackedLinear(weight, bias)(x)
     assert torch.allclose(

@@ -548,7 +548,7 @@ def test_encoder_decoders_of_other_kinds(model_type: str, tmp_path: Path) -> Non
         Target(model)
     config.architectures = [name]
     config.save_pretrained(tmp_path)
-    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    save_file({f"x{i}": torch.zeros(999) for i in range(9)}, tmp_path / "model.safetensors")
     with pytest.raises(CompatibilityError, match=message):
         load_model(tmp_path, torch.float32, torch.device("cpu"))
 

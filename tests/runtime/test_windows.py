@@ -24,7 +24,7 @@ from foretoken.runtime.target import Target
 from foretoken.runtime.windows import Window, layer_windows, windows_by_kind
 from tests.runtime.on_device import use_cuda_runtime
 from tests.runtime.test_cuda_network import check_a_life, targets
-from tests.tiny import CONTEXT, VOCAB_SIZE, reference_greedy
+from tests.tiny import CONTEXT, VOCAB_SIZE, needs_packed, reference_greedy
 from tests.windowed import OWN_ATTENTION, WINDOW, WINDOWED, windowed_config, windowed_model
 
 TREE = TokenTree((5, 3, 5, 8, 9, 7, 1, 2, 4, 6, 8), (-1, 0, 0, 1, 3, 2, 2, 5, 7, 8, 9))
@@ -91,6 +91,7 @@ NATIVE = ("mistral", "qwen2", "qwen3")
 def network_of(model: PreTrainedModel, kind: str) -> Network:
     if kind == "native":
         return NativeDecoder(LlamaWeights(model))
+    needs_packed(model.dtype)
     if kind == "lean":
         return LeanDecoder(LlamaWeights(model), PackedLinear)
     return ModuleNetwork.packed(model)

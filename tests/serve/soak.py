@@ -132,7 +132,7 @@ ACTIONS = {
     "fault": 3,
     "half": 1,
     "spy": 2,
-    "hostile": 0.2,
+    "hostile": 1,
 }
 """What clients do, and how often."""
 

@@ -7,7 +7,7 @@ of nodes (invariant 7).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NoReturn, Protocol, Self
 
 import torch
@@ -58,6 +58,10 @@ class Probed(Protocol):
 
     def with_network(self, network: Network) -> Self:
         """The same rows under another network over the same layers."""
+        ...
+
+    def with_own_rows(self, num_layers: int | None = None) -> Self:
+        """See `Target.with_own_rows`."""
         ...
 
     def add(self, key: int) -> None:
@@ -121,12 +125,16 @@ def probe(
     if not exact or target.network.exact_trees or target.device.type != "cpu":
         return exact
     # PyTorch chooses kernels by shape, and the shapes of all layers are alike: two are enough, of
-    # which the second one reads what the first has computed.
-    try:
-        few = target.network.first_layers(min(2, target.network.num_layers))
-    except CompatibilityError:  # a module that does not say which are its layers
-        few = target.network
-    return _same_bits_in_long_passes(target.with_network(few))
+    # which the second one reads what the first has computed. The weights do not matter.
+    shapes = (model.config.to_json_string(), target.dtype, quantized, type(target.network).__name__)
+    key = (*shapes, min(_CHUNKS[0], target.max_model_len), torch.get_num_threads())
+    if key not in _LONG_PASSES:
+        try:
+            few = target.with_own_rows(min(2, target.network.num_layers))
+        except CompatibilityError:  # a module that does not say which are its layers
+            few = target
+        _LONG_PASSES[key] = _same_bits_in_long_passes(few)
+    return _LONG_PASSES[key]
 
 
 def _tokens(vocab_size: int, count: int) -> list[int]:
@@ -289,6 +297,9 @@ _LONGEST = 65
 
 _CHUNKS = (256, 64, 63)
 """Sizes of the chunks in which the same prompt is computed."""
+
+_LONG_PASSES: dict[Hashable, bool] = {}
+"""What was found, by all that shapes depend on: these passes are most of the probe's time."""
 
 
 def _same_bits_in_long_passes(target: Probed) -> bool:

@@ -94,10 +94,14 @@ class Target(Passes):
         self.exact_trees = self.bit_exact and self.network.exact_trees
         self.num_passes = 0
 
-    def with_own_rows(self) -> Self:
-        """The same model over rows of its own; the weights are in memory once."""
+    def with_own_rows(self, num_layers: int | None = None) -> Self:
+        """The same model, or its first layers, over rows of its own; weights are in memory once.
+
+        Raises:
+            CompatibilityError: see `Network.first_layers`.
+        """
         other = copy.copy(self)
-        network = self.network.first_layers(self.network.num_layers)
+        network = self.network.first_layers(num_layers or self.network.num_layers)
         Passes.__init__(other, network, self.max_model_len, self.dtype, self.device)
         other.allocate()
         return other

@@ -99,7 +99,7 @@ def timed_protocol(header_seconds: float, write_seconds: float) -> type[H11Proto
 
         def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
             super().__init__(config, *arguments, **options)
-            self.conn = _Connection(h11.SERVER)
+            self.conn = self._connection = _Connection(h11.SERVER)
 
         def connection_made(self, transport: Any) -> None:
             self._wire = _Transport(transport, write_seconds)
@@ -127,9 +127,9 @@ def timed_protocol(header_seconds: float, write_seconds: float) -> type[H11Proto
             """Read some parts; the others wait until the other connections have had their turn."""
             if self._wire.held:
                 return
-            self.conn.left = PARTS
+            self._connection.left = PARTS
             super().handle_events()
-            if not self.conn.left:
+            if not self._connection.left:
                 self._wire.held = True
                 self._wire.pause_reading()
                 self.loop.call_soon(self._read_on)
