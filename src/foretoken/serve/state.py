@@ -129,9 +129,10 @@ class ServerState:
         return Scope(digest, private)
 
     @staticmethod
-    def client_of(request: Request) -> str | None:
-        """The client that threads take turns for: its address, or None if the socket has none."""
-        return None if request.client is None else request.client.host
+    def client_of(request: Request) -> str:
+        """The client that threads take turns for: an API key at an address, as far as known."""
+        address = "" if request.client is None else request.client.host
+        return f"{getattr(request.state, 'caller', '')} {address}"
 
     def check_open(self) -> None:
         """Refuse a request when the engine is closed.
