@@ -27,6 +27,7 @@ from foretoken import models
 from foretoken.core import clock
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.guard import Guard
+from foretoken.models.support import default_dtype
 from foretoken.request import Request
 from foretoken.runtime.native import build
 from foretoken.runtime.native.support import why_no_library
@@ -138,5 +139,7 @@ def smollm2_float32(smollm2_path: Path) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="session")
-def smollm2_bfloat16(smollm2_path: Path) -> PreTrainedModel:
-    return models.load_model(smollm2_path, torch.bfloat16, torch.device("cpu"))
+def smollm2_auto(smollm2_path: Path) -> PreTrainedModel:
+    """In the dtype that `LLM` takes on this processor."""
+    cpu = torch.device("cpu")
+    return models.load_model(smollm2_path, default_dtype("auto", cpu), cpu)

@@ -101,7 +101,7 @@ def reference(smollm2_float32: PreTrainedModel, prompts: list[list[int]]) -> lis
 QUICK = ("ngram", "draft_model")
 """One of each kind: `test_greedy.py` has all of them on tiny models."""
 QUICK_IN_FLOAT32 = ("suffix",)
-"""Passes in float32 take twice as long; in bfloat16 every kind is tested."""
+"""Passes in float32 take twice as long; the processor's own dtype is tested with every kind."""
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,8 @@ def test_float32_equals_transformers(
 
 
 @pytest.fixture(scope="module")
-def plain(smollm2_bfloat16: PreTrainedModel, prompts: list[list[int]]) -> dict[str, list[Any]]:
-    llm = llm_with(smollm2_bfloat16, "none")
+def plain(smollm2_auto: PreTrainedModel, prompts: list[list[int]]) -> dict[str, list[Any]]:
+    llm = llm_with(smollm2_auto, "none")
     assert llm.bit_exact
     return {
         name: [(o.token_ids, o.logprobs) for o in llm.generate(prompts, params)]
@@ -141,14 +141,14 @@ def plain(smollm2_bfloat16: PreTrainedModel, prompts: list[list[int]]) -> dict[s
         for method in ON_CHAINS
     ],
 )
-def test_bfloat16_has_the_bits_of_none(
-    smollm2_bfloat16: PreTrainedModel,
+def test_the_bits_of_none(
+    smollm2_auto: PreTrainedModel,
     smollm2_tokenizer: PreTrainedTokenizerBase,
     prompts: list[list[int]],
     plain: dict[str, list[Any]],
     method: str,
 ) -> None:
-    llm = llm_with(smollm2_bfloat16, method, tokenizer=smollm2_tokenizer)
+    llm = llm_with(smollm2_auto, method, tokenizer=smollm2_tokenizer)
     for name, params in (("greedy", GREEDY), ("seeded", SEEDED)):
         some = slice(0, 2 if method in COSTLY else None)
         outputs = llm.generate(prompts[some], params)
@@ -156,9 +156,9 @@ def test_bfloat16_has_the_bits_of_none(
 
 
 def test_one_at_a_time_has_the_bits_of_the_batch(
-    smollm2_bfloat16: PreTrainedModel, prompts: list[list[int]], plain: dict[str, list[Any]]
+    smollm2_auto: PreTrainedModel, prompts: list[list[int]], plain: dict[str, list[Any]]
 ) -> None:
-    llm = llm_with(smollm2_bfloat16, "ngram", gamma=9)
+    llm = llm_with(smollm2_auto, "ngram", gamma=9)
     for prompt, expected in zip(prompts, plain["greedy"], strict=True):
         (output,) = llm.generate([prompt], GREEDY)
         assert (output.token_ids, output.logprobs) == expected
@@ -179,9 +179,9 @@ def test_by_alias(smollm2_tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def test_stop_strings_and_stream_on_real_text(
-    smollm2_bfloat16: PreTrainedModel, smollm2_tokenizer: PreTrainedTokenizerBase
+    smollm2_auto: PreTrainedModel, smollm2_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    llm = LLM(smollm2_bfloat16, tokenizer=smollm2_tokenizer, speculative_config={"method": "ngram"})
+    llm = LLM(smollm2_auto, tokenizer=smollm2_tokenizer, speculative_config={"method": "ngram"})
     prompt = [{"role": "user", "content": "Count from one to five in words."}]
     params = SamplingParams(temperature=0, max_tokens=24)
     whole = llm.generate(prompt, params)[0].text
