@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fastapi import Request
 
 from foretoken import __version__
+from foretoken.serve.state import ServerState
 from tests.serve.support import MODEL, Served, samples, served
 
 
@@ -149,4 +151,23 @@ def test_clients_take_turns_at_counting_tokens(
 
     monkeypatch.setattr(server.state.llm, "prepare", noting)
     assert server.post(path, **fields).status_code == 200
-    assert clients == ["127.0.0.1"]
+    (client,) = clients
+    assert client.strip() == "127.0.0.1"
+
+
+def test_a_client_is_a_key_at_an_address() -> None:
+    """Behind a proxy, all have its address; with one key for all, addresses tell them apart."""
+    places = [("1.1.1.1", "a"), ("1.1.1.1", "b"), ("2.2.2.2", "a"), ("1.1.1.1", None), (None, "a")]
+    found = [
+        ServerState.client_of(
+            Request(
+                {
+                    "type": "http",
+                    "client": None if host is None else (host, 5),
+                    "state": {} if key is None else {"caller": key},
+                }
+            )
+        )
+        for host, key in places
+    ]
+    assert len(set(found)) == len(found)
