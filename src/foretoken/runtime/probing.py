@@ -7,7 +7,8 @@ of nodes (invariant 7).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn, Protocol, Self
 
 import torch
@@ -76,10 +77,6 @@ class Probed(Protocol):
         """Close a row."""
         ...
 
-    def __contains__(self, key: int) -> bool:
-        """Whether there is such a row."""
-        ...
-
     def prefill(self, key: int, tokens: Sequence[int]) -> object:
         """Compute and commit these tokens."""
         ...
@@ -127,7 +124,7 @@ def probe(
     # PyTorch chooses kernels by shape, and the shapes of all layers are alike: two are enough, of
     # which the second one reads what the first has computed. The weights do not matter.
     shapes = (model.config.to_json_string(), target.dtype, quantized, type(target.network).__name__)
-    key = (*shapes, min(_CHUNKS[0], target.max_model_len), torch.get_num_threads())
+    key = (*shapes, min(_CHUNKS[0] + 1, target.max_model_len), torch.get_num_threads())
     if key not in _LONG_PASSES:
         try:
             few = target.with_own_rows(min(2, target.network.num_layers))
@@ -268,14 +265,25 @@ def _logits(
 
     The context is computed in chunks of a size, or at once.
     """
-    target.add(INTERNAL_KEY)
-    try:
-        size = chunk or len(context)
+    size = chunk or len(context)
+    with _rows(target, 1) as keys:
         for start in range(0, len(context), size):
-            target.prefill(INTERNAL_KEY, context[start : start + size])
-        return target.verify([INTERNAL_KEY], [tree])[0].scores.clone()
+            target.prefill(keys[0], context[start : start + size])
+        return target.verify(keys, [tree])[0].scores.clone()
+
+
+@contextmanager
+def _rows(target: Probed, count: int) -> Iterator[list[int]]:
+    """Open rows, and close them again."""
+    keys: list[int] = []
+    try:
+        for place in range(count):
+            target.add(INTERNAL_KEY - place)
+            keys.append(INTERNAL_KEY - place)
+        yield keys
     finally:
-        target.remove(INTERNAL_KEY)
+        for key in keys:
+            target.remove(key)
 
 
 def _same_bits(target: Probed, tokens: Sequence[int]) -> bool:
@@ -317,16 +325,10 @@ def _same_bits_in_long_passes(target: Probed) -> bool:
         narrow = _logits(target, tokens[:start], chain(tokens[start : start + 1]))
         if not torch.equal(wide[place : place + 1], narrow):
             return False
-    keys = (INTERNAL_KEY, INTERNAL_KEY - 1)
-    try:
+    with _rows(target, 2) as keys:
         for key in keys:
-            target.add(key)
             target.prefill(key, tokens[:2])
         return all(torch.equal(each.scores, wide) for each in target.verify(keys, [longest] * 2))
-    finally:
-        for key in keys:
-            if key in target:
-                target.remove(key)
 
 
 def _beside_a_long_row(target: Probed, context: Sequence[int], tree: TokenTree) -> Tensor:
@@ -334,19 +336,12 @@ def _beside_a_long_row(target: Probed, context: Sequence[int], tree: TokenTree) 
     network = target.network
     assert isinstance(network, SourceNetwork)
     size, limit = SHORT_SPAN + 1, network.source_limit
-    keys: list[int] = []
-    try:
-        for key in (INTERNAL_KEY, INTERNAL_KEY - 1):
-            target.add(key)
-            keys.append(key)
+    with _rows(target, 2) as keys:
         if network.num_bins is None and (limit is None or limit >= size):
             target.encode(keys[1], Source(size * network.probe_source.tokens[-1:]))
         target.prefill(keys[0], context)
         target.prefill(keys[1], (size * [*context])[: min(size, target.max_model_len - 2)])
         return target.verify(keys, [tree, tree])[0].scores.clone()
-    finally:
-        for key in keys:
-            target.remove(key)
 
 
 def _error(found: Tensor, expected: Tensor) -> float:

@@ -96,10 +96,11 @@ def timed_protocol(header_seconds: float, write_seconds: float) -> type[H11Proto
         _stalled: asyncio.TimerHandle | None = None
         _probing: asyncio.TimerHandle | None = None
         _no_more = False  # the client has closed its side
+        conn: _Connection
 
         def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
             super().__init__(config, *arguments, **options)
-            self.conn = self._connection = _Connection(h11.SERVER)
+            self.conn = _Connection(h11.SERVER)
 
         def connection_made(self, transport: Any) -> None:
             self._wire = _Transport(transport, write_seconds)
@@ -127,9 +128,9 @@ def timed_protocol(header_seconds: float, write_seconds: float) -> type[H11Proto
             """Read some parts; the others wait until the other connections have had their turn."""
             if self._wire.held:
                 return
-            self._connection.left = PARTS
+            self.conn.left = PARTS
             super().handle_events()
-            if not self._connection.left:
+            if not self.conn.left:
                 self._wire.held = True
                 self._wire.pause_reading()
                 self.loop.call_soon(self._read_on)

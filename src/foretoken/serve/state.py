@@ -129,10 +129,10 @@ class ServerState:
         return Scope(digest, private)
 
     @staticmethod
-    def client_of(request: Request) -> str:
+    def client_of(request: Request) -> tuple[str | None, str | None]:
         """The client that threads take turns for: an API key at an address, as far as known."""
-        address = "" if request.client is None else request.client.host
-        return f"{getattr(request.state, 'caller', '')} {address}"
+        address = None if request.client is None else request.client.host
+        return getattr(request.state, "caller", None), address
 
     def check_open(self) -> None:
         """Refuse a request when the engine is closed.
